@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
+from magis.capture.traced_numbers import none_traced, traced_among, traced_within
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
 from magis.ops.call import EXPECT, as_mixed
@@ -112,7 +113,7 @@ class Hollow(TorchDispatchMode):
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
-            _contents(args[0], self._own())
+            _contents(args[0], self._own(sources=traced_within(args[0])))
         self._note(given)
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
@@ -164,7 +165,7 @@ class Hollow(TorchDispatchMode):
             self.drawn |= contents.drawn
             if not contents.known:
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-        self._news = frozenset().union(*(contents.sources for contents in found)) - self.read
+        self._news = none_traced(frozenset().union(*(contents.sources for contents in found))) - self.read
         self.read |= self._news
 
     def expected(self, of_batch: bool) -> None:
@@ -201,7 +202,7 @@ class Hollow(TorchDispatchMode):
     def _computed(
         self, func: Any, given: list[Tensor], written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        sources = frozenset().union(*(_contents(tensor).sources for tensor in given))
+        sources = traced_among((args, kwargs)).union(*(_contents(tensor).sources for tensor in given))
         drawn = any(_contents(tensor).drawn for tensor in given)
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:

@@ -22,6 +22,7 @@ from magis.capture.eager_run import is_of_batch
 from magis.capture.number_lifetimes import Numbers, kinds, takes_number
 from magis.capture.places import Places
 from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, looks_of, tensors_in, window, written_by
+from magis.capture.traced_numbers import TRACE
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
@@ -50,7 +51,7 @@ class Recorder(TorchDispatchMode):
         """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
         Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sentinels, self._find = scalars, find
+        self._sentinels, self._find, self._trace = scalars, find, TRACE.get()
         self._own = Own({} if generators is None else generators)  # more may be made
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._told, self._waited = expects, told, False
@@ -62,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self._storage_of: dict[int, int] = {}
         self._value_of: dict[tuple[Any, ...], int] = {}
         self._made_at: dict[int, int] = {}  # value -> version of its storage
-        self._constants: dict[int, tuple[complex, ...]] = {}
+        self._constants: dict[int, tuple[complex | Scalar, ...]] = {}
         self._inputs: list[int] = []
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
         self._deaths: dict[int, int] = {}
@@ -89,7 +90,8 @@ class Recorder(TorchDispatchMode):
         """Declare a tensor whose data is part of the program (Python numbers made into a tensor)."""
         value = self._value(tensor, "constant", f"constant:{len(self._constants)}")
         with _disable_current_modes():  # a real tensor: its numbers are wanted
-            self._constants[value] = tuple(tensor.flatten().tolist())
+            data = tuple(tensor.flatten().tolist())
+            self._constants[value] = data if self._trace is None else self._trace.data(data, tensor.dtype)
         self._inputs.append(value)
         return value
 
@@ -213,8 +215,8 @@ class Recorder(TorchDispatchMode):
         sets = target in STATE_OPERATORS and target != GET_STATE
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
-        graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
-        graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
+        graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before, target) for arg in args)
+        graph_kwargs = tuple((name, self._arg(arg, before, target)) for name, arg in sorted(kwargs.items()))
         random = draws(func, args, kwargs)
         source = self._drawn_from((*args, *kwargs.values()))
         written = set() if renewed else self._written(func, args, kwargs, graph_args, before)
@@ -345,13 +347,15 @@ class Recorder(TorchDispatchMode):
         for key in self._keys_of.pop(address, ()):
             self._value_of.pop(key, None)
 
-    def _arg(self, arg: Any, before: dict[int, int]) -> Arg:
+    def _arg(self, arg: Any, before: dict[int, int], target: str) -> Arg:
         if isinstance(arg, Tensor):
             return Ref(before[id(arg)])
         if isinstance(arg, (list, tuple)):
-            return tuple(self._arg(item, before) for item in arg)
+            return tuple(self._arg(item, before, target) for item in arg)
         if isinstance(arg, float) and arg in self._sentinels:
             return Scalar(self._sentinels[arg])
+        if isinstance(arg, float) and self._trace is not None:
+            return self._trace.scalar(arg, target) or from_torch(float(arg))
         if isinstance(arg, torch.Generator):
             name = self._own.name_of(arg, self.places.module)
             return Const("generator", name) if name else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from magis.capture import Captured
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
-from magis.graph import Graph, digest
+from magis.graph import Graph, Scalar, digest, with_scalars
 from magis.ops.generators import HostGenerators
 
 NUMBERS = "draw with torch, and compute with the tensors that it makes"
@@ -34,13 +34,19 @@ class Draw:
 
 def draw_of(captured: Captured, device: str) -> Draw:
     """What a captured step has drawn."""
-    graph = captured.graph
+    return Draw(constants_of(captured.graph, None, device), captured.after)
+
+
+def constants_of(graph: Graph, numbers: Mapping[str, float] | None, device: str) -> dict[str, Tensor]:
+    """The constants of a graph by the names of its inputs; with `numbers` those alone that hang on its scalars."""
     constants = {}
     for number, data in graph.constants.items():
+        if numbers is not None and not any(isinstance(each, Scalar) for each in data):
+            continue
         value = graph.values[number]
-        made = torch.tensor(data, dtype=getattr(torch, value.dtype), device=device)
+        made = torch.tensor(with_scalars(data, numbers or {}), dtype=getattr(torch, value.dtype), device=device)
         constants[value.name] = made.reshape(value.shape)
-    return Draw(constants, captured.after)
+    return constants
 
 
 def outline(graph: Graph) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec
-from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart, with_rates
+from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import MagisError
-from magis.frontends.branching import Draw, contents_kept, draw_of, outline
+from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
+from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.optimizer_state import (
     MemoryGuard,
     OptimizerState,
@@ -36,11 +37,11 @@ from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
 from magis.planner.agreed_plans import all_or_none
+from magis.planner.plans import Decisions
+from magis.runtime.measure import collector_spared
 from magis.runtime.steps import GraphStep
 from magis.strategies.rank_step import World
 
-KEPT = 4
-"""Plans for batches of different kinds, and modules in different states, that are kept."""
 OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
@@ -74,9 +75,10 @@ class OptimizedStep:
         self._restless = 0
         self._apart = ""
         self._choice = Choice("left to the caller", None)
-        self._entries: list[_Entry] = []
+        self._entries = KeptSteps()
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
+        self._decided: deque[Decisions] = deque(maxlen=KINDS)
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
@@ -94,10 +96,16 @@ class OptimizedStep:
             self._raise_as_eager(given, error)
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
+        step: GraphStep = entry.bound.step
+        if entry.plan.inputs is not None:
+            step.given = entry.given
+            made = constants_of(entry.plan.graph, entry.given, self._device)
+            if made:
+                step.feed(made)
         try:
-            return entry.bound.run(given, draw)
+            loss: Tensor = entry.bound.run(given, draw)
         except BaseException as error:
-            operator, updated = entry.bound.step.raised(error)
+            operator, updated = step.raised(error)
             if operator is None:
                 raise
             if updated:
@@ -106,8 +114,11 @@ class OptimizedStep:
             if not isinstance(error, Exception) or not raises_again(error, operator.target):
                 raise
             self._raise_as_eager(given, error, late=operator.phase == "backward")
+        finally:
+            step.release()
+        return loss
 
-    def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Entry:
+    def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
         """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
         check_mode(self._device)
         self._look_at_optimizer()
@@ -116,7 +127,8 @@ class OptimizedStep:
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch) or self._made(batch, plan)
-        self._entries = [*(entry for entry in self._entries if entry is not found), found][-KEPT:]
+        self._entries.keep(found)
+        found.steps += 1
         return found
 
     def report(self) -> PlanReport:
@@ -125,10 +137,10 @@ class OptimizedStep:
 
     def save(self, path: Path | str) -> None:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
-        plan = self._entries[-1].plan
-        write_plan(Path(path), SavedPlan(plan.graph, plan.digest, self._limits.asked))
+        entry = self._entries[-1]
+        write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.given), self._limits.asked))
 
-    def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
+    def _drawn(self, batch: Batch, entry: KeptStep) -> tuple[KeptStep, Draw]:
         """The plan for what this step draws, and what that is."""
         rule = entry.plan.rule
         with contents_kept(self._whole, self._loss_fn):
@@ -154,10 +166,10 @@ class OptimizedStep:
     def _key(self, batch: Batch) -> Any:
         return batch.key(self._memory.storages), self._memory.overlaps
 
-    def _find(self, batch: Batch) -> _Entry | None:
+    def _find(self, batch: Batch) -> KeptStep | None:
         key, rule = self._key(batch), self._choice.rule
         for entry in reversed(self._entries):
-            if entry.key == key and entry.choice.rule == rule and entry.plan.guards.hold(batch):
+            if entry.key == key and entry.choice.rule == rule and entry.holds(batch):
                 if entry.bound is None or entry.bound.is_current(self._choice):
                     return entry
                 entry.bound = None
@@ -195,7 +207,7 @@ class OptimizedStep:
             return Choice(f"by the optimizer itself, after the step: {why}", None)
         return Choice("part of the step", update_of(self._optimizer, trained))
 
-    def _made(self, batch: Batch, plan: Path | str | None) -> _Entry:
+    def _made(self, batch: Batch, plan: Path | str | None) -> KeptStep:
         module = with_keywords(self._whole, batch)
         trained = trained_parameters(module)
         check_hooks(trained)
@@ -203,12 +215,14 @@ class OptimizedStep:
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         read = partial(_read, plan)
+        numbers = self._entries.changing(self._key(batch), batch) if self._world is None else ()
         saved = read() if self._world is None else all_or_none("plan file", read, self._world)
-        with contents_kept(self._whole, self._loss_fn):
+        with contents_kept(self._whole, self._loss_fn), collector_spared(collect=False):
             found = planned(
                 self._whole, with_targets(self._loss_fn, batch), batch, rule, self._limits,
                 device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
-                known=self._plans, optimizer=None if choice.update is not None else self._optimizer, world=self._world,
+                known=self._plans, decided=self._decided, numbers=numbers,
+                optimizer=None if choice.update is not None else self._optimizer, world=self._world,
             )  # fmt: skip
         if found is None:
             self._apart = DRAWS
@@ -218,9 +232,13 @@ class OptimizedStep:
         self._plans.move_to_end(found.digest)
         while len(self._plans) > KEPT:
             self._plans.popitem(last=False)
-        return _Entry(self._key(batch), choice, found)
+        if found.decisions is not None and not any(found.decisions is each for each in self._decided):
+            self._decided.append(found.decisions)
+        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() or {} if found.inputs else {})
+        self._entries.note_inputs(numbers, entry)
+        return entry
 
-    def _bind(self, batch: Batch, entry: _Entry) -> _Bound:
+    def _bind(self, batch: Batch, entry: KeptStep) -> _Bound:
         module, loss_fn = with_keywords(self._whole, batch), with_targets(self._loss_fn, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
@@ -263,30 +281,6 @@ class OptimizedStep:
 def _read(plan: Path | str | None) -> SavedPlan | None:
     """The plan of a file; none without a file."""
     return None if plan is None else read_plan(Path(plan))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Where the weight update happens, in words; and the update, if that is in the step."""
-
-    words: str
-    update: Update | None
-
-    @property
-    def rule(self) -> OptimizerSpec | None:
-        return None if self.update is None else self.update.frozen_in
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A plan, the kind of batch that it is for, and what runs it on the present tensors, once that has been made."""
-
-    key: Any
-    choice: Choice
-    plan: Planned
-    bound: _Bound | None = None
-    variants: dict[str, _Entry] = field(default_factory=dict)
-    """By the outlines of their graphs, where forwards draw on the host."""
 
 
 @dataclass(frozen=True, eq=False)

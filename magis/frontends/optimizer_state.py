@@ -171,20 +171,25 @@ class Guards:
         self._module, self._loss_fn, self._kept = module, loss_fn, kept
         self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
         hooks = {name: getattr(global_hooks, name, {}) for name in _GLOBAL}
-        self._snapshot = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
-        if self._snapshot.unwatched:
+        self.watched = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
+        if self.watched.unwatched:
             raise CaptureError(
-                f"the step may read {told(self._snapshot.unwatched[0])}, and nobody sees when that changes",
+                f"the step may read {told(self.watched.unwatched[0])}, and nobody sees when that changes",
                 hint="read it before the step, and keep the number or a tensor in an attribute",
             )
         self._settings = _settings()
 
     def hold(self, batch: Batch) -> bool:
         """Whether all of it is as it was; some microseconds a sub-module."""
-        if self._snapshot.change() or _settings() != self._settings:
-            return False
+        return next(self.changes(batch), None) is None
+
+    def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
+        """What is not: its path, what it was, what it is."""
+        yield from self.watched.changes()
+        if _settings() != self._settings:
+            yield "torch's settings", self._settings, _settings()
         now = self._named(self._contents, batch)
-        return all(torch.equal(tensor, now[name]) for name, tensor in self._contents.items())
+        yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
 
     def _named(self, names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
         found = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.eager_run import Heard
+from magis.capture.number_places import NumberPlaces
 from magis.capture.python_state import deep_copy
 from magis.capture.refusals import BranchError
 from magis.capture.side_effects import DrawError, observe_step
@@ -24,15 +25,17 @@ from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
+from magis.frontends.number_inputs import NumberInputs, with_number_inputs, with_numbers
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import SavedPlan
-from magis.graph import Graph, verify
+from magis.graph import Graph, digest, verify
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
 from magis.planner.planning import plan
+from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case
@@ -139,6 +142,18 @@ class Planned:
     """Attributes of modules in which the forward leaves tensors: results of the graph, behind the loss."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
+    decisions: Decisions | None = None
+    """For steps that differ in sizes or numbers alone; None where a part of the step runs as a loop."""
+    inputs: NumberInputs | None = None
+    """The user's own numbers that are inputs of the graph; None where all are constants of it."""
+    captured: Graph | None = None
+    """The captured step, where some are: a saved plan has them as constants."""
+
+    def constant(self, numbers: Mapping[str, float]) -> tuple[Graph, str]:
+        """The plan with these numbers as constants, and the digest of its step."""
+        if self.captured is None:
+            return self.graph, self.digest
+        return with_numbers(self.graph, numbers), digest(with_numbers(self.captured, numbers))
 
 
 def planned(
@@ -154,13 +169,17 @@ def planned(
     optimizer: Optimizer | None = None,
     saved: SavedPlan | None = None,
     known: Mapping[str, Planned] | None = None,
+    decided: Collection[Decisions] = (),
+    numbers: Collection[str] = (),
     world: World | None = None,
 ) -> Planned | None:
     """Capture the step and plan it; or take `saved`, a plan made earlier.
 
     `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
-    digest: one of the same graph holds again. Ranks of a `world` agree on one plan. None where the forward draws on
-    the host and the update is part of the step, which parameters of layers that are left out would miss.
+    digest: one of the same graph holds again; `decided` is what others were planned to do. The user's own numbers at
+    the paths `numbers` become inputs of the graph, where they can. Ranks of a `world` agree on one plan. None where the
+    forward draws on the host and the update is part of the step, which parameters of layers that are left out would
+    miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
@@ -168,14 +187,16 @@ def planned(
     capture = partial(captured_step, look, cast, alone=world is None)
     compare = partial(compared_step, look, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
     if world is not None:
-        return _planned_together(capture, compare, world, saved)
+        return _planned_together(capture, compare, world, saved, decided)
     seen = compare(capture())
     if seen.drawn and rule.kind != "gradients":
         return None
+    if saved is None:
+        seen = seen.with_inputs(look, numbers)
     same = (known or {}).get(seen.digest)
     if same is not None:
-        return seen.planned(same.graph, replace(same.report, update=seen.update))
-    return seen.plan(saved)
+        return seen.planned(same.graph, replace(same.report, update=seen.update), same.decisions)
+    return seen.plan(saved, decided)
 
 
 def _planned_together(
@@ -183,6 +204,7 @@ def _planned_together(
     compare: Callable[[tuple[Subject, Reads]], ComparedStep],
     world: World,
     saved: SavedPlan | None,
+    decided: Collection[Decisions],
 ) -> Planned:
     """The plan that all ranks run: that of the first one, or of the file that all of them read."""
     # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
@@ -190,7 +212,7 @@ def _planned_together(
     plans: list[Planned] = []
 
     def plan_of(step: ComparedStep) -> Planned:
-        plans.append(step.plan(saved))
+        plans.append(step.plan(saved, decided))
         return plans[0]
 
     seen = all_or_none("step", partial(compare, captured), world)
@@ -211,6 +233,16 @@ class ComparedStep:
     update: str
     digest: str
     """Of the step; of its outline, where its forward draws on the host."""
+    inputs: NumberInputs | None = None
+
+    def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
+        """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
+        places = NumberPlaces(self.guards.watched)
+        found = None if self.drawn or not paths else with_number_inputs(look, self.subject, places, paths)
+        if found is None:
+            return self
+        subject, inputs = found
+        return replace(self, subject=subject, digest=subject.digest, inputs=inputs)
 
     @property
     def drawn(self) -> bool:
@@ -222,19 +254,19 @@ class ComparedStep:
         """Eager's peak, with that of the optimizer behind the step."""
         return self.behind.peak(self.subject.original.peak_bytes)
 
-    def planned(self, graph: Graph, report: PlanReport) -> Planned:
+    def planned(self, graph: Graph, report: PlanReport, decisions: Decisions | None = None) -> Planned:
         """The plan with what it rests on."""
         captured = self.subject.captured
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
-            captured.results, captured.drawn,
+            captured.results, captured.drawn, decisions, self.inputs, captured.graph if self.inputs else None,
         )  # fmt: skip
 
-    def plan(self, saved: SavedPlan | None) -> Planned:
-        """The best plan found within the limits; or the one saved, if it is one of this step within this limit.
-        UsageError."""
+    def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
+        """The best plan found within the limits, without a search where those `decided` for a step like it keep them;
+        or the one saved, if it is one of this step within this limit. UsageError."""
         if saved is None:
-            return self._searched()
+            return self._searched(decided)
         again = "leave out plan= to search anew"
         if self.digest != saved.digest:
             raise UsageError(
@@ -261,7 +293,7 @@ class ComparedStep:
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
         return self.planned(graph, report)
 
-    def _searched(self) -> Planned:
+    def _searched(self, decided: Collection[Decisions]) -> Planned:
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
         limit = limits.bytes_of(original)
@@ -274,6 +306,7 @@ class ComparedStep:
             seconds=limits.seconds,
             seed=0,
             stored=None,
+            known=decided,
         )
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
@@ -288,7 +321,7 @@ class ComparedStep:
             original, peak, limit, ratio, found.recomputed_ops, found.swapped_bytes, found.fission, self.update,
             torn_by(graph), found.seconds,
         )  # fmt: skip
-        return self.planned(graph, report)
+        return self.planned(graph, report, found.decisions)
 
     def _at_the_end(self, graph: Graph, peak: int, limit: int) -> tuple[Graph, int]:
         """The plan and its peak, with all updates behind everything else where that keeps the limit: then even a step

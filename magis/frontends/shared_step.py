@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
-from magis.frontends.optimized_step import Choice, OptimizedStep
+from magis.frontends.kept_steps import Choice
+from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import check_hooks, check_optimizer, trained_parameters
 from magis.frontends.planned import Limits
 from magis.ops.generators import held_generators

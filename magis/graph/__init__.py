@@ -6,6 +6,7 @@ from magis.graph.nodes import (
     BITS,
     GENERATOR,
     ITEM_SIZE,
+    NUMBER,
     PERSISTENT_KINDS,
     Arg,
     Const,
@@ -17,13 +18,16 @@ from magis.graph.nodes import (
     Storage,
     Value,
     every_op,
+    named_numbers,
     replace_refs,
+    with_scalars,
 )
 from magis.graph.text import GraphTextError, digest, dump, parse
 from magis.graph.verify import verify
 
 __all__ = [
     "ARRIVED", "BESIDE", "BITS", "GENERATOR",
-    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
-    "Storage", "Value", "digest", "dump", "every_op", "parse", "replace_refs", "verify",
+    "ITEM_SIZE", "NUMBER", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
+    "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs", "verify",
+    "with_scalars",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -32,6 +32,10 @@ PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
 
 GENERATOR = 0
 """Id of the storage that stands for the device's random-number generator. A step's own have further ones."""
+
+
+NUMBER = "number_"
+"""Begins the names of scalars that are computed of the user's own numbers."""
 
 
 ARRIVED = "magis.arrived"
@@ -166,7 +170,8 @@ class Graph:
     """A step: storages, values, and operators in the order in which they run (the schedule).
 
     ``inputs`` are the values that exist before the step, ``outputs`` those that the caller gets back (the loss,
-    say). ``constants`` holds the data of small tensors that the module made from Python numbers, by value id.
+    say). ``constants`` holds the data of small tensors that the module made from Python numbers, by value id; among
+    them scalars, where the numbers are known only when the step runs.
     """
 
     storages: dict[int, Storage]
@@ -174,7 +179,7 @@ class Graph:
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    constants: dict[int, tuple[complex, ...]] = field(default_factory=dict)
+    constants: dict[int, tuple[complex | Scalar, ...]] = field(default_factory=dict)
 
     def persistent_bytes(self) -> int:
         return sum(storage.nbytes for storage in self.storages.values() if storage.persistent)
@@ -243,3 +248,16 @@ def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
     if isinstance(arg, tuple):
         return tuple(replace_refs(item, mapping) for item in arg)
     return arg
+
+
+def with_scalars(arg: Arg, numbers: Mapping[str, float]) -> Any:
+    """The argument with every named scalar that ``numbers`` knows replaced."""
+    if isinstance(arg, tuple):
+        return tuple(with_scalars(item, numbers) for item in arg)
+    return numbers.get(arg.name, arg) if isinstance(arg, Scalar) else arg
+
+
+def named_numbers(graph: Graph) -> set[str]:
+    """Names of the scalars that are computed of the user's own numbers."""
+    found = {name for op, _ in every_op(graph) for name in op.scalars()}
+    return {name for name in found.union(*map(_scalars, graph.constants.values())) if name.startswith(NUMBER)}

@@ -255,7 +255,7 @@ class _Reader:
     def __init__(self) -> None:
         self._storages: dict[int, Storage] = {}
         self._values: dict[int, Value] = {}
-        self._constants: dict[int, tuple[complex, ...]] = {}
+        self._constants: dict[int, tuple[complex | Scalar, ...]] = {}
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._ops: list[Op] = []

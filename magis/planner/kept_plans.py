@@ -32,7 +32,7 @@ MOST = 1 << 62
 """Of any figure: bytes and nanoseconds are 64 bits."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
-_NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched")
+_NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched", "decisions")
 FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_KEPT)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,18 @@ from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import costs_of, described, divided, key_of, listed, worth_dividing
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Begun, Plan, PlanScratch, Searched, approached, attempts, bounded, searched
+from magis.planner.plans import (
+    Begun,
+    Decisions,
+    Plan,
+    PlanScratch,
+    Searched,
+    approached,
+    attempts,
+    bounded,
+    carried_over,
+    searched,
+)
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
@@ -60,12 +71,14 @@ def plan(
     stored: Mapping[str, int] | None,
     search: str = "magis",
     tell: Progress | None = None,
+    known: Collection[Decisions] = (),
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
 
     ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
 
-    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is.
+    Where the subject keeps plans, one that was kept stands for the search; so do ``known`` decisions for steps that
+    differ in sizes or numbers alone, where they keep the limit. ``tell`` is told how far it is.
     """
     started = time.perf_counter()
     behind = subject.behind_ns
@@ -96,16 +109,17 @@ def plan(
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
         return bounded(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
-    if subject.kept is None:
-        best = search_for()
+    carried = carried_over(scratch, goal, known) if known else None
+    if carried is not None or subject.kept is None:
+        best = carried or search_for()
     else:
         plans = KeptPlans(subject.kept)
         key = plans.key(subject, goal, search, budget, seed, stored)
-        known = plans.load(key, scratch, goal)
-        if known is None:
-            known = search_for()
-            plans.save(key, known, scratch, goal)
-        best = known
+        kept = plans.load(key, scratch, goal)
+        if kept is None:
+            kept = search_for()
+            plans.save(key, kept, scratch, goal)
+        best = kept
     bound = None if best.latency_bound_ns is None else best.latency_bound_ns + behind
     seconds = time.perf_counter() - started
     return replace(best, latency_ns=best.latency_ns + behind, latency_bound_ns=bound, seconds=seconds)

@@ -5,6 +5,7 @@ A plan is only believed when the realized graph evaluates to no more bytes than 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,16 +22,21 @@ from magis.search.driver import FROM_NOTHING, SearchResult, near, search
 from magis.search.fission_pareto import FissionFront
 from magis.search.latency_bound import latency_lower_bound, nest_latency_bound
 from magis.search.loop_nest import LoopNest
-from magis.simulate.compiled_problem import compile_problem
-from magis.simulate.evaluator import expand
+from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.simulate.evaluator import evaluate, expand
 from magis.simulate.peak_breakdown import repeats
-from magis.simulate.problem import Problem, rows_of
+from magis.simulate.problem import Int8s, Int32s, Problem, rows_of
 from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
 BOUNDED_NODES = 2_000
 """Steps of more nodes are not bounded while they are searched: that would take as long as the search."""
+STRUCTURE = (
+    "inputs", "outputs", "redo_ok", "copies", "at_once", "early", "reuses", "preads", "extras", "producer", "pinned",
+    "last_write", "to_end", "block_inputs", "block_writes",
+)  # fmt: skip
+"""Arrays of a problem that hold neither bytes nor times."""
 ENOUGH = 1.005
 """Latency, as a multiple of eager's or of a known bound, at which a search ends."""
 
@@ -46,11 +52,22 @@ class Plan(SearchOutcome):
     """Non-zero workspaces that planning relied on, by signature."""
     searched: Searched | None = None
     """For the bound, until that is known."""
+    decisions: Decisions | None = None
+    """Of a plan whose parts all run whole, for steps that differ in sizes or numbers alone."""
 
     @property
     def peak(self) -> int:
         """Bytes, with the workspaces that planning used."""
         return self.planned.peak_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """A search's result without the step that it is of: steps with this structure can take it over."""
+
+    structure: str
+    order: Int32s
+    flags: Int8s
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,9 +227,43 @@ def attempts(
             stopped_by_seconds=any(each.stopped_by_seconds for each in results),
             feasible=result.feasible,
             searched=None if unbounded else Searched(LoopNest(compiled), result.peak),
+            decisions=None if unbounded else Decisions(structure_of(compiled), result.order, result.flags),
         )
 
     return attempt
+
+
+def structure_of(compiled: Compiled) -> str:
+    """A digest of all that decisions rest on but sizes, numbers and costs: operators, and who reads and writes what."""
+    problem, found = compiled.problem, hashlib.sha256()
+    for op in compiled.graph.ops:
+        found.update(f"{op.target} {op.phase} {op.random};".encode())
+    for name in STRUCTURE:
+        part = getattr(problem, name)
+        for numbers in part if isinstance(part, tuple) else (part,):
+            found.update(numbers.tobytes())
+    return found.hexdigest()
+
+
+def carried_over(scratch: PlanScratch, goal: Objective, known: Iterable[Decisions]) -> Plan | None:
+    """The best plan that decisions for steps of other sizes or numbers give, realized and verified like every plan.
+
+    None where no step among them has this one's structure, or where what they give does not keep the limit.
+    """
+    subject = scratch.subject
+    around = searched(subject.normal)
+    table = scratch.known((subject.captured.original.graph, *around))
+    compiled = compile_problem(subject.normal, subject.costs(table), reuse=subject.source.reuse)
+    problem, structure = replace(compiled.problem, ceiling=goal.memory_limit or 0), structure_of(compiled)
+    judged = [(evaluate(problem, each.order, each.flags), each) for each in known if each.structure == structure]
+    judged = [(found, each) for found, each in judged if goal.met(found.peak, found.latency_ns)]
+    if not judged:
+        return None
+    found, decisions = min(judged, key=lambda pair: goal.key(pair[0].peak, pair[0].latency_ns))
+    graph = realize(compiled, expand(problem, decisions.order, decisions.flags))
+    figures: dict[str, Any] = {"states": len(judged), "stopped_by_seconds": False, "feasible": True}
+    plan = scratch.plan(graph, around, found.latency_ns, decisions=decisions, **figures)
+    return plan if goal.memory_limit is None or plan.peak <= goal.memory_limit else None
 
 
 def whole_search(

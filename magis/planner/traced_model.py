@@ -244,6 +244,10 @@ class TracedModel:
                 return expected
             return expected * (time.thread_time() - begun) / small.seconds
 
+    def hear(self, heard: Heard | None) -> None:
+        """Capture with what eager's run of the step told another capture of it."""
+        self._heard = heard
+
     def followed(self, captured: Captured, workload: Workload) -> Captured:
         """A captured step with the optimizer that runs by itself behind it, where there is one."""
         own = workload.optimizer.own

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from magis.errors import MagisError
-from magis.graph import Graph, Op, every_op
+from magis.graph import Graph, Op, every_op, named_numbers, with_scalars
 from magis.ops import optimizers
 from magis.ops.averages import is_share, shares_of
 from magis.ops.fake_results import bits_of, with_bits
@@ -227,9 +227,13 @@ class GraphStep:
         self._broken = False
         self._turn: TimeSlice | None = None
         self._state: dict[str, Tensor] = dict(states or {})
+        self.given: Mapping[str, float] = dict.fromkeys(named_numbers(graph), 1.0)  # the user's own numbers
         self._tensors = self._bind(graph, inputs, targets, device)
         names = (graph.values[value].name for value in graph.inputs)
         self._held = tuple(name for name in names if name.startswith(PREFIX))
+        fed = ("input:", "target:", PREFIX)
+        self._fed = [at for at, value in enumerate(graph.inputs) if graph.values[value].name.startswith(fed)]
+        self._nothing = torch.empty(0)
         scalars = (name for op, _ in every_op(graph) for name in op.scalars())
         self._averages = tuple({name for name in scalars if is_share(name)})
         self._outputs: tuple[Tensor, ...] = ()
@@ -252,7 +256,8 @@ class GraphStep:
                 tensor = self._state.setdefault(rest, optimizers.new_state(rest.partition(":")[0], like))
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)
-                tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
+                data = with_scalars(graph.constants[value_id], self.given)
+                tensor = torch.tensor(data, dtype=dtype, device=device).reshape(value.shape)
             elif value.name.startswith(PREFIX):
                 tensor = look_up(self._holders, value.name).to(device)
             else:
@@ -291,7 +296,7 @@ class GraphStep:
         return self._all(optimizers.scalars(self._rule, max(1, self._steps)))
 
     def _all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        return {**numbers, **shares_of(self.module, self._averages)}
+        return {**numbers, **self.given, **shares_of(self.module, self._averages)}
 
     def run_with(self, numbers: Mapping[str, float]) -> Tensor:
         """One step with these values of the named scalars (learning rate, bias corrections)."""
@@ -325,6 +330,11 @@ class GraphStep:
         op, done = raised_by(self._graph, error) if self._broken else (None, set())
         values = map(self._graph.values.__getitem__, self._graph.inputs)
         return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
+
+    def release(self) -> None:
+        """Let go of the batch and of what Python holds elsewhere: both are fed again before the next step."""
+        for position in self._fed:
+            self._tensors[position] = self._nothing
 
     def finish(self) -> None:
         """Whatever comes next comes after every copy of the step, too."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from magis import CaptureError, UsageError, optimize
-from magis.frontends.optimized_step import KEPT
+from magis.frontends import kept_steps
 from magis.runtime.measure import window_peak
 from tests.nets import Block
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
@@ -149,14 +149,15 @@ def _two_momenta(params: list[Tensor]) -> list[dict[str, Any]]:
     return [{"params": params[:3], "momentum": 0.0}, {"params": params[3:], "momentum": 0.9}]
 
 
-def test_batches_of_other_shapes_are_planned_when_they_come_and_a_few_are_kept() -> None:
+def test_batches_of_other_shapes_are_planned_when_they_come_and_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_steps, "KINDS", 4)
     loops = Loops(net(), plain, memory_ratio=0.9)
     first = loops.step.report()
     loops.agree(1, rows=48)
     assert loops.step.report().original_bytes < first.original_bytes
-    for rows in range(16, 16 + 8 * KEPT, 8):
+    for rows in range(16, 48, 8):
         loops.agree(1, rows=rows)
-    assert len(loops.step._entries) == KEPT
+    assert len(loops.step._entries) == 4
     loops.agree(1, rows=64)
 
 

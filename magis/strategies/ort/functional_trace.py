@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from magis.capture.captured import Captured
 from magis.errors import UsageError
-from magis.graph import GENERATOR, Graph
+from magis.graph import GENERATOR, Graph, Scalar
 from magis.ops import optimizers
 from magis.ops.call import outputs, resolve, to_torch
 
@@ -148,7 +148,7 @@ class Traced:
     """As in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
     outputs: tuple[str, ...]
     """ "output:0" (the loss), then what the step has changed: "new:parameter:layer.weight"."""
-    constants: Mapping[str, tuple[complex, ...]]
+    constants: Mapping[str, tuple[complex | Scalar, ...]]
     """Data of those inputs that never change, in row-major order."""
     scalars: Mapping[float, str]
     """The numbers that stand in the graph for named ones: number -> name."""

@@ -1,0 +1,107 @@
+"""The numbers that a snapshot of Python objects watches: read and replaced by the paths that it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+from magis.capture import snapshot as snapshots
+from magis.capture.python_objects import function_state, same, slot_values
+from magis.capture.snapshot import Snapshot
+
+
+def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[str] | None:
+    """The paths of what has changed, if all of that are numbers of the same type; None where something else has."""
+    found = set()
+    for path, then, now in changes:
+        pairs = [(path, then, now)]
+        if isinstance(then, tuple) and isinstance(now, tuple) and len(then) == len(now):
+            each = zip(count(), then, now, strict=False)
+            pairs = [(f"{path}[{index}]", a, b) for index, a, b in each if not same(a, b)]
+        for place, a, b in pairs:
+            if type(a) is not type(b) or type(b) not in (int, float):
+                return None
+            found.add(place)
+    return frozenset(found)
+
+
+class NumberPlaces:
+    """The numbers that a snapshot watches, by path."""
+
+    def __init__(self, watched: Snapshot) -> None:
+        self._watched = watched
+        self._found: dict[str, tuple[Any, Any]] = {}
+
+    def has(self, path: str) -> bool:
+        """Whether the number at a path can be read and replaced."""
+        return self._at(path) is not None
+
+    def read(self, path: str) -> Any:
+        """The number that stands there now."""
+        holder, key = self._at(path) or ({}, path)
+        return getattr(holder, key) if isinstance(key, _Attribute) else holder[key]
+
+    def write(self, path: str, number: Any) -> None:
+        """Put something else there."""
+        holder, key = self._at(path) or ({}, path)
+        if isinstance(key, _Attribute):
+            setattr(holder, key, number)
+        else:
+            holder[key] = number
+
+    def holding(self, wanted: Collection[Any]) -> dict[str, Any]:
+        """Which of some functions stand where, by path: names that the code has imported them under."""
+        known = {*map(id, wanted)}
+        found = ((path, self._stands(*place)) for path, place in self._all())
+        return {path: item for path, item in found if id(item) in known}
+
+    def _stands(self, holder: Any, key: Any) -> Any:
+        """What a place holds; None where it is empty."""
+        try:
+            return getattr(holder, key, None) if isinstance(key, _Attribute) else holder[key]
+        except (LookupError, ValueError):
+            return None
+
+    def _at(self, path: str) -> tuple[Any, Any] | None:
+        """What holds the number, and its key or attribute there."""
+        if path not in self._found:
+            found = next((place for known, place in self._all() if known == path), None)
+            if found is None:
+                return None
+            self._found[path] = found
+        return self._found[path]
+
+    def _all(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        watched: Any = self._watched
+        for held in watched._held:
+            yield from ((f"{held.path}/{held.step}{key}", (held.holder, key)) for key in held.watched)
+        for path, items, then in watched._lists:
+            if isinstance(items, list):
+                yield from ((f"{path}[{index}]", (items, index)) for index in range(len(then)))
+        classes = {each.args[0].__qualname__: each.args[0] for each in watched._puts if _is_class(each)}
+        for path, ask, _ in watched._asked:
+            function: Any = getattr(ask, "func", None)
+            given: Any = getattr(ask, "args", ())
+            if function is function_state:  # cells stand behind its code and defaults
+                cells = enumerate(given[0].__closure__ or (), 3)
+                yield from ((f"{path}[{index}]", (cell, _Attribute("cell_contents"))) for index, cell in cells)
+            elif function is slot_values:
+                yield from ((f"{path}[{n}]", (given[0], _Attribute(name))) for n, name in enumerate(given[1]))
+            elif function is snapshots._several:
+                for index, key in enumerate(given[1]):
+                    if isinstance(given[0], dict):
+                        yield f"{path}[{index}]", (given[0], key)
+                    elif path in classes:
+                        yield f"{path}[{index}]", (classes[path], _Attribute(key))
+
+
+class _Attribute(str):
+    """A key that is the name of an attribute."""
+
+    __slots__ = ()
+
+
+def _is_class(put: Any) -> bool:
+    return isinstance(put, partial) and put.func is snapshots._set_attributes

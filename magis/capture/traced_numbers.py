@@ -1,0 +1,316 @@
+"""Traces the user's own numbers through a capture: an annealed temperature, the weight of a loss.
+
+While a step is captured, such numbers are stand-ins: floats that nobody else has. What Python computes of them is a
+stand-in again, which knows how it was computed; an operator's argument that equals one becomes a named scalar. What
+Python decides by them (comparisons, `int`, dictionary keys) is noted with its outcome: a step holds as long as the live
+numbers give the same outcomes. What C code reads unseen is a constant, which another stand-in makes another one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, partialmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from magis.capture.number_places import NumberPlaces
+from magis.graph import NUMBER, Scalar
+from magis.ops.operators import name_of, op_info
+
+MOST_PARTS = 64
+"""Of one expression: a number that a loop makes of itself is not traced further."""
+_SHAPELESS = """
+    full full_like new_full fill scalar_tensor addmm baddbmm addbmm addmv addr masked_fill native_layer_norm
+    native_batch_norm native_group_norm native_dropout bernoulli uniform normal softplus softplus_backward celu
+    huber_loss huber_loss_backward smooth_l1_loss smooth_l1_loss_backward l1_loss rms_norm
+    native_layer_norm_backward native_batch_norm_backward native_group_norm_backward
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+"""
+"""Operators besides element-wise ones whose results have the same shapes whatever numbers they are given."""
+
+
+# -- expressions ----------------------------------------------------------------------------------------------------
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_UNARY = ("neg", "pos", "abs")
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+_READ: dict[str, Callable[..., Any]] = {
+    "bool": bool, "int": int, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "float": float,
+    "hash": hash, "repr": repr, "str": str, "format": format, "round": round,
+    "as_integer_ratio": lambda x: x.as_integer_ratio(), "is_integer": lambda x: float(x).is_integer(),
+    "hex": lambda x: float(x).hex(),
+}  # fmt: skip
+_MATH = {name: function for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
+_IN_TORCH: dict[str, Callable[..., Any]] = {
+    "-x": operator.neg, "1-x": lambda x: 1 - x, "x-1": lambda x: x - 1, "x+1": lambda x: x + 1,
+    "1/x": lambda x: 1 / x, "1/(1-x)": lambda x: 1 / (1 - x), "x*x": lambda x: x * x, "2*x": lambda x: 2 * x,
+    "sqrt(x)": math.sqrt,
+}  # fmt: skip
+"""What torch's own code makes of a number before an operator takes it: scales of a dropout, derivatives."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
+    **_READ,
+    **_IN_TORCH,
+    **{f"math.{name}": function for name, function in _MATH.items()},
+}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A number as it is computed from others: a function of expressions and constants, or what stands at a path."""
+
+    function: str
+    operands: tuple[Any, ...]
+    parts: int = 1
+    constants: str = ""
+    """Those among the operands as text: 1 and 1.0 are equal."""
+
+    def value(self, live: Mapping[str, float]) -> Any:
+        """Its value, given those at the paths. Raises what the function raises."""
+        if not self.function:
+            return live[self.operands[0]]
+        return _FUNCTIONS[self.function](*(_value(each, live) for each in self.operands))
+
+    def paths(self) -> set[str]:
+        """The paths that it reads."""
+        if not self.function:
+            return {self.operands[0]}
+        return set().union(*(each.paths() for each in self.operands if isinstance(each, Expression)))
+
+
+def _value(operand: Any, live: Mapping[str, float]) -> Any:
+    return operand.value(live) if isinstance(operand, Expression) else operand
+
+
+# -- stand-ins ------------------------------------------------------------------------------------------------------
+
+
+class TracedNumber(float):
+    """A stand-in: the float that torch is given, which for Python's operators has the true value."""
+
+    __slots__ = ("expression", "trace", "true")
+    __array_ufunc__ = None  # numpy would read it unseen
+    trace: Trace
+    expression: Expression
+    true: float
+
+    def _made(self, name: str, *others: object) -> Any:
+        return self.trace.made(name, self, *others)
+
+    def _turned(self, name: str, other: object) -> Any:
+        return self.trace.made(name, other, self)
+
+    def _read(self, name: str, *others: object) -> Any:
+        return self.trace.read(name, self, *others)
+
+    def __pow__(self, other: object, modulus: object = None) -> Any:
+        return self._made("pow", other) if modulus is None else NotImplemented
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self._read("round") if digits is None else self._made("round", digits)
+
+    def __divmod__(self, other: object) -> Any:
+        return self._made("floordiv", other), self._made("mod", other)
+
+    def __rdivmod__(self, other: object) -> Any:
+        return self._turned("floordiv", other), self._turned("mod", other)
+
+    def __deepcopy__(self, _known: object) -> TracedNumber:
+        return self
+
+    def __copy__(self) -> TracedNumber:
+        return self
+
+    def __hash__(self) -> int:
+        return int(self._read("hash"))
+
+
+for _name in _BINARY:
+    if _name != "pow":
+        setattr(TracedNumber, f"__{_name}__", partialmethod(TracedNumber._made, _name))
+    setattr(TracedNumber, f"__r{_name}__", partialmethod(TracedNumber._turned, _name))
+for _name in _UNARY:
+    setattr(TracedNumber, f"__{_name}__", partialmethod(TracedNumber._made, _name))
+for _name in _COMPARED:
+    setattr(TracedNumber, f"__{_name}__", partialmethod(TracedNumber._read, _name))
+for _name in ("bool", "int", "trunc", "floor", "ceil", "float", "repr", "str", "format"):
+    setattr(TracedNumber, f"__{_name}__", partialmethod(TracedNumber._read, _name))
+for _name in ("as_integer_ratio", "is_integer", "hex"):
+    setattr(TracedNumber, _name, partialmethod(TracedNumber._read, _name))
+
+
+class Trace:
+    """The stand-ins of one capture: near the true numbers, or `far` from them, which tells what is rounded unseen."""
+
+    def __init__(self, seed: int, *, far: bool) -> None:
+        self._far = far
+        self._random = random.Random(seed)  # noqa: S311 (numbers that nobody else has, no secret)
+        self._known: dict[float, tuple[Expression, float]] = {}
+        self._made: dict[float, tuple[Expression, float]] = {}
+        self.outcomes: dict[Expression, object] = {}
+        self.named: dict[Expression, str] = {}
+        """Numbers that operators take, and the names of their scalars."""
+        self.true: dict[str, float] = {}
+        """Their present values."""
+        self.lost = ""
+        """Why the capture holds for the present numbers alone; empty: it does not."""
+
+    def stand_in(self, expression: Expression, true: float) -> TracedNumber:
+        """A float of the same sign. Near the number it is closer to zero, by more than what half precision rounds: what
+        is a share stays one."""
+        shift = (1 + self._random.random()) * 2.0**-4
+        value = (true or 1.0) * (shift if true == 0 else 1 - shift)
+        value = value + math.copysign(1000 * (1 + shift), value) if self._far else value
+        made = float.__new__(TracedNumber, value)
+        made.trace, made.expression, made.true = self, expression, true
+        self._made[value] = expression, true
+        self._note(value, expression, true)
+        return made
+
+    def _note(self, value: float, expression: Expression, true: float) -> None:
+        """A float that stands for an expression; with what torch's own code may make of it."""
+        self._known[value] = expression, true
+        for name, function in _IN_TORCH.items():
+            try:
+                other, meant = function(value), function(true)
+            except (ArithmeticError, ValueError):
+                continue
+            self._known.setdefault(other, (Expression(name, (expression,), expression.parts + 1), meant))
+
+    def made(self, name: str, *operands: Any) -> Any:
+        """The stand-in for a result; the plain result where it cannot be traced, NotImplemented for other operands."""
+        plain, expression = self._applied(name, operands)
+        if expression is None:
+            return plain
+        if type(plain) not in (int, float) or not math.isfinite(plain) or expression.parts > MOST_PARTS:
+            self.lost = self.lost or f"{name} makes another kind of number of it"
+            return plain
+        return self.stand_in(expression, plain)
+
+    def read(self, name: str, *operands: Any) -> Any:
+        """A plain result, noted as an outcome that later steps must have."""
+        plain, expression = self._applied(name, operands)
+        if expression is not None:
+            self.outcomes[expression] = plain
+        return plain
+
+    def _applied(self, name: str, operands: tuple[Any, ...]) -> tuple[Any, Expression | None]:
+        if not all(isinstance(each, TracedNumber) or type(each) in (int, float, bool, str) for each in operands):
+            return NotImplemented, None
+        plain = _FUNCTIONS[name](*(each.true if isinstance(each, TracedNumber) else each for each in operands))
+        parts = tuple(each.expression if isinstance(each, TracedNumber) else each for each in operands)
+        size = 1 + sum(each.parts for each in parts if isinstance(each, Expression))
+        return plain, Expression(name, parts, size, repr([each for each in parts if not isinstance(each, Expression)]))
+
+    def scalar(self, value: float, target: str) -> Scalar | None:
+        """The named scalar that an argument of an operator is; None for a constant."""
+        known = self._known.get(value) or self._quotient(value)
+        if known is None:
+            return None
+        if not (op_info(target).elementwise or name_of(target) in _SHAPELESS.split()):
+            self.lost = self.lost or f"{target} takes it"
+        return self._named(value, *known)
+
+    def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
+        """The elements of a tensor that Python made of numbers, with named scalars for those that are stand-ins."""
+        made = self._rounded(dtype)
+        found = [(number, made.get(number) if isinstance(number, float) else None) for number in numbers]
+        return tuple(number if known is None else self._named(number, *known) for number, known in found)
+
+    def _rounded(self, dtype: torch.dtype) -> Mapping[Any, tuple[Expression, float]]:
+        if not dtype.is_floating_point:
+            return {}
+        with _disable_current_modes():
+            rounded = torch.tensor([*self._made], dtype=dtype).tolist()
+        return dict(zip(rounded, self._made.values(), strict=True))
+
+    def _quotient(self, value: float) -> tuple[Expression, float] | None:
+        """A stand-in divided by a whole number, by which torch shares something out."""
+        for made, (expression, true) in self._made.items() if value else ():
+            parts = round(made / value) if abs(made / value) < 2**31 else 0
+            if parts > 1 and made / parts == value:
+                return Expression("truediv", (expression, parts), expression.parts + 1, repr([parts])), true / parts
+        return None
+
+    def _named(self, value: Any, expression: Expression, true: float) -> Scalar:
+        name = self.named.setdefault(expression, f"{NUMBER}{len(self.named)}")
+        if name not in self.true:
+            self.true[name] = true
+            self._note(value, expression, true)  # torch may go on from there
+        return Scalar(name)
+
+    def known(self, value: object) -> bool:
+        """Whether a float stands for a number."""
+        return type(value) is float and value in self._known
+
+
+TRACE: ContextVar[Trace | None] = ContextVar("numbers that are traced", default=None)
+
+
+def traced_among(given: Any) -> frozenset[str]:
+    """The source of contents that are computed of stand-ins among the arguments of an operator."""
+    trace = TRACE.get()
+    return frozenset({NUMBER}) if trace is not None and any(map(trace.known, tree_iter(given))) else frozenset()
+
+
+def traced_within(tensor: Tensor) -> frozenset[str]:
+    """The same source, of a tensor that Python has just made of numbers."""
+    trace = TRACE.get()
+    if trace is None or not tensor.is_floating_point():
+        return frozenset()
+    with _disable_current_modes():
+        data = tuple(tensor.flatten().tolist())
+    named = (each for each in trace.data(data, tensor.dtype) if isinstance(each, Scalar))
+    return frozenset({NUMBER} if any(named) else ())
+
+
+def none_traced(sources: frozenset[str]) -> frozenset[str]:
+    """The sources of contents that Python reads: the numbers among them are known no further than that."""
+    trace = TRACE.get()
+    if trace is not None and NUMBER in sources:
+        trace.lost = "Python reads a tensor that is made of it"
+    return sources - {NUMBER}
+
+
+@contextmanager
+def tracing(places: NumberPlaces, paths: Iterable[str], seed: int, *, far: bool) -> Iterator[Trace]:
+    """While it lasts, the numbers at these paths are stand-ins."""
+    trace = Trace(seed, far=far)
+    token = TRACE.set(trace)
+    with ExitStack() as stack:
+        stack.callback(TRACE.reset, token)
+        watched = {id(function): partial(_of_math, name, function) for name, function in _MATH.items()}
+        for name, function in _MATH.items():
+            setattr(math, name, watched[id(function)])
+            stack.callback(setattr, math, name, function)
+        for path, function in places.holding(_MATH.values()).items():
+            places.write(path, watched[id(function)])
+            stack.callback(places.write, path, function)
+        for path in sorted(paths):
+            true = places.read(path)
+            places.write(path, trace.stand_in(Expression("", (path,)), true))
+            stack.callback(places.write, path, true)
+        yield trace
+
+
+def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+    """A function of `math`, which reads stand-ins unseen."""
+    trace = next((each.trace for each in given if isinstance(each, TracedNumber)), None)
+    if trace is None or keywords:
+        return function(*given, **keywords)
+    result = function(*(each.true if isinstance(each, TracedNumber) else each for each in given))
+    make = trace.made if type(result) is float else trace.read
+    found = make(f"math.{name}", *given)
+    return result if found is NotImplemented else found

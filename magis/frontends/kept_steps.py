@@ -1,0 +1,97 @@
+"""The plans that a step of `magis.optimize` keeps, for other batches and other states of its module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from magis.capture import OptimizerSpec
+from magis.capture.number_places import changed_numbers
+from magis.capture.optimizer_rule import Update
+from magis.capture.workload import Batch
+from magis.frontends.planned import Planned
+
+KEPT = 4
+"""Plans for one kind of batch, with modules in different states, that are kept."""
+KINDS = 64
+"""Plans that are kept for batches of all kinds."""
+KEPT_OPERATORS = 100_000
+"""Operators of all plans that are kept, at about 2.5 KiB each; `KEPT` plans are kept however many they have."""
+VAIN = 3
+"""Times that a number is tried as an input of the graph in vain."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where the weight update happens, in words; and the update, if that is in the step."""
+
+    words: str
+    update: Update | None
+
+    @property
+    def rule(self) -> OptimizerSpec | None:
+        return None if self.update is None else self.update.frozen_in
+
+
+@dataclass(eq=False)
+class KeptStep:
+    """A plan, and the kind of batch that it is for."""
+
+    key: Any
+    choice: Choice
+    plan: Planned
+    bound: Any = None
+    """What runs it on the present tensors, once that has been made."""
+    given: Mapping[str, float] = field(default_factory=dict)
+    """Values of the numbers that are inputs of its graph, at the step to come."""
+    steps: int = 0
+    """For how many it was used."""
+    variants: dict[str, KeptStep] = field(default_factory=dict)
+    """By the outlines of their graphs, where forwards draw on the host."""
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether it is a plan for a step on this batch, with all that the step rests on as it is now."""
+        inputs = self.plan.inputs
+        if inputs is None:
+            return self.plan.guards.hold(batch)
+        given = inputs.now()
+        changed = None if given is None else changed_numbers(self.plan.guards.changes(batch))
+        self.given = given or {}
+        return changed is not None and changed <= inputs.kinds.keys()
+
+
+class KeptSteps(list[KeptStep]):
+    """The entries in the order of their last use, and what is known of the numbers that change between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._vain: dict[str, int] = {}
+        """Paths of numbers that became inputs of a graph, or should have, and how often in vain."""
+
+    def keep(self, found: KeptStep) -> None:
+        """Put an entry last, behind those used longer ago; drop what is more than is kept."""
+        if self and self[-1] is found:
+            return
+        rest = [entry for entry in self if entry is not found]
+        alike = [entry for entry in rest if entry.key == found.key]
+        gone = {id(entry) for entry in alike[: max(0, len(alike) + 1 - KEPT)]}
+        kept, operators = [found], len(found.plan.graph.ops)
+        for entry in reversed(rest):
+            operators += len(entry.plan.graph.ops)
+            if id(entry) not in gone and len(kept) < (KINDS if operators <= KEPT_OPERATORS else KEPT):
+                kept.append(entry)
+        self[:] = kept[::-1]
+
+    def changing(self, key: Any, batch: Batch) -> Collection[str]:
+        """Paths of the user's own numbers that change from step to step, if nothing else does."""
+        changed = (changed_numbers(entry.plan.guards.changes(batch)) for entry in reversed(self) if entry.key == key)
+        found = next(filter(None, changed), frozenset())
+        return [path for path in {*found, *self._vain} if self._vain.get(path, 0) <= VAIN]
+
+    def note_inputs(self, asked: Collection[str], found: KeptStep) -> None:
+        """Leave numbers constants that cannot become inputs of the graph, or whose plans serve one step each."""
+        inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.kinds)
+        once = any(entry.steps == 1 for entry in self if entry.key == found.key and entry.plan.inputs is not None)
+        for path in asked:
+            self._vain[path] = self._vain.get(path, 0) + 1 if once or path not in inputs else 0
