@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
+from magis.capture.contents import Made, copies, hollow_like
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
-from magis.capture.hollow import Hollow, Made, hollow, hollow_like, is_hollow, on_storage
+from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_objects import find
 from magis.capture.python_state import (
@@ -188,7 +189,12 @@ class _Step:
 
 @contextmanager
 def _watched(
-    step: _Step, stand: StandIns, cached: dict[str, Tensor], *, expects: bool, told: Callable[[bool], None] | None
+    step: _Step,
+    stand: StandIns,
+    cached: dict[str, Tensor],
+    *,
+    expects: bool,
+    told: Callable[[bool], None] = lambda _of_batch: None,
 ) -> Iterator[tuple[Recorder, Kept, Callable[[Graph], None]]]:
     """While it lasts, the step can be recorded on its stand-ins: the recorder, attributes as they were, and a check of
     batch norms that average. Tensors of caches are added to `cached`."""
@@ -269,7 +275,7 @@ def record_eager(
         stack.enter_context(generators_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
         stack.enter_context(formulas_as_eager())
-        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects, told=None))
+        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects))
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
@@ -299,24 +305,6 @@ def _finder(
         return name
 
     return found
-
-
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of real tensors, by name, which share memory where these do; detached."""
-    memory: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors.values():
-        storage = tensor.untyped_storage()
-        if storage._cdata not in memory:
-            memory[storage._cdata] = _filled(storage, tensor.dtype) if is_hollow(tensor) else storage.clone()
-    return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
-
-
-def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-    """As much memory with made-up numbers in place of unknown ones: small positive floats, whole numbers 0."""
-    made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
-    return made.untyped_storage()
 
 
 def _recorded(

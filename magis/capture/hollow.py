@@ -12,10 +12,9 @@ numbers that were read depend on is told (`Hollow.read`): a captured step holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -29,10 +28,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from magis.capture.contents import MARK, TWIN, Contents, Made, contents_under, empty_storage, on_storage
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.traced_numbers import none_traced, traced_among, traced_within
-from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
 from magis.ops.call import EXPECT, as_mixed
 from magis.ops.collectives import is_message, is_wait, propagated_apart, wrapped
@@ -45,34 +44,12 @@ KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
 MADE_UP_BYTES = 1 << 28
 """Larger arguments are never made up to ask a kernel for the looks of its results."""
-_MARK = "_magis_contents"
 _CPU = torch.device("cpu")
 _OWN = STATE_OPERATORS | {EXPECT}
-TWIN = "twin"
 
 
 class UnknownTruth(DataDependentOutputException):
     """Python reads a number off a tensor whose contents are not known, or a shape hangs on them, and eager tells."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Contents:
-    """What is known of a storage's bytes. It lies on the storage, and goes with it."""
-
-    known: bool
-    sources: frozenset[str] = frozenset()
-    """Named tensors on whose contents the known bytes depend."""
-    owner: object = None
-    """The mode under which the storage was made, or a twin's `TWIN`; no mode writes to what belongs to others."""
-    drawn: bool = False
-    """Whether they are random numbers, or made of these and known ones alone."""
-    unit: bool = False
-    """Whether they are random numbers from [0, 1) as they were drawn."""
-    meta: torch.UntypedStorage | None = None
-    fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
-
-
-Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
 
 
 class Hollow(TorchDispatchMode):
@@ -113,13 +90,13 @@ class Hollow(TorchDispatchMode):
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
-            _contents(args[0], self._own(sources=traced_within(args[0])))
+            contents_under(args[0], self._own(sources=traced_within(args[0])))
         self._note(given)
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
-            _contents(tensor).unit = False
+            contents_under(tensor).unit = False
         if func in READS:
             return self._read(func, given, args, kwargs)
         decided = _decided(func, args)
@@ -131,17 +108,17 @@ class Hollow(TorchDispatchMode):
                 out = self.follower.laid_out(func, out)
         if says.random:
             return self._random(func, given, written, args, kwargs, out)
-        known = not is_message(str(func)) and all(_contents(t).known for t in given if not _among(t, written))
+        known = not is_message(str(func)) and all(contents_under(t).known for t in given if not _among(t, written))
         if known and not says.undefined and self._may_compute(func, given, written, out):
             return self._computed(func, given, written, args, kwargs)
-        drawn = all(_contents(tensor).known or _contents(tensor).drawn for tensor in given)
+        drawn = all(contents_under(tensor).known or contents_under(tensor).drawn for tensor in given)
         for tensor in written:
-            _contents(tensor).known, _contents(tensor).drawn = False, drawn
+            contents_under(tensor).known, contents_under(tensor).drawn = False, drawn
         made = self._hollow(func, out, given, written, drawn=drawn)
         for result, numbers in known_results(func, args, made, self.read_by):
             result.copy_(numbers)
-            sources = frozenset().union(*(_contents(t).sources for t in given if _contents(t).known))
-            setattr(result.untyped_storage(), _MARK, self._own(sources=sources))
+            sources = frozenset().union(*(contents_under(t).sources for t in given if contents_under(t).known))
+            setattr(result.untyped_storage(), MARK, self._own(sources=sources))
         return made
 
     def _own(self, *, known: bool = True, sources: frozenset[str] = frozenset(), drawn: bool = False) -> Contents:
@@ -152,7 +129,7 @@ class Hollow(TorchDispatchMode):
     def _note(self, tensors: Iterable[Tensor]) -> None:
         """Name real tensors that no mode has made, as sources of what is computed from them."""
         for tensor in tensors:
-            contents = _contents(tensor)
+            contents = contents_under(tensor)
             if contents.owner is None:
                 name = f"kept:{tensor.untyped_storage()._cdata}"
                 contents.sources = frozenset({name})
@@ -161,7 +138,7 @@ class Hollow(TorchDispatchMode):
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
         self._note(tensors)
-        for contents in (found := [*map(_contents, tensors)]):
+        for contents in (found := [*map(contents_under, tensors)]):
             self.drawn |= contents.drawn
             if not contents.known:
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
@@ -176,7 +153,7 @@ class Hollow(TorchDispatchMode):
         """The number that Python reads; of unknown contents, if at all, what eager found instead."""
         whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
         found = self.follower.read() if whole else None
-        unknown = [each for each in map(_contents, given) if not each.known]
+        unknown = [each for each in map(contents_under, given) if not each.known]
         lost = self._drew and not self._draws  # how far the generator is
         if whole and unknown and (lost or not all(each.drawn for each in unknown)):
             if found is None:
@@ -194,19 +171,19 @@ class Hollow(TorchDispatchMode):
             return False
         if any(tensor.untyped_storage().nbytes() > KNOWN_BYTES for tensor in (*given, *made)):
             return False
-        if any(_contents(tensor).owner not in (self, TWIN) for tensor in written):
+        if any(contents_under(tensor).owner not in (self, TWIN) for tensor in written):
             return False
         overwrites = op_info(str(func)).overwrites
-        return all(_contents(t).known or (overwrites and _covers(t)) for t in written)
+        return all(contents_under(t).known or (overwrites and _covers(t)) for t in written)
 
     def _computed(
         self, func: Any, given: list[Tensor], written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        sources = traced_among((args, kwargs)).union(*(_contents(tensor).sources for tensor in given))
-        drawn = any(_contents(tensor).drawn for tensor in given)
+        sources = traced_among((args, kwargs)).union(*(contents_under(tensor).sources for tensor in given))
+        drawn = any(contents_under(tensor).drawn for tensor in given)
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:
-            contents = _contents(tensor, self._own())
+            contents = contents_under(tensor, self._own())
             contents.known, contents.drawn, contents.sources = True, drawn, contents.sources | sources
         return out
 
@@ -228,21 +205,21 @@ class Hollow(TorchDispatchMode):
         if not (self._draws and free):
             self._draws = False  # how far the generator would be after this is not known
             for tensor in written:
-                _contents(tensor).known, _contents(tensor).drawn = False, free and _covers(tensor)
+                contents_under(tensor).known, contents_under(tensor).drawn = False, free and _covers(tensor)
             made = self._hollow(func, out, given, written, drawn=free)
         else:
             alike = func._schema.name.endswith("_like")
-            certain = alike or all(_contents(each).known for each in given if not _among(each, written))
-            if func is torch.ops.aten.bernoulli_.Tensor and not _contents(args[1]).known:
+            certain = alike or all(contents_under(each).known for each in given if not _among(each, written))
+            if func is torch.ops.aten.bernoulli_.Tensor and not contents_under(args[1]).known:
                 args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
-                contents = _contents(tensor, self._own())
+                contents = contents_under(tensor, self._own())
                 small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
                 whole = not _among(tensor, written) or _covers(tensor)
                 contents.known, contents.drawn = certain and small and whole, certain
         if func._schema.name == "aten::rand":
-            _contents(made).unit = True
+            contents_under(made).unit = True
         return made
 
     def _state(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,7 +227,7 @@ class Hollow(TorchDispatchMode):
         if self._draws and str(func) != EXPECT:  # a bound, which steps check
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
-                _contents(made, self._own(drawn=True))
+                contents_under(made, self._own(drawn=True))
             return made
         given = str(func) in (GET_STATE, DRAW_STATE)
         return self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if given else None
@@ -275,9 +252,13 @@ class Hollow(TorchDispatchMode):
         """What the kernel itself returns, where torch's function for fakes refuses: some do more than kernels, others
         need numbers that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        unknown = [tensor for tensor in given if not _contents(tensor).known]
+        unknown = [tensor for tensor in given if not contents_under(tensor).known]
         dynamic = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if isinstance(error, DynamicOutputShapeException) and unknown and not all(_contents(t).drawn for t in unknown):
+        if (
+            isinstance(error, DynamicOutputShapeException)
+            and unknown
+            and not all(contents_under(t).drawn for t in unknown)
+        ):
             heard = self.follower.made(func)
             if heard is None:
                 raise UnknownTruth(func) from error
@@ -291,18 +272,18 @@ class Hollow(TorchDispatchMode):
             raise error
 
         def made_up(tensor: Tensor) -> Tensor:
-            if _contents(tensor).known:
+            if contents_under(tensor).known:
                 return tensor.clone()
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
         with _disable_current_modes():
             out = func(*tree_map_only(Tensor, made_up, args), **tree_map_only(Tensor, made_up, kwargs))
         if dynamic and not as_asked(func, args, out):
-            self.read_by(*(tensor for tensor in given if _contents(tensor).known))
+            self.read_by(*(tensor for tensor in given if contents_under(tensor).known))
         return tree_map_only(Tensor, self._fake, out)
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
-        contents = _contents(tensor)
+        contents = contents_under(tensor)
         key = (
             tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_conj(),
             tensor.is_neg(),
@@ -324,7 +305,7 @@ class Hollow(TorchDispatchMode):
 
     def _hollow(self, func: Any, out: Any, given: list[Tensor], written: list[Tensor], *, drawn: bool) -> Any:
         fakes = {id(self._fake(tensor)): tensor for tensor in (*given, *written)}
-        memory = {_contents(tensor).meta._cdata: tensor.untyped_storage() for tensor in given}  # type: ignore[union-attr]
+        memory = {contents_under(tensor).meta._cdata: tensor.untyped_storage() for tensor in given}  # type: ignore[union-attr]
 
         def real(fake: Tensor) -> Tensor:
             same = fakes.get(id(fake))
@@ -342,66 +323,6 @@ class Hollow(TorchDispatchMode):
         return tree_map_only(Tensor, real, out)
 
 
-def empty_storage(nbytes: int, contents: Contents) -> torch.UntypedStorage:
-    """Memory that nobody has touched."""
-    storage = untouched(nbytes)
-    setattr(storage, _MARK, contents)
-    return storage
-
-
-def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor that looks like another one, on a storage of its own."""
-    with _disable_current_modes():
-        made = torch.empty(0, dtype=like.dtype)
-        made.set_(storage, int(like.storage_offset()), tuple(like.shape), tuple(like.stride()))
-        if like.is_conj():
-            made = torch._conj(made)
-        return torch._neg_view(made) if like.is_neg() else made
-
-
-def is_hollow(tensor: Tensor) -> bool:
-    """Whether nothing was ever computed for a tensor."""
-    contents = contents_of(tensor)
-    return contents is not None and not contents.known
-
-
-def contents_of(tensor: Tensor) -> Contents | None:
-    """What is known of a tensor's memory; None: no mode has seen it."""
-    return getattr(tensor.untyped_storage(), _MARK, None)
-
-
-def hollow_like(
-    tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool], made: Made | None = None
-) -> dict[str, Tensor]:
-    """Hollow twins of tensors, by name, that share memory where these do; detached. They are added to `made`.
-
-    Those that are `known` get the contents, whose source is then the name.
-    """
-    memory: dict[int, torch.UntypedStorage] = {}
-    twins = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage._cdata not in memory:
-            keep = known(name, tensor) and type(tensor.data) is Tensor and not is_hollow(tensor)
-            contents = Contents(keep, frozenset({name}) if keep else frozenset(), TWIN)
-            if made is not None:
-                made.add(contents)
-            memory[storage._cdata] = twin = empty_storage(storage.nbytes(), contents)
-            if keep:
-                twin.copy_(storage)
-        twins[name] = on_storage(memory[storage._cdata], tensor.detach())
-    return twins
-
-
-def _contents(tensor: Tensor, new: Contents | None = None) -> Contents:
-    storage = tensor.untyped_storage()
-    found = getattr(storage, _MARK, None)
-    if found is None:
-        found = new or Contents(True)
-        setattr(storage, _MARK, found)
-    return found
-
-
 def _covers(tensor: Tensor) -> bool:
     """Whether a write to a tensor leaves no byte of its storage as it was."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
@@ -414,7 +335,7 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
     """How a comparison of numbers from [0, 1) with a constant comes out, where that is the same for all of them."""
     kind = COMPARISONS.get(func)
-    if kind is None or not isinstance(args[1], (int, float)) or not _contents(args[0]).unit:
+    if kind is None or not isinstance(args[1], (int, float)) or not contents_under(args[0]).unit:
         return None
     if args[1] >= 1 or args[1] < 0 or (args[1] == 0 and kind in ("lt", "ge")):
         return (args[1] > 0) == (kind in ("lt", "le"))
@@ -428,7 +349,7 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
 
     def asking(name: str, read: Reader) -> Reader:
         def asked(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            contents, whole = _contents(self), not (self.is_floating_point() or self.is_complex())
+            contents, whole = contents_under(self), not (self.is_floating_point() or self.is_complex())
             if name == "tolist" and whole and not (contents.known or contents.drawn):
                 raise UnknownTruth(ITEM)
             mode.read_by(self)

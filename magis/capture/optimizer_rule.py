@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as global_hooks
 
-from magis.capture.hollow import hollow, hollow_like
+from magis.capture.contents import hollow_like
+from magis.capture.hollow import hollow
 from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
 from magis.graph import Graph

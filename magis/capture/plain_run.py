@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.capture.autocast import autocast as casting
-from magis.capture.captured import Captured, copies
+from magis.capture.captured import Captured
+from magis.capture.contents import copies
 from magis.capture.python_state import attributes_kept
 from magis.capture.schemas import tensors_in
 from magis.capture.stand_ins import stand_ins

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from magis.capture.hollow import Hollow, Made, contents_of, hollow, is_hollow
+from magis.capture.contents import Made, contents_of, is_hollow
+from magis.capture.hollow import Hollow, hollow
 from magis.capture.schemas import written_by
 from magis.capture.workload import Workload
 from magis.errors import CaptureError

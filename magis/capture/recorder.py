@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         generators: Mapping[str, torch.Generator] | None = None,
         *,
         expects: bool = False,
-        told: Callable[[bool], None] | None = None,
+        told: Callable[[bool], None] = lambda _of_batch: None,
     ) -> None:
         """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
         Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
@@ -103,9 +103,8 @@ class Recorder(TorchDispatchMode):
         if tensor.requires_grad:  # which nothing may reach from the loss
             self.graded[id(tensor)] = tensor, f"{what} and requires a gradient is used {where}"
         if name is None:
-            raise CaptureError(
-                f"{what} is used {where}", hint="register it as a buffer of the module, so that it moves with it"
-            )
+            hint = "register it as a buffer of the module, so that it moves with it"
+            raise CaptureError(f"{what} is used {where}", hint=hint)
         self.register(tensor, "buffer", name)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -138,8 +137,7 @@ class Recorder(TorchDispatchMode):
             of_batch = isinstance(out, bool) and is_of_batch(known, self._ops, self._values, self._storages)
             if of_batch or self._expects:
                 self._expect(known, expected=out)
-                if self._told is not None:
-                    self._told(of_batch)
+                self._told(of_batch)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -404,8 +402,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             vars(self).update(kept)
-
-    # -- result -------------------------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> int:
         """Value id of a tensor that the step has seen."""

@@ -32,8 +32,9 @@ from torch.utils._pytree import tree_iter
 
 from magis.capture.autocast import autocast as casting
 from magis.capture.captured import is_readable
+from magis.capture.contents import Made, hollow_like
 from magis.capture.eager_run import Heard
-from magis.capture.hollow import Hollow, Made, hollow, hollow_like
+from magis.capture.hollow import Hollow, hollow
 from magis.capture.places import Places
 from magis.capture.python_objects import PLAIN, is_of_system, same
 from magis.capture.python_state import caches_kept, counting_loads
@@ -101,7 +102,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             leaves = tuple(parameter for parameter in stand.parameters.values() if parameter.requires_grad)
             with torch.enable_grad(), casting(autocast):
                 loss = work.loss_fn(stand.module(*inputs), *targets)
-            if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+            if loss.requires_grad and loss.numel() == 1:
                 # Hooks and formulas of the user's own run in it; no gradient is left anywhere.
                 root = (torch.ones_like(loss),)
                 with warnings.catch_warnings():  # which the capture has given

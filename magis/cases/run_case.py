@@ -36,8 +36,9 @@ from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchOutcome, SearchStats, StepFigures, Timelines
+from magis.runtime.behind_step import BehindStep
 from magis.runtime.measure import collector_spared
-from magis.runtime.steps import BehindStep, EagerStep, Step
+from magis.runtime.steps import EagerStep, Step
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.distributed_names import is_planned
 from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
@@ -402,12 +403,8 @@ def _unlike_others(outcome: _Outcome, subject: Subject) -> dict[str, str]:
 
 def check_amounts(case: Case) -> None:
     """Raise UsageError for a limit, a budget or a cap of the case that is not above 0, or a seed below it."""
-    amounts = {
-        "memory ratio": case.memory_ratio,
-        "latency ratio": case.latency_ratio,
-        "budget": case.budget,
-        "cap in seconds": case.seconds,
-    }
+    amounts = {"memory ratio": case.memory_ratio, "latency ratio": case.latency_ratio, "budget": case.budget}
+    amounts["cap in seconds"] = case.seconds
     for name, amount in amounts.items():
         if amount is not None and not 0 < amount < math.inf:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from magis.capture.refusals import check_layouts
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
+from magis.frontends.limits import AUTOCAST, limits_of
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import device_of
-from magis.frontends.planned import AUTOCAST, limits_of
 from magis.planner.agreed_plans import all_or_none, check_same, told
 from magis.results import Case
 from magis.strategies.rank_step import World

@@ -21,6 +21,7 @@ from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, wit
 from magis.errors import MagisError
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
+from magis.frontends.limits import Limits, PlanReport
 from magis.frontends.optimizer_state import (
     MemoryGuard,
     OptimizerState,
@@ -31,7 +32,7 @@ from magis.frontends.optimizer_state import (
     trained_parameters,
 )
 from magis.frontends.plan_files import SavedPlan, read_plan, write_plan
-from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
+from magis.frontends.planned import Planned, planned, subject_now
 from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
+from magis.frontends.limits import AUTOCAST, Limits, PlanReport
 from magis.frontends.number_inputs import NumberInputs, with_number_inputs, with_numbers
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
@@ -40,86 +39,11 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case
 from magis.strategies.rank_step import World
-from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
+from magis.units import format_bytes, share_of
 
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
 STALE = "keeps results of the step that was planned, not of the last one: leave tensors in attributes of modules"
-AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """One limit, and how long to search for what keeps it."""
-
-    memory_ratio: float | None = None
-    memory_bytes: int | None = None
-    latency_ratio: float | None = None
-    budget: int | None = None
-    seconds: float | None = None
-    slack: float = Case.slack
-
-    @property
-    def asked(self) -> dict[str, float]:
-        """The limit by the name of its setting."""
-        given = {
-            "memory_ratio": self.memory_ratio, "memory_limit": self.memory_bytes, "latency_ratio": self.latency_ratio
-        }  # fmt: skip
-        return {name: limit for name, limit in given.items() if limit is not None}
-
-    def bytes_of(self, original: int) -> int | None:
-        """The memory limit, for a step whose original has this peak."""
-        return self.memory_bytes if self.memory_ratio is None else share_of(self.memory_ratio, original)
-
-
-@dataclass(frozen=True)
-class PlanFigures:
-    """Peaks of the original and the planned step, in bytes, and their latencies."""
-
-    original_bytes: int
-    planned_bytes: int
-    limit_bytes: int | None
-    latency_ratio: float
-    """Predicted, by operators' times on the device: planned / original."""
-
-    @property
-    def memory_ratio(self) -> float:
-        return self.planned_bytes / max(1, self.original_bytes)
-
-
-HALF = "{} may leave a step with some weights updated: the limit needs updates before the backward is over"
-
-WHOLE = "a step that raises has updated nothing"
-
-
-@dataclass(frozen=True)
-class PlanReport(PlanFigures):
-    """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
-
-    recomputed_ops: int
-    swapped_bytes: int
-    fission: str
-    """What runs in parts, in words; empty: nothing does."""
-    update: str
-    """Where the weight update happens, in words."""
-    torn_by: str
-    """What may leave a step half done, which cannot be undone then, in words; empty: nothing may."""
-    seconds: float
-    """What the search took."""
-
-    def __str__(self) -> str:
-        peaks = f"{format_bytes(self.planned_bytes)}, eager {format_bytes(self.original_bytes)}"
-        lines = [
-            f"peak memory  {peaks} (ratio {self.memory_ratio:.3f})",
-            f"latency      {self.latency_ratio:.3f} times eager's, predicted",
-            f"recomputed   {self.recomputed_ops} operators",
-            f"swapped      {format_bytes(self.swapped_bytes)}",
-            f"in parts     {self.fission or 'nothing'}",
-            f"update       {self.update}",
-            f"errors       {HALF.format(self.torn_by) if self.torn_by else WHOLE}",
-            f"search       {format_milliseconds(1000 * self.seconds)}",
-        ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -428,32 +352,3 @@ def subject_now(
     # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
     return Subject(replace(source, running_seconds=math.inf), slack=slack)
-
-
-RANGES = {
-    "memory_ratio": (0.0, 1.0, "use a share above 0 and at most 1"),
-    "latency_ratio": (1.0, math.inf, "use a multiple of at least 1"),
-    "budget": (1, math.inf, "use a whole number of plans above 0"),
-    "seconds": (0.0, math.inf, "use a number above 0"),
-    "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
-    "slack": (0.0, Case.MOST_SLACK, f"use a share from 0 to {Case.MOST_SLACK}"),
-}
-"""What may be asked for: least, most, and what to write instead."""
-
-
-def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyType({})) -> Limits:
-    """The limits among what a caller wrote, by name. Raises UsageError for one that cannot be; `hints` replace ours."""
-    found = {name: asked.get(name) for name in RANGES}
-    if isinstance(found["memory_limit"], str):
-        found["memory_limit"] = parse_bytes(found["memory_limit"])
-    for name, (least, most, hint) in RANGES.items():
-        number = found[name]
-        if number is None:
-            continue
-        fits = is_number(number) and least <= number <= most and (number > 0 or name == "slack")
-        if not fits or (name == "budget" and number != int(number)):
-            raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
-    whole = found["memory_limit"], found["budget"]
-    nbytes, budget = (None if number is None else int(number) for number in whole)
-    slack = Case.slack if found["slack"] is None else found["slack"]
-    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack)

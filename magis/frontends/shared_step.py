@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
 from magis.frontends.kept_steps import Choice
+from magis.frontends.limits import Limits
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import check_hooks, check_optimizer, trained_parameters
-from magis.frontends.planned import Limits
 from magis.ops.generators import held_generators
 from magis.planner.agreed_plans import attempt, told
 from magis.strategies.plain_twins import shared_module

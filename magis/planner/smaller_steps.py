@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture import Captured, Workload
-from magis.capture.hollow import hollow_like, is_hollow
+from magis.capture.contents import hollow_like, is_hollow
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import CPU
 from magis.errors import MagisError

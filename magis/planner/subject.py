@@ -29,8 +29,9 @@ from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.rule_table import quickest
+from magis.runtime.behind_step import BehindStep
 from magis.runtime.measure import free_device_memory, tensor_peak, trim, window_peak
-from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
+from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of

@@ -13,8 +13,9 @@ import torch
 
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
+from magis.capture.contents import is_hollow
 from magis.capture.eager_run import Heard
-from magis.capture.hollow import Hollow, hollow, is_hollow
+from magis.capture.hollow import Hollow, hollow
 from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
 from magis.capture.refusals import BranchError, of_contents
 from magis.capture.with_optimizer import followed_by, joined

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.capture.hollow import is_hollow
+from magis.capture.contents import is_hollow
 from magis.capture.workload import Workload
 from magis.ops.optimizers import OptimizerSpec
 

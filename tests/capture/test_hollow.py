@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from magis.capture import Captured, OptimizerSpec, capture
 from magis.capture.captured import record_eager
-from magis.capture.hollow import hollow, is_hollow
+from magis.capture.contents import is_hollow
+from magis.capture.hollow import hollow
 from magis.errors import CaptureError
 from magis.planner.conformance import first_difference
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from magis.capture.hollow import is_hollow
+from magis.capture.contents import is_hollow
 from magis.models import OptimizerSpec, Workload
 
 

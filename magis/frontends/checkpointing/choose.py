@@ -31,7 +31,7 @@ from magis.frontends.checkpointing.policy import (
 )
 from magis.frontends.checkpointing.remat_regions import leaves, torch_remat
 from magis.frontends.checkpointing.repetition import Runs, drawing, under
-from magis.frontends.planned import AUTOCAST, limits_of
+from magis.frontends.limits import AUTOCAST, limits_of
 from magis.graph import Op
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source

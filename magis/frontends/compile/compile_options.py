@@ -9,7 +9,7 @@ from typing import Any
 from torch._dynamo.exc import ShortenTraceback
 
 from magis.errors import UsageError, nearest
-from magis.frontends.planned import Limits, PlanFigures, limits_of
+from magis.frontends.limits import Limits, PlanFigures, limits_of
 from magis.units import format_bytes, format_milliseconds
 
 # What one compiled graph was planned to need; handed to the function in `options={"report": ...}`.

@@ -1,0 +1,117 @@
+"""Memory under hollow tensors (`magis.capture.hollow`), which nobody touches, and what is known of its contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.capture.untouched_memory import untouched
+
+MARK = "_magis_contents"
+TWIN = "twin"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Contents:
+    """What is known of a storage's bytes. It lies on the storage, and goes with it."""
+
+    known: bool
+    sources: frozenset[str] = frozenset()
+    """Named tensors on whose contents the known bytes depend."""
+    owner: object = None
+    """The mode under which the storage was made, or a twin's `TWIN`; no mode writes to what belongs to others."""
+    drawn: bool = False
+    """Whether they are random numbers, or made of these and known ones alone."""
+    unit: bool = False
+    """Whether they are random numbers from [0, 1) as they were drawn."""
+    meta: torch.UntypedStorage | None = None
+    fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
+
+
+Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
+
+
+def empty_storage(nbytes: int, contents: Contents) -> torch.UntypedStorage:
+    """Memory that nobody has touched."""
+    storage = untouched(nbytes)
+    setattr(storage, MARK, contents)
+    return storage
+
+
+def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor that looks like another one, on a storage of its own."""
+    with _disable_current_modes():
+        made = torch.empty(0, dtype=like.dtype)
+        made.set_(storage, int(like.storage_offset()), tuple(like.shape), tuple(like.stride()))
+        if like.is_conj():
+            made = torch._conj(made)
+        return torch._neg_view(made) if like.is_neg() else made
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Whether nothing was ever computed for a tensor."""
+    contents = contents_of(tensor)
+    return contents is not None and not contents.known
+
+
+def contents_of(tensor: Tensor) -> Contents | None:
+    """What is known of a tensor's memory; None: no mode has seen it."""
+    return getattr(tensor.untyped_storage(), MARK, None)
+
+
+def hollow_like(
+    tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool], made: Made | None = None
+) -> dict[str, Tensor]:
+    """Hollow twins of tensors, by name, that share memory where these do; detached. They are added to `made`.
+
+    Those that are `known` get the contents, whose source is then the name.
+    """
+    memory: dict[int, torch.UntypedStorage] = {}
+    twins = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in memory:
+            keep = known(name, tensor) and type(tensor.data) is Tensor and not is_hollow(tensor)
+            contents = Contents(keep, frozenset({name}) if keep else frozenset(), TWIN)
+            if made is not None:
+                made.add(contents)
+            memory[storage._cdata] = twin = empty_storage(storage.nbytes(), contents)
+            if keep:
+                twin.copy_(storage)
+        twins[name] = on_storage(memory[storage._cdata], tensor.detach())
+    return twins
+
+
+def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:
+    """Return what is known of a tensor's memory; of memory that no mode has seen everything, or `new`."""
+    storage = tensor.untyped_storage()
+    found = getattr(storage, MARK, None)
+    if found is None:
+        found = new or Contents(True)
+        setattr(storage, MARK, found)
+    return found
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of real tensors, by name, which share memory where these do; detached."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in memory:
+            memory[storage._cdata] = _filled(storage, tensor.dtype) if is_hollow(tensor) else storage.clone()
+    return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
+
+
+def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
+    """As much memory with made-up numbers in place of unknown ones: small positive floats, whole numbers 0."""
+    made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
+    return made.untyped_storage()
