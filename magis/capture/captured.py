@@ -270,7 +270,6 @@ def record_eager(
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast)
-    listener = Listener(expects=expects)
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
@@ -279,9 +278,8 @@ def record_eager(
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
-        seen: list[Tensor] = []
-        with listener, within or nullcontext():
-            found = _recorded(step, recorder, stand, seen=seen)
+        with Listener(expects=expects) as listener, within or nullcontext():
+            found = _recorded(step, recorder, stand, seen=(seen := []))
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 

@@ -197,7 +197,7 @@ def attributes(item: Any) -> dict[str, Any]:
 
 def slots(item: Any) -> tuple[str, ...]:
     """Return the names of an object's slots."""
-    return _slots_of(type(item))  # type: ignore[arg-type]  (a class is hashable)
+    return _slots_of(type(item))  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.lru_cache(maxsize=4096)
