@@ -269,7 +269,7 @@ def record_eager(
     Hollow tensors are run on made-up numbers. The step runs ``within`` a further mode, where one is given.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
-    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast)
+    step, seen = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast), list[Tensor]()
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
@@ -279,7 +279,7 @@ def record_eager(
         if expects:
             stack.enter_context(readers_replaced(by_element))
         with Listener(expects=expects) as listener, within or nullcontext():
-            found = _recorded(step, recorder, stand, seen=(seen := []))
+            found = _recorded(step, recorder, stand, seen=seen)
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 
