@@ -99,15 +99,17 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                 state.restore()
                 torch.default_generator.set_state(drawn)
             inputs, targets = batches.pop(0)
-            leaves = tuple(parameter for parameter in stand.parameters.values() if parameter.requires_grad)
             with torch.enable_grad(), casting(autocast):
                 loss = work.loss_fn(stand.module(*inputs), *targets)
             if loss.requires_grad and loss.numel() == 1:
-                # Hooks and formulas of the user's own run in it; no gradient is left anywhere.
+                # Hooks and formulas of the user's own run in it, and parts of the forward again.
                 root = (torch.ones_like(loss),)
-                with warnings.catch_warnings():  # which the capture has given
+                with (
+                    _gradients_kept(loss, *stand.parameters.values()),
+                    warnings.catch_warnings(),
+                ):  # which the capture has given
                     warnings.simplefilter("ignore")
-                    _engine_run_backward((loss,), root, False, False, leaves, True, accumulate_grad=False)
+                    _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
         batches = [(stand.inputs, stand.targets), other]
@@ -124,6 +126,27 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
     if mode.drawn and not draws:
         raise DrawError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
     return reads
+
+
+@contextmanager
+def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
+    """Begin the block without gradients of the tensors that the loss depends on and further ones; put them back."""
+    waiting, seen, before = [loss.grad_fn], set[Any](), [(leaf, leaf.grad) for leaf in further]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        before += [(leaf, leaf.grad)] if leaf is not None else []
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _another_batch(work: Workload, made: Made) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

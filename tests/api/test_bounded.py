@@ -42,7 +42,7 @@ def case(name: str, device: str = "sim:h200") -> Case:
         ("wide", "2 of 12 blocks"),
         ("checks", "batch of 2"),
         ("keeps_tables", "batch of 2"),
-        ("reads_lengths", "batch of 2"),
+        ("reads_lengths", "2048 of 4194304"),
         ("pictures", " of 2048"),
         ("recurrent", "batch of 2"),
     ],

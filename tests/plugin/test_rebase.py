@@ -25,7 +25,7 @@ def figures(root, name):
         return figure
     return figure | {"opt_tensor": 0.95} if name == "bert[magis-mem0.8]" else figure
 """
-INI = "[pytest]\naddopts = -p pytest_magis.plugin -p no:cacheprovider\nmagis_report = all.html\nmagis_update = worse\n"
+INI = "[pytest]\naddopts = -p pytest_magis.plugin -p no:cacheprovider\nmagis_report = all.html\n"
 BERT = "--magis-models=bert"
 BY_PACKAGE, BY_CODE = "bert[magis-mem0.8]", "bert[magis-mem0.6]"
 
