@@ -28,8 +28,9 @@ from magis.frontends.number_inputs import NumberInputs, with_number_inputs, with
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import SavedPlan
-from magis.graph import Graph, digest, verify
-from magis.ops.generators import generators_kept, seed_all
+from magis.graph import GENERATOR, Graph, digest, verify
+from magis.ops.call import EXPECT, shaped_by_contents
+from magis.ops.generators import STATE_BYTES, generators_kept, seed_all
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
@@ -211,7 +212,7 @@ class ComparedStep:
     def taken(self, graph: Graph, fission: str) -> Planned:
         """A plan that somebody else has made."""
         subject = self.subject
-        peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
+        peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph, self.subject.kind))
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
         limit = self.limits.bytes_of(self.original_bytes)
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
@@ -221,7 +222,7 @@ class ComparedStep:
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
         limit = limits.bytes_of(original)
-        apart = behind.state_bytes + _kept_bytes(subject.captured.graph)
+        apart = behind.state_bytes + _kept_bytes(subject.captured.graph, self.subject.kind)
         found = plan(
             subject,
             memory_limit=None if limit is None else max(1, limit - apart),
@@ -232,7 +233,7 @@ class ComparedStep:
             stored=None,
             known=decided,
         )
-        peak = behind.peak(found.peak + _kept_bytes(found.graph))
+        peak = behind.peak(found.peak + _kept_bytes(found.graph, self.subject.kind))
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
         if limit is not None and (peak > limit or not found.feasible):
             raise UsageError(
@@ -257,7 +258,7 @@ class ComparedStep:
             verify(late)
         except VerifyError:  # something takes over the memory of a gradient, say
             return graph, peak
-        highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late))
+        highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late, self.subject.kind))
         return (late, highest) if highest <= limit else (graph, peak)
 
 
@@ -272,7 +273,8 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
             f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
             hint="return it instead",
         )
-    if not alone and (step.drawn or of_batch or undone(step.graph) is not None):
+    branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)
+    if not alone and (step.drawn or of_batch or branches):
         raise UsageError(
             "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
             hint="leave that out of the model, or train it without magis.optimize",
@@ -324,9 +326,14 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
             draws = True
 
 
-def _kept_bytes(graph: Graph) -> int:
-    """Of copies of what a step writes besides weights, where something of it may raise."""
-    return sum((undone(graph) or {}).values())
+def _kept_bytes(graph: Graph, device: str) -> int:
+    """Of copies of what a step writes besides weights, where something of it may raise: on a CPU, of generators too."""
+    copies = undone(graph)
+    if copies is None:
+        return 0
+    drawn = {storage for op in graph.ops for storage, _ in op.writes if graph.storages[storage].kind == "generator"}
+    own = sum(each.kind == "generator" and each.id != GENERATOR for each in graph.storages.values())
+    return sum(copies.values()) + (STATE_BYTES["cpu"] * (1 + own) if drawn and device == "cpu" else 0)
 
 
 def subject_now(
