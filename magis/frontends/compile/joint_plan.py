@@ -98,7 +98,7 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
     compiled = _compiled(source, costs, joint, redraw=True)
     written = _as_written(compiled, joint)
-    original_bytes = min(original.peak_bytes, written.peak)
+    original_bytes = min(original.peak_bytes, written.peak) if written.flags.any() else original.peak_bytes
     limits = options.limits
     goal = Objective(limits.bytes_of(original_bytes), share_of(limits.latency_ratio, written.latency_ns))
 
