@@ -47,7 +47,7 @@ def formulas_as_eager() -> Iterator[None]:
         if outer is None:
             del Tensor.__new__
         else:
-            Tensor.__new__ = outer
+            Tensor.__new__ = outer  # type: ignore[method-assign]
         library._destroy()
 
 

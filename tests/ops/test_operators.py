@@ -105,10 +105,12 @@ def test_what_is_known_needs_no_torch(fresh_python: Callable[[str], str]) -> Non
 OF_OTHERS = {
     "magis.capture.autocast": "the rules of torch's own autocast on a GPU, by the names they are registered under",
     "magis.capture.schemas": "comparisons, as words",
+    "magis.capture.traced_numbers": "arguments of which autograd computes further numbers",
     "magis.cost.devices": "measured constants of one device",
     "magis.fission.loss_suffix": "where the head of a loss may begin",
     "magis.graph.loop_rules": "how parts combine",
     "magis.ops.eager_only": "calls that autograd's engine makes in place while nobody watches",
+    "magis.ops.raising": "kernels that look at the contents of their tensors, and find them wrong",
     "magis.ops.splits.products": "how parts combine",
     "magis.ops.splits.labels": "how parts combine",
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
