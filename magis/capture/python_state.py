@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from magis.capture.contents import Made, contents_of, is_hollow
 from magis.capture.hollow import Hollow, hollow
+from magis.capture.python_objects import CACHE
 from magis.capture.schemas import written_by
 from magis.capture.workload import Workload
 from magis.errors import CaptureError
@@ -36,7 +37,6 @@ from magis.ops.held_tensors import holder_of
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
 CACHES = "the caches of functools"
-_KIND = type(functools.lru_cache(lambda: None))
 
 
 class LeftInCaches:
@@ -96,7 +96,7 @@ def _objects_of(kind: type) -> list[Any]:
 
 
 def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
-    for cache in _objects_of(_KIND):
+    for cache in _objects_of(CACHE):
         if not cache.cache_info().currsize:
             continue
         held = gc.get_referents(cache)
