@@ -28,9 +28,9 @@ from magis.frontends.number_inputs import NumberInputs, with_number_inputs, with
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import SavedPlan
-from magis.graph import GENERATOR, Graph, digest, verify
+from magis.graph import Graph, digest, verify
 from magis.ops.call import EXPECT, shaped_by_contents
-from magis.ops.generators import STATE_BYTES, generators_kept, seed_all
+from magis.ops.generators import generators_kept, seed_all
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
@@ -212,7 +212,7 @@ class ComparedStep:
     def taken(self, graph: Graph, fission: str) -> Planned:
         """A plan that somebody else has made."""
         subject = self.subject
-        peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph, self.subject.kind))
+        peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
         limit = self.limits.bytes_of(self.original_bytes)
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
@@ -222,7 +222,7 @@ class ComparedStep:
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
         limit = limits.bytes_of(original)
-        apart = behind.state_bytes + _kept_bytes(subject.captured.graph, self.subject.kind)
+        apart = behind.state_bytes + _kept_bytes(subject.captured.graph)
         found = plan(
             subject,
             memory_limit=None if limit is None else max(1, limit - apart),
@@ -233,7 +233,7 @@ class ComparedStep:
             stored=None,
             known=decided,
         )
-        peak = behind.peak(found.peak + _kept_bytes(found.graph, self.subject.kind))
+        peak = behind.peak(found.peak + _kept_bytes(found.graph))
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
         if limit is not None and (peak > limit or not found.feasible):
             raise UsageError(
@@ -258,7 +258,7 @@ class ComparedStep:
             verify(late)
         except VerifyError:  # something takes over the memory of a gradient, say
             return graph, peak
-        highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late, self.subject.kind))
+        highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late))
         return (late, highest) if highest <= limit else (graph, peak)
 
 
@@ -326,14 +326,9 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
             draws = True
 
 
-def _kept_bytes(graph: Graph, device: str) -> int:
-    """Of copies of what a step writes besides weights, where something of it may raise: on a CPU, of generators too."""
-    copies = undone(graph)
-    if copies is None:
-        return 0
-    drawn = {storage for op in graph.ops for storage, _ in op.writes if graph.storages[storage].kind == "generator"}
-    own = sum(each.kind == "generator" and each.id != GENERATOR for each in graph.storages.values())
-    return sum(copies.values()) + (STATE_BYTES["cpu"] * (1 + own) if drawn and device == "cpu" else 0)
+def _kept_bytes(graph: Graph) -> int:
+    """Of copies of what a step writes besides weights, where something of it may raise."""
+    return sum((undone(graph) or {}).values())
 
 
 def subject_now(

@@ -41,7 +41,7 @@ class Undo:
         memory = [tensors[position].untyped_storage() for position in self.positions]
         return ContentsBefore(
             [(storage, storage.clone()) for storage in memory],
-            [(generator, generator.get_state()) for generator in self.generators],
+            [(generator, generator.clone_state()) for generator in self.generators],  # no tensor, unlike its state
         )
 
 
@@ -50,14 +50,14 @@ class ContentsBefore:
     """Memory and generators, with what they held."""
 
     memory: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]
-    generators: Sequence[tuple[torch.Generator, Tensor]]
+    generators: Sequence[tuple[torch.Generator, torch.Generator]]
 
     def put_back(self) -> None:
         """Leave them as they were."""
-        for storage, before in self.memory:
-            storage.copy_(before)
-        for generator, state in self.generators:
-            generator.set_state(state)
+        for storage, contents in self.memory:
+            storage.copy_(contents)
+        for generator, before in self.generators:
+            generator.set_state(before.get_state())
 
 
 def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo:
@@ -90,7 +90,7 @@ def raise_as_eager(
     generators = (generator_of(device), *held_generators(module, loss_fn).values())
     before = ContentsBefore(
         [(each.untyped_storage(), each.untyped_storage().clone()) for each in module.buffers() if each.numel()],
-        [(generator, generator.get_state()) for generator in generators],
+        [(generator, generator.clone_state()) for generator in generators],
     )
     hosts = HostGenerators()
     gradients = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in module.parameters()]
