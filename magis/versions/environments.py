@@ -9,8 +9,8 @@ import shutil
 import site
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import distributions
-from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
@@ -63,7 +63,7 @@ def environment_of(requirements: Sequence[str], say: Callable[[str], None], scra
 def _make(place: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(place, ignore_errors=True)  # of an installation that was cut off
     try:
-        without = ["--without-pip"] if find_spec("pip") else []  # ours will do
+        without = ["--without-pip"] if _has_pip() else []  # ours will do
         _run([sys.executable, "-m", "venv", *without, str(place)])
         packages = next(place.glob("lib/python*/site-packages"))
         user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
@@ -78,6 +78,10 @@ def _make(place: Path, requirements: Sequence[str]) -> None:
         shutil.rmtree(place, ignore_errors=True)
         raise
     (place / READY).write_text("\n".join(requirements) + "\n", encoding="utf-8")
+
+
+def _has_pip() -> bool:
+    return PathFinder.find_spec("pip") is not None  # another finder replaces distutils where pip is looked for
 
 
 def _has_address(requirement: str) -> bool:
@@ -110,7 +114,7 @@ def releases(first: str, last: str) -> list[str]:
         raise UsageError(f"{first} and {last} are two packages", hint="give two releases of one")
     if good[1] == bad[1]:
         raise UsageError(f"{first} and {last} are the same release", hint="give two releases")
-    if find_spec("pip") is None:
+    if not _has_pip():
         raise UsageError("there is no pip in this environment", hint="install it, or bisect from one that has it")
     listed = re.search(r"^Available versions: (.*)$", _pip(sys.executable, "index", "versions", good[0]), re.MULTILINE)
     if listed is None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from magis.cli.main import main
 from magis.errors import UsageError
 from magis.versions import environment_of, is_requirement
 from magis.versions.bisection import first_bad, growths
+from magis.versions.environments import releases
 from tests.plugin.wheels import NETWORK as DEPENDENT
 from tests.plugin.wheels import git, offer
 
@@ -287,3 +289,10 @@ def test_runs_on_versions_leave_nothing_and_have_the_prices_of_here(
     assert left <= {"calls.txt"}
     places = (elsewhere / "profiles.txt").read_text().splitlines()
     assert set(places) == {str(root / "stored" / "profiles")}
+
+
+def test_pip_is_found_beside_a_distutils_of_the_standard_library(monkeypatch):
+    """Where something of this process has imported it before setuptools, which replaces it with a warning."""
+    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
+    with pytest.raises(UsageError, match="pip knows no releases|No matching distribution"):
+        releases("nothing-such==1", "nothing-such==2")
