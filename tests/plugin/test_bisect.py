@@ -294,5 +294,5 @@ def test_runs_on_versions_leave_nothing_and_have_the_prices_of_here(
 def test_pip_is_found_beside_a_distutils_of_the_standard_library(monkeypatch):
     """Where something of this process has imported it before setuptools, which replaces it with a warning."""
     monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
-    with pytest.raises(UsageError, match="pip knows no releases|No matching distribution"):
+    with pytest.raises(UsageError, match=r"pip knows no releases|No matching distribution"):
         releases("nothing-such==1", "nothing-such==2")
