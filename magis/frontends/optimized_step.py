@@ -218,9 +218,10 @@ class OptimizedStep:
         read = partial(_read, plan)
         numbers = self._entries.changing(self._key(batch), batch) if self._world is None else ()
         saved = read() if self._world is None else all_or_none("plan file", read, self._world)
+        granted = max((known.report.limit_bytes or 0 for known in self._plans.values()), default=0)
         with contents_kept(self._whole, self._loss_fn), collector_spared(collect=False):
             found = planned(
-                self._whole, with_targets(self._loss_fn, batch), batch, rule, self._limits,
+                self._whole, with_targets(self._loss_fn, batch), batch, rule, replace(self._limits, granted=granted),
                 device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
                 known=self._plans, decided=self._decided, numbers=numbers,
                 optimizer=None if choice.update is not None else self._optimizer, world=self._world,

@@ -234,8 +234,11 @@ class ComparedStep:
             known=decided,
         )
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
+        kept = limit is None or (found.feasible and peak <= limit)
+        if not kept and peak <= limits.granted:
+            kept, limit = True, limits.granted
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
-        if limit is not None and (peak > limit or not found.feasible):
+        if limit is not None and not kept:
             raise UsageError(
                 f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
                 f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
