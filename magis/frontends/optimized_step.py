@@ -18,7 +18,7 @@ from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
-from magis.errors import MagisError
+from magis.errors import MagisError, UsageError
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
@@ -131,6 +131,12 @@ class OptimizedStep:
         self._entries.keep(found)
         found.steps += 1
         return found
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a planned step is bound to its model and optimizer, and cannot be copied or pickled",
+            hint="copy these and call magis.optimize on the copies, with plan=, a file of its save()",
+        )
 
     def report(self) -> PlanReport:
         """What the step that ran last was planned to need."""
