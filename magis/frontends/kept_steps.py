@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from magis.capture import OptimizerSpec
 from magis.capture.number_places import changed_numbers
 from magis.capture.optimizer_rule import Update
 from magis.capture.workload import Batch
+from magis.errors import CaptureError
+from magis.frontends.audits import Audits, step_difference
 from magis.frontends.planned import Planned
 
 KEPT = 4
@@ -41,6 +47,7 @@ class KeptStep:
     key: Any
     choice: Choice
     plan: Planned
+    audits: Audits
     bound: Any = None
     """What runs it on the present tensors, once that has been made."""
     given: Mapping[str, float] = field(default_factory=dict)
@@ -82,6 +89,27 @@ class KeptSteps(list[KeptStep]):
             if id(entry) not in gone and len(kept) < (KINDS if operators <= KEPT_OPERATORS else KEPT):
                 kept.append(entry)
         self[:] = kept[::-1]
+
+    def audit(
+        self,
+        entry: KeptStep,
+        number: int,
+        module: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        batch: Batch,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Look whether the step of this number, which is to come, is still the one that was planned.
+
+        Raises CaptureError where it is not; the one after it is planned anew.
+        """
+        try:
+            entry.audits.check(
+                number, partial(step_difference, module, loss_fn, batch, entry.plan, entry.given, autocast)
+            )
+        except CaptureError:
+            self.remove(entry)
+            raise
 
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
         """Paths of the user's own numbers that change from step to step, if nothing else does."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import MagisError
+from magis.frontends.audits import Audits
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
@@ -80,6 +83,8 @@ class OptimizedStep:
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
         self._decided: deque[Decisions] = deque(maxlen=KINDS)
+        self._number = 0
+        """Of the step that runs, counted from 1."""
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
@@ -87,10 +92,13 @@ class OptimizedStep:
             self._partial.check(self._whole, self._optimizer)
             self._partial = None
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        self._number += 1
         try:
             entry, draw = self.prepare(given), None
             if entry.plan.drawn:
                 entry, draw = self._drawn(given, entry)
+            elif entry.audits.ran >= entry.audits.due:
+                self._entries.audit(entry, self._number, self._whole, self._loss_fn, given, self._autocast)
         except Exception as error:
             if isinstance(error, MagisError) and (error.__cause__ is None or isinstance(error.__cause__, MagisError)):
                 raise  # a refusal
@@ -103,6 +111,7 @@ class OptimizedStep:
             made = constants_of(entry.plan.graph, entry.given, self._device)
             if made:
                 step.feed(made)
+        started = perf_counter()
         try:
             loss: Tensor = entry.bound.run(given, draw)
         except BaseException as error:
@@ -117,6 +126,7 @@ class OptimizedStep:
             self._raise_as_eager(given, error, late=operator.phase == "backward")
         finally:
             step.release()
+            entry.audits.ran += perf_counter() - started
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
@@ -235,7 +245,10 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() or {} if found.inputs else {})
+        audited = self._world is None and self._device == "cpu"  # an error on one rank would leave the others waiting
+        audits = Audits(found.capture_seconds if audited else math.inf, self._number)
+        given = found.inputs.now() or {} if found.inputs else {}
+        entry = KeptStep(self._key(batch), choice, found, audits, given=given)
         self._entries.note_inputs(numbers, entry)
         return entry
 
