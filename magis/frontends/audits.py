@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from magis.capture import capture
+from magis.capture import OptimizerSpec, capture
 from magis.capture.captured import is_readable
 from magis.capture.snapshot import Snapshot
 from magis.capture.untouched_memory import untouched
@@ -47,8 +47,8 @@ class Audits:
     def __post_init__(self) -> None:
         self._schedule()
 
-    def check(self, number: int, difference: Callable[[], str]) -> None:
-        """Audit the step of this number, which is to come. CaptureError where it differs, twice in the same way."""
+    def check(self, number: int, difference: Callable[[], str]) -> CaptureError | None:
+        """Audit the step of this number, which is to come: the error of one that differs, twice in the same way."""
         started = perf_counter()
         try:
             found = difference()
@@ -58,16 +58,17 @@ class Audits:
             self.costs = max(self.costs, took) if self.spent else took
             self.spent += took
             self._schedule()
-        if found and found == again:
-            since = self.agreed + 1
-            when = f"at step {number:,}" if since == number else f"at some step from {since:,} to {number:,}"
-            raise CaptureError(
-                f"the step has become another one than was planned, {when}: {found}",
-                hint="something that it reads changes where nobody sees it: keep that in an attribute of the model, and"
-                f" go on from a state of before step {since:,}",
-            )
         if not found:
             self.agreed = number
+        if not found or found != again:
+            return None
+        since = self.agreed + 1
+        when = f"at step {number:,}" if since == number else f"at some step from {since:,} to {number:,}"
+        return CaptureError(
+            f"the step has become another one than was planned, {when}: {found}",
+            hint="something that it reads changes where nobody sees it: keep that in an attribute of the model, and go"
+            f" on from a state of before step {since:,}",
+        )
 
     def _schedule(self) -> None:
         self.due = max((self.spent + self.costs) / SHARE, RARER * self.ran)
@@ -94,15 +95,16 @@ def step_difference(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # given when the step was planned
             now = capture(
-                module, inputs, targets, loss_fn, plan.rule,
+                module, inputs, targets, loss_fn, OptimizerSpec("gradients"),
                 autocast=cast, settled=False, heard=plan.heard, results=True,
             ).graph  # fmt: skip
     except CaptureError as error:
         return f"it is refused, {error}"
     finally:
         before.restore()
-    known = plan.captured if plan.inputs is None else with_numbers(plan.captured, given)
-    now = _named_alike(now, known, {"module": module, "loss": loss_fn})
+    count = 1 + len(plan.results)
+    known = _before_update(plan.captured if plan.inputs is None else with_numbers(plan.captured, given), count)
+    now = _named_alike(_before_update(now, count), known, {"module": module, "loss": loss_fn})
     if digest(now) == digest(known):
         return ""
     pairs = zip(dump(now).splitlines(), dump(known).splitlines(), strict=False)
@@ -136,6 +138,22 @@ def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
         same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # has one name in the graph
         found[name] = found[same] = moved(name, tensor) if name in values else found.get(same, tensor)
     return [found[name] for name in batch.by_name]
+
+
+def _before_update(graph: Graph, returned: int) -> Graph:
+    """Forward and backward alone, which return so many values; guards see all that the update hangs on."""
+    ops, outputs = tuple(op for op in graph.ops if op.phase != "update"), graph.outputs[:returned]
+    used = {value for op in ops for value in (*op.inputs(), *op.made())} | {*outputs}
+    values = {number: value for number, value in graph.values.items() if number in used}
+    held = {value.storage for value in values.values()}
+    return Graph(
+        storages={number: storage for number, storage in graph.storages.items() if number in held},
+        values=values,
+        ops=ops,
+        inputs=tuple(number for number in graph.inputs if number in used),
+        outputs=outputs,
+        constants={number: data for number, data in graph.constants.items() if number in used},
+    )
 
 
 def _named_alike(now: Graph, known: Graph, roots: Mapping[str, object]) -> Graph:

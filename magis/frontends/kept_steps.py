@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from magis.capture import OptimizerSpec
 from magis.capture.number_places import changed_numbers
 from magis.capture.optimizer_rule import Update
 from magis.capture.workload import Batch
 from magis.errors import CaptureError
-from magis.frontends.audits import Audits, step_difference
+from magis.frontends.audits import Audits
 from magis.frontends.planned import Planned
+from magis.ops.call import follows_data
 
 KEPT = 4
 """Plans for one kind of batch, with modules in different states, that are kept."""
@@ -90,26 +87,16 @@ class KeptSteps(list[KeptStep]):
                 kept.append(entry)
         self[:] = kept[::-1]
 
-    def audit(
-        self,
-        entry: KeptStep,
-        number: int,
-        module: nn.Module,
-        loss_fn: Callable[..., Tensor] | None,
-        batch: Batch,
-        autocast: torch.dtype | None,
-    ) -> None:
-        """Look whether the step of this number, which is to come, is still the one that was planned.
+    def audit(self, entry: KeptStep, number: int, difference: Callable[[], str]) -> CaptureError | None:
+        """Audit the step to come. CaptureError where it is another one than was planned: the next one is planned anew.
 
-        Raises CaptureError where it is not; the one after it is planned anew.
+        The error is returned where a batch may take another way at a branch on data, which the step itself will find.
         """
-        try:
-            entry.audits.check(
-                number, partial(step_difference, module, loss_fn, batch, entry.plan, entry.given, autocast)
-            )
-        except CaptureError:
+        doubt = entry.audits.check(number, difference)
+        if doubt is not None and not follows_data(entry.plan.graph):
             self.remove(entry)
-            raise
+            raise doubt
+        return doubt
 
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
         """Paths of the user's own numbers that change from step to step, if nothing else does."""

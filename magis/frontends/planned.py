@@ -29,7 +29,7 @@ from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import SavedPlan
 from magis.graph import Graph, digest, verify
-from magis.ops.call import EXPECT, shaped_by_contents
+from magis.ops.call import follows_data
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
@@ -277,8 +277,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
             f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
             hint="return it instead",
         )
-    branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)
-    if not alone and (step.drawn or of_batch or branches):
+    if not alone and (step.drawn or of_batch or follows_data(step.graph)):
         raise UsageError(
             "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
             hint="leave that out of the model, or train it without magis.optimize",
