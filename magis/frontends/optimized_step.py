@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +20,8 @@ from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
-from magis.errors import MagisError, UsageError
+from magis.errors import CaptureError, MagisError, UsageError
+from magis.frontends.audits import Audits, step_difference
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
@@ -73,13 +76,13 @@ class OptimizedStep:
         self._autocast = autocast
         self._memory = MemoryGuard(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
-        self._restless = 0
-        self._apart = ""
+        self._restless, self._apart = 0, ""
         self._choice = Choice("left to the caller", None)
         self._entries = KeptSteps()
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
         self._decided: deque[Decisions] = deque(maxlen=KINDS)
+        self._number = 0  # of the step that runs, counted from 1
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
@@ -87,6 +90,7 @@ class OptimizedStep:
             self._partial.check(self._whole, self._optimizer)
             self._partial = None
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        self._number += 1
         try:
             entry, draw = self.prepare(given), None
             if entry.plan.drawn:
@@ -95,14 +99,18 @@ class OptimizedStep:
             if isinstance(error, MagisError) and (error.__cause__ is None or isinstance(error.__cause__, MagisError)):
                 raise  # a refusal
             self._raise_as_eager(given, error)
+        doubt: CaptureError | None = None
+        if entry.audits.ran >= entry.audits.due:
+            looked_at = self._whole, self._loss_fn, given, entry.plan, entry.given, self._autocast
+            doubt = self._entries.audit(entry, self._number, partial(step_difference, *looked_at))
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
         if entry.plan.inputs is not None:
             step.given = entry.given
-            made = constants_of(entry.plan.graph, entry.given, self._device)
-            if made:
+            if made := constants_of(entry.plan.graph, entry.given, self._device):
                 step.feed(made)
+        started = perf_counter()
         try:
             loss: Tensor = entry.bound.run(given, draw)
         except BaseException as error:
@@ -117,6 +125,10 @@ class OptimizedStep:
             self._raise_as_eager(given, error, late=operator.phase == "backward")
         finally:
             step.release()
+            entry.audits.ran += perf_counter() - started
+        if doubt is not None and not entry.bound.strayed:
+            self._entries.remove(entry)
+            raise doubt
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
@@ -242,7 +254,11 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() or {} if found.inputs else {})
+        # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
+        audited = self._device == "cpu" and self._world is None and not found.drawn
+        audits = Audits(found.capture_seconds if audited else math.inf, self._number)
+        given = found.inputs.now() or {} if found.inputs else {}
+        entry = KeptStep(self._key(batch), choice, found, audits, given=given)
         self._entries.note_inputs(numbers, entry)
         return entry
 
@@ -291,7 +307,7 @@ def _read(plan: Path | str | None) -> SavedPlan | None:
     return None if plan is None else read_plan(Path(plan))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Bound:
     """A plan on the tensors of a module and an optimizer."""
 
@@ -303,6 +319,7 @@ class _Bound:
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
     undo: Undo
+    strayed: bool = False  # whether the last batch took another way at a branch on data
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
@@ -313,6 +330,7 @@ class _Bound:
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
         kept: ContentsBefore | None = None
+        self.strayed = False
         try:
             self.step.prepare()
             if not self.undo.expects:  # eager may not make them where a branch goes another way
@@ -330,6 +348,7 @@ class _Bound:
                 self.state.forget()
             if not isinstance(error, ExpectationError):
                 raise
+            self.strayed = True
             warnings.warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch)
         if draw is not None and draw.after is not None:
