@@ -18,8 +18,8 @@ from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
-from magis.ops.held_tensors import PREFIX, look_up, told
 from magis.ops.optimizers import OptimizerSpec, new_state, state_names
+from magis.ops.python_objects import PREFIX, look_up, told
 from magis.planner.bench import check_device
 
 
