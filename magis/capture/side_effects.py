@@ -86,7 +86,9 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable, made=made)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
-        other = _another_batch(work, made)
+        # On memory of its own: the next step is not handed what an earlier one has kept or changed.
+        other = tuple(twins(batch_by_name(work.inputs, work.targets)).values())
+        count = len(work.inputs)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
         stack.enter_context(clear_errors(places))
         stack.enter_context(places.watch(stand.module))
@@ -111,11 +113,11 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        batches = [(stand.inputs, stand.targets), other]
+        batches = [(stand.inputs, stand.targets), (other[:count], other[count:])]
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = {"model": stand.module, "loss": work.loss_fn}
         try:
-            reads = observe(step, roots, [*stand.named().values(), *chain(*other)], draws=draws)
+            reads = observe(step, roots, [*stand.named().values(), *other], draws=draws)
         except DrawError:
             raise
         except CaptureError as error:
@@ -146,12 +148,6 @@ def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def _another_batch(work: Workload, made: Made) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A batch on memory of its own: the next step is not handed what an earlier one has kept or changed."""
-    found = tuple(hollow_like(batch_by_name(work.inputs, work.targets), known=is_readable, made=made).values())
-    return found[: len(work.inputs)], found[len(work.inputs) :]
 
 
 def observe(

@@ -151,7 +151,7 @@ class Snapshot:
         yield from self.left()
         for path, ask, then in self._asked:
             now = ask()
-            if now is not then and not _is_same(now, then):
+            if now is not then and not same(now, then):
                 yield path, then, now
         for path, tensor, looks in self._looks:
             if _looks(tensor) != looks:
@@ -317,7 +317,7 @@ class Snapshot:
             key for key in item
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
-        get = _nothing if not keys else itemgetter(*keys) if len(keys) > 1 else functools.partial(_one, keys[0])
+        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
@@ -329,18 +329,8 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _is_same(now: Any, then: Any) -> bool:
-    if type(now) is tuple and len(now) == len(then) and not any(map(is_not, now, then)):
-        return True
-    return same(now, then)
-
-
-def _nothing(_mapping: Any) -> tuple[Any, ...]:
-    return ()
-
-
-def _one(key: Any, mapping: Any) -> tuple[Any, ...]:
-    return (dict.get(mapping, key, MISSING),)  # of dictionaries that have a `get` of their own, too
+def _values(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
+    return tuple([dict.get(mapping, key, MISSING) for key in keys])  # of those that have a `get` of their own, too
 
 
 def _several(mapping: Any, keys: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import MagisError
-from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
+from magis.frontends.branching import Draw, constants_of, contents_kept, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
 from magis.frontends.optimizer_state import (
@@ -156,7 +156,7 @@ class OptimizedStep:
         while len(entry.variants) > VARIANTS:
             del entry.variants[next(iter(entry.variants))]
         entry.plan = replace(found.plan, guards=entry.plan.guards)
-        return found, draw_of(captured, self._device)
+        return found, Draw(constants_of(captured.graph, None, self._device), captured.after)
 
     def _unbind(self) -> None:
         for entry in self._entries:

@@ -116,17 +116,19 @@ def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[st
     waiting, seen = deque(roots.items()), dict[int, object]()  # held, so that no address is given to another object
     while waiting and len(seen) < MOST_HOLDERS:
         path, item = waiting.popleft()
-        if id(item) not in seen and type(item) not in PLAIN:
+        if id(item) not in seen:
             seen[id(item)] = item
             yield path, item
-            waiting.extend((f"{path}/{step}", part) for step, part in further(item))
+            for step, part in further(item):
+                if type(part) not in PLAIN and step != "()" and "/" not in step and len(step.split()) == 1:
+                    waiting.append((f"{path}/{step}", part))
 
 
-def lasting(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a step finds again by a path: parts of containers, modules, functions and objects of a user's; the
+def lasting(item: Any) -> list[tuple[str, Any]]:
+    """Return what a step finds again by a path: parts of containers, modules, functions and objects of a user's; the
     globals of functions and the methods of objects, in which tensors may lie, too."""
-    if isinstance(item, Tensor):
-        return iter(())
+    if isinstance(item, Tensor) or (isinstance(item, CONTAINERS) and not item):
+        return []
     of_user, further = _is_of_user(type(item)), list[tuple[str, Any]]()
     if of_user or isinstance(item, (*CONTAINERS, tuple, nn.Module, types.FunctionType, types.MethodType)):
         further += parts(item)
@@ -142,9 +144,7 @@ def lasting(item: Any) -> Iterator[tuple[str, Any]]:
         methods = ((name, getattr(type(item), name, None)) for name in ("forward", "__call__"))
         functions = ((name, each) for name, each in methods if isinstance(each, types.FunctionType))
         further += [(f".{name}", types.MethodType(each, item)) for name, each in functions]
-    return (
-        (step, part) for step, part in further if step != "()" and "/" not in step and not any(map(str.isspace, step))
-    )
+    return further
 
 
 def find(roots: Mapping[str, object], tensor: Tensor) -> str | None:
@@ -183,10 +183,10 @@ def same(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
+    if isinstance(now, tuple):
+        return len(now) == len(then) and (not any(map(operator.is_not, now, then)) or all(map(same, now, then)))
     if type(now) in PLAIN:
         return bool(now == then) and repr(now) == repr(then)  # 0.0 and -0.0 are two numbers
-    if isinstance(now, tuple):
-        return len(now) == len(then) and all(map(same, now, then))
     if isinstance(now, types.MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__
     return False
