@@ -67,17 +67,13 @@ def caches_kept() -> Iterator[LeftInCaches]:
     try:
         yield left
     except CaptureError as error:
-        _free_locals(error)
+        inner: BaseException | None = error
+        while inner is not None:  # what only its frames hold is in no cache, and `forget` need not look for one
+            traceback.clear_frames(inner.__traceback__)
+            inner = inner.__cause__ or inner.__context__
         raise
     finally:
         left.forget()
-
-
-def _free_locals(error: BaseException | None) -> None:
-    """Of a refusal: what only its frames hold is in no cache, and `forget` need not look for one."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def cached_memory() -> set[int]:

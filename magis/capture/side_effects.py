@@ -275,7 +275,8 @@ class _Traced(TorchDispatchMode):
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
             # The share of a batch norm that averages over all batches is a number that the runtime counts on.
-            numbers = () if "batch_norm" in str(func) else _numbers((args, kwargs))
+            plain = () if "batch_norm" in str(func) else tree_iter((args, kwargs))
+            numbers = tuple(repr(item) for item in plain if type(item) in PLAIN)
             self.calls.append((str(func), numbers, *(tuple(tensor.shape) for tensor in (*given, *made))))
             for tensor in (*made, *(given if func._schema.is_mutable else ())):
                 self._mark(tensor)
@@ -284,11 +285,6 @@ class _Traced(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def _numbers(items: Any) -> tuple[str, ...]:
-    """The plain arguments of a call."""
-    return tuple(repr(item) for item in tree_iter(items) if type(item) in PLAIN)
 
 
 @contextmanager

@@ -228,23 +228,15 @@ def check_mode(device: str) -> None:
 
 def _settings() -> tuple[Any, ...]:
     """Of torch: what decides which operators a step runs, or on which types."""
-    cpu = torch.backends
+    backends = torch.backends
     return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        cpu.mkldnn.enabled,
-        cpu.cudnn.enabled,
-        cpu.cudnn.benchmark,
-        cpu.cudnn.deterministic,
-        cpu.cudnn.allow_tf32,
-        cpu.cuda.matmul.allow_tf32,
-        cpu.cuda.flash_sdp_enabled(),
-        cpu.cuda.math_sdp_enabled(),
-        cpu.cuda.mem_efficient_sdp_enabled(),
-        cpu.cuda.cudnn_sdp_enabled(),
-    )
+        torch.get_default_dtype(), torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark,
+        backends.cudnn.deterministic, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32,
+        backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

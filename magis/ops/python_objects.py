@@ -63,7 +63,8 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
-    for name, value in attributes(item).items():
+    held = getattr(item, "__dict__", None)
+    for name, value in held.items() if isinstance(held, dict) else ():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
     yield from _named(item, *slots(type(item)))
@@ -169,7 +170,7 @@ def _is_of_user(kind: type) -> bool:
 
 def is_of_torch(name: str | None) -> bool:
     """Whether a module of this name is part of torch."""
-    return bool(name) and str(name).partition(".")[0] == "torch"
+    return str(name).partition(".")[0] == "torch"
 
 
 def is_of_system(name: str) -> bool:
@@ -190,12 +191,6 @@ def same(now: Any, then: Any) -> bool:
     if isinstance(now, types.MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__
     return False
-
-
-def attributes(item: Any) -> dict[str, Any]:
-    """Return the dictionary of an object's attributes; an empty one of its own for an object that has none."""
-    found = getattr(item, "__dict__", None)
-    return found if isinstance(found, dict) else {}
 
 
 @functools.lru_cache(maxsize=4096)
