@@ -259,7 +259,7 @@ class Snapshot:
         held = getattr(item, "__dict__", None)
         if isinstance(held, dict) and not isinstance(item, Optimizer):
             self._hold(path, held, names, ".")
-        slotted = slots(type(item))
+        slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
         if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slotted):
             self._ask(f"{path}/.__class__", functools.partial(type, item))
             self._meet(type(item).__qualname__, type(item))

@@ -67,7 +67,7 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     for name, value in held.items() if isinstance(held, dict) else ():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
-    yield from _named(item, *slots(type(item)))
+    yield from _named(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
 
 
 def _of_mapping(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
