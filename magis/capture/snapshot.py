@@ -114,6 +114,7 @@ class Snapshot:
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
+        self._kinds: list[tuple[str, object, type]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         """By identity: path and tensor, of all that were met."""
         self.unwatched: list[str] = []
@@ -153,6 +154,9 @@ class Snapshot:
             now = ask()
             if now is not then and not same(now, then):
                 yield path, then, now
+        for path, item, kind in self._kinds:
+            if type(item) is not kind:
+                yield path, kind, type(item)
         for path, tensor, looks in self._looks:
             if _looks(tensor) != looks:
                 yield path, looks, _looks(tensor)
@@ -261,7 +265,7 @@ class Snapshot:
             self._hold(path, held, names, ".")
         slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
         if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slotted):
-            self._ask(f"{path}/.__class__", functools.partial(type, item))
+            self._kinds.append((f"{path}/.__class__", item, type(item)))
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))
