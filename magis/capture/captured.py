@@ -25,18 +25,7 @@ from magis.capture.contents import Made, copies, hollow_like
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
-from magis.capture.python_objects import find
-from magis.capture.python_state import (
-    CACHED,
-    CACHES,
-    Kept,
-    WritesUndone,
-    attributes_kept,
-    cached_memory,
-    caches_kept,
-    changed,
-    tensors_left,
-)
+from magis.capture.python_state import CACHED, CACHES, WritesUndone, cached_memory, caches_kept
 from magis.capture.recorder import Recorder
 from magis.capture.refusals import (
     INFERENCE,
@@ -52,6 +41,7 @@ from magis.capture.refusals import (
     shapes,
 )
 from magis.capture.schemas import tensors_in
+from magis.capture.snapshot import Snapshot, objects_kept
 from magis.capture.stand_ins import StandIns, stand_ins
 from magis.errors import CaptureError
 from magis.graph import Graph
@@ -61,6 +51,7 @@ from magis.ops.collectives import is_message
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizer_forms import Weight, by_lists, update
+from magis.ops.python_objects import find, holder_of
 
 LISTS = 16
 """A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
@@ -87,7 +78,7 @@ class Captured:
     graded: tuple[str, ...] = ()
     """Those of the trained parameters that have a gradient."""
     left: tuple[str, ...] = ()
-    """Attributes of the module that its forward changed."""
+    """Paths of what the forward changed in Python."""
     drawn: bool = False
     """Whether Python drew random numbers: the graph is that of one draw, another step may run another."""
     after: HostGenerators | None = field(default=None, compare=False)
@@ -99,7 +90,7 @@ class Captured:
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Tensors that caches of functions hold, by their names in the graph."""
     results: tuple[str, ...] = ()
-    """Attributes of modules in which the forward leaves tensors that it made: further results, behind the loss."""
+    """Paths of attributes of modules in which the forward leaves tensors that it made: results, behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
@@ -177,6 +168,10 @@ class _Step:
     autocast: str | None
     device: str = "cpu"
 
+    def roots(self, stand: StandIns) -> dict[str, object]:
+        """Where paths to Python's objects begin."""
+        return {"module": stand.module, "loss": self.loss_fn}
+
     @property
     def trained(self) -> tuple[str, ...]:
         """Names of the parameters that the step trains."""
@@ -195,17 +190,17 @@ def _watched(
     *,
     expects: bool,
     told: Callable[[bool], None] = lambda _of_batch: None,
-) -> Iterator[tuple[Recorder, Kept, Callable[[Graph], None]]]:
-    """While it lasts, the step can be recorded on its stand-ins: the recorder, attributes as they were, and a check of
-    batch norms that average. Tensors of caches are added to `cached`."""
+) -> Iterator[tuple[Recorder, Snapshot, Callable[[Graph], None]]]:
+    """While it lasts, the step can be recorded on its stand-ins: the recorder, Python's objects as they were, and a
+    check of batch norms that average. Tensors of caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
-    find = _finder(stand, step.loss_fn, cached)
+    find = _finder(stand, step.roots(stand), cached)
     recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, told=told)
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
-        kept = stack.enter_context(attributes_kept(stand.module, step.loss_fn))
+        kept = stack.enter_context(objects_kept(step.roots(stand)))
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         # To the end of the backward: activation checkpointing runs parts of the forward again in it.
@@ -226,14 +221,16 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
         with hollow(mode):
-            found = _recorded(step, recorder, stand, partial(tensors_left, kept) if results else dict)
+            found = _recorded(
+                step, recorder, stand, partial(_tensors_left, step.roots(stand), kept) if results else dict
+            )
         check_shapes(given, stand)
         check_batch(stand)
         check_averages(found.graph)
         if settled:
             check_buffers(stand)
         check_products(found.graph)
-        finder = partial(find, {"module": stand.module, "loss": step.loss_fn})
+        finder = partial(find, step.roots(stand))
         names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
         contents = {names.get(name, name) for name in mode.read}
         check_contents(found.graph, contents | cached.keys())
@@ -242,7 +239,7 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
             found,
             contents=frozenset(contents),
             kept={name: tensor.detach() for name, tensor in mode.kept.items() if name in contents},
-            left=changed(kept),
+            left=tuple(path for path, *_ in kept.left()),
             cached=cached,
             drawn=drawn,
             after=HostGenerators() if drawn else None,
@@ -283,11 +280,8 @@ def record_eager(
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 
-def _finder(
-    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
-) -> Callable[[Tensor], str | None]:
+def _finder(stand: StandIns, roots: Mapping[str, object], cached: dict[str, Tensor]) -> Callable[[Tensor], str | None]:
     """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
-    roots = {"module": stand.module, "loss": loss_fn}
 
     def found(tensor: Tensor) -> str | None:
         owner = stand.owner_of(tensor)
@@ -366,6 +360,12 @@ def _recorded(
                 weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
+
+
+def _tensors_left(roots: Mapping[str, object], kept: Snapshot) -> dict[str, Tensor]:
+    """Tensors that are attributes of modules by now where other values were, by path."""
+    left = ((path, now, holder_of(roots, path)) for path, _, now in kept.left() if isinstance(now, Tensor))
+    return {path: now for path, now, found in left if found is not None and isinstance(found[0], nn.Module)}
 
 
 def is_readable(name: str, tensor: Tensor) -> bool:

@@ -8,8 +8,8 @@ from itertools import count
 from typing import Any
 
 from magis.capture import snapshot as snapshots
-from magis.capture.python_objects import function_state, same, slot_values
 from magis.capture.snapshot import Snapshot
+from magis.ops.python_objects import function_state, same, slot_values
 
 
 def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[str] | None:

@@ -25,7 +25,6 @@ from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
 from magis.graph import Graph
 from magis.ops.generators import generators_kept
-from magis.ops.held_tensors import PREFIX
 from magis.ops.optimizers import (
     AHEAD,
     OptimizerSpec,
@@ -36,6 +35,7 @@ from magis.ops.optimizers import (
     refitted,
     state_names,
 )
+from magis.ops.python_objects import PREFIX
 
 _OFF = ("capturable", "differentiable")
 """Options with numbers that the step does not compute."""

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from magis.capture.autocast import autocast as casting
 from magis.capture.captured import Captured
 from magis.capture.contents import copies
-from magis.capture.python_state import attributes_kept
 from magis.capture.schemas import tensors_in
+from magis.capture.snapshot import objects_kept
 from magis.capture.stand_ins import stand_ins
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.held_tensors import PREFIX
 from magis.ops.optimizers import OptimizerSpec
+from magis.ops.python_objects import PREFIX
 
 
 def plain_difference(
@@ -48,7 +48,7 @@ def plain_difference(
             stack.enter_context(generators_kept())
             stand = stack.enter_context(stand_ins(module, inputs, targets, trained, copies))
             stack.enter_context(own_kept(held_generators(stand.module, loss_fn)))
-            stack.enter_context(attributes_kept(stand.module, loss_fn))
+            stack.enter_context(objects_kept({"module": stand.module, "loss": loss_fn}))
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             with torch.set_grad_enabled(rule.kind != "none"), casting(autocast):

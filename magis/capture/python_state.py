@@ -12,7 +12,7 @@ import functools
 import gc
 import traceback
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_iter
 
 from magis.capture.contents import Made, contents_of, is_hollow
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.python_objects import CACHE
 from magis.capture.schemas import written_by
+from magis.capture.snapshot import Snapshot
 from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.held_tensors import holder_of
+from magis.ops.python_objects import CACHE, cached, holder_of
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -67,17 +67,13 @@ def caches_kept() -> Iterator[LeftInCaches]:
     try:
         yield left
     except CaptureError as error:
-        _free_locals(error)
+        inner: BaseException | None = error
+        while inner is not None:  # what only its frames hold is in no cache, and `forget` need not look for one
+            traceback.clear_frames(inner.__traceback__)
+            inner = inner.__cause__ or inner.__context__
         raise
     finally:
         left.forget()
-
-
-def _free_locals(error: BaseException | None) -> None:
-    """Of a refusal: what only its frames hold is in no cache, and `forget` need not look for one."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def cached_memory() -> set[int]:
@@ -99,15 +95,8 @@ def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
     for cache in _objects_of(CACHE):
         if not cache.cache_info().currsize:
             continue
-        held = gc.get_referents(cache)
-        held += [value for item in held if type(item) is dict for value in item.values()]
-        tensors = [
-            part
-            for item in held
-            if isinstance(item, (Tensor, tuple, list))
-            for part in tree_iter(item)
-            if isinstance(part, Tensor) and part.layout is torch.strided
-        ]
+        held = [item for item in cached(cache) if isinstance(item, (Tensor, tuple, list))]
+        tensors = [each for each in tree_iter(held) if isinstance(each, Tensor) and each.layout is torch.strided]
         if tensors:
             yield cache, tensors
 
@@ -131,76 +120,6 @@ def deep_copy(module: nn.Module) -> nn.Module:
             twin = copy.deepcopy(parameter.detach(), made)
             made[id(parameter)] = nn.Parameter(twin, parameter.requires_grad)
     return copy.deepcopy(module, made)
-
-
-# Python attributes of a module while its forward runs on stand-ins: what it leaves there is taken away again.
-
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-"""Hooks are in an OrderedDict."""
-Kept = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
-"""Path, part, its attributes, and copies of those that are containers."""
-
-
-@contextmanager
-def attributes_kept(*roots: object) -> Iterator[Kept]:
-    """Put every attribute of the modules among `roots` back at the end, and what lists and dictionaries held."""
-    kept = [
-        (path, part, dict(vars(part)), {name: _copied(value) for name, value in vars(part).items()})
-        for root in roots
-        if isinstance(root, nn.Module)
-        for path, part in root.named_modules()
-    ]
-    try:
-        yield kept
-    finally:
-        for _, part, before, contents in kept:
-            vars(part).clear()
-            vars(part).update(before)
-            for name, held in contents.items():
-                _refill(before[name], held)
-
-
-def changed(kept: Kept) -> tuple[str, ...]:
-    """Names of the attributes that are others by now, or hold others."""
-    return tuple(
-        f"{path}.{name}".lstrip(".")
-        for path, part, before, contents in kept
-        for name in sorted({*before, *vars(part)})
-        if before.get(name, kept) is not vars(part).get(name, kept) or not _same(before[name], contents[name])
-    )
-
-
-def tensors_left(kept: Kept) -> dict[str, Tensor]:
-    """Tensors that are attributes by now where other values were, by name."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part, before, _ in kept
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and value is not before.get(name)
-    }
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if type(value) in _CONTAINERS else None
-
-
-def _same(value: Any, before: Any) -> bool:
-    if before is None:
-        return True
-    if isinstance(value, dict):
-        pairs = zip(value.items(), before.items(), strict=False)
-        return len(value) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
-    return len(value) == len(before) and all(a is b for a, b in zip(value, before, strict=False))
-
-
-def _refill(value: Any, before: Any) -> None:
-    if before is None or _same(value, before):
-        return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(before)
-    else:
-        value.extend(before)
 
 
 # Numbers that a forward only counts on: `self.calls += 1`, `self.seen += len(x)`, and nothing else that looks at
@@ -251,9 +170,8 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
     """Count on: add to each number, by its path, what one call of the forward adds."""
     for path, step in counted:
         found = holder_of(roots, path)
-        if found is not None:  # else somebody has taken it away, as they may: nothing looks at it
-            holder, name = found
-            setattr(holder, name, getattr(holder, name) + step)
+        if found is not None and hasattr(*found):  # else somebody has taken it away, as they may: nothing looks at it
+            setattr(*found, getattr(*found) + step)
 
 
 # One forward ahead of the capture, for modules that make some of their state when they are first called.
@@ -328,21 +246,10 @@ def _memory(items: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def whole_numbers(work: Workload) -> list[tuple[nn.Module, str, str, int]]:
-    """Whole numbers that are attributes of module or loss: holder, name, name with the holder's path, value."""
-    return [
-        (part, name, f"{path}.{name}".lstrip("."), value)
-        for root in (work.module, work.loss_fn)
-        if isinstance(root, nn.Module)
-        for path, part in root.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, int)
-    ]
-
-
-def put_back(before: Iterable[tuple[nn.Module, str, str, int]], names: Iterable[str]) -> None:
-    """Set those numbers that every forward changes (`names`) to what they were: a settling call does not count."""
-    changed = frozenset(names)
-    for part, name, path, value in before:
-        if path in changed:
-            vars(part)[name] = value
+def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> None:
+    """Set the whole numbers that every forward changes (`paths`) to what they were: a settling call does not count."""
+    changed = frozenset(paths)
+    for path, then, _ in before.left():
+        found = holder_of(roots, path)
+        if path in changed and isinstance(then, int) and found is not None:
+            setattr(*found, then)

@@ -36,17 +36,16 @@ from magis.capture.contents import Made, hollow_like
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.places import Places
-from magis.capture.python_objects import PLAIN, is_of_system, same
 from magis.capture.python_state import caches_kept, counting_loads
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
-from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.snapshot import Reads, Snapshot, objects_kept
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
-from magis.ops.held_tensors import holder_of, told
+from magis.ops.python_objects import PLAIN, holder_of, is_of_system, same, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -87,7 +86,9 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable, made=made)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
-        other = _another_batch(work, made)
+        # On memory of its own: the next step is not handed what an earlier one has kept or changed.
+        other = tuple(twins(batch_by_name(work.inputs, work.targets)).values())
+        count = len(work.inputs)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
         stack.enter_context(clear_errors(places))
         stack.enter_context(places.watch(stand.module))
@@ -112,11 +113,11 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        batches = [(stand.inputs, stand.targets), other]
+        batches = [(stand.inputs, stand.targets), (other[:count], other[count:])]
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = {"model": stand.module, "loss": work.loss_fn}
         try:
-            reads = observe(step, roots, [*stand.named().values(), *chain(*other)], draws=draws)
+            reads = observe(step, roots, [*stand.named().values(), *other], draws=draws)
         except DrawError:
             raise
         except CaptureError as error:
@@ -149,12 +150,6 @@ def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
             leaf.grad = gradient
 
 
-def _another_batch(work: Workload, made: Made) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A batch on memory of its own: the next step is not handed what an earlier one has kept or changed."""
-    found = tuple(hollow_like(batch_by_name(work.inputs, work.targets), known=is_readable, made=made).values())
-    return found[: len(work.inputs)], found[len(work.inputs) :]
-
-
 def observe(
     call: Callable[[], object], roots: Mapping[str, object], tensors: Iterable[Tensor], *, draws: bool = False
 ) -> Reads:
@@ -164,75 +159,60 @@ def observe(
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
     known, codes, asked = tuple(tensors), dict[types.CodeType, dict[str, Any]](), set[str]()
-    start, first = Snapshot(roots), _Traced(known)
-    try:
+    with objects_kept(roots) as start:
+        first = _Traced(known)
         with first, _running(codes, asked):
             one = call()
-        beyond = Snapshot({}, _reads(codes, asked))
-        between, drawn = Snapshot(roots), HostGenerators()
-        second = _Traced(known, _left_behind(first, start, between))
+        between, beyond = Snapshot(roots), Snapshot({}, _reads(codes, asked))
+        new = (found for key, found in between.tensors.items() if key not in start.tensors)
+        drawn = HostGenerators()
+        second = _Traced(known, {_address(tensor): path for path, tensor in new if first.depends(tensor)})
         with second, _running(codes, asked):
             other = call()
-        reads = _reads(codes, asked)
-        counts = partial(_only_counted, start, roots, reads)
-        reads = _check((between, beyond), drawn, first, second, reads, roots, counts, draws=draws)
+        if second.taken:
+            what = f"the forward takes the tensor {told(second.taken)} from one step to the next"
+            raise CaptureError(what, hint=BUFFER)
+        changes = chain(between.changes(), beyond.changes())
+        reads = _with_changes(_reads(codes, asked), changes, start, roots, draws=draws)
+        if drawn.moved() and not draws:
+            what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
+            raise DrawError(what, hint=WHERE)
         del one, other  # held up to here, so that no address is given to another tensor
-    finally:
-        start.restore()
+    pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
+    for was, now in ((was, now) for was, now in pairs if was != now):
+        if was[0] == now[0] and was[1:2] != now[1:2]:
+            numbers = f"{was[1]}, then {now[1]}"
+            raise CaptureError(f"every forward computes {now[0]} with another number: {numbers}", hint=BUFFER)
+        what = f"the first forward computes {was[0]} where the next one computes {now[0]}"
+        raise CaptureError(what, hint="call the module once before")
     return reads
 
 
-def _check(
-    between: tuple[Snapshot, Snapshot],
-    drawn: HostGenerators,
-    first: _Traced,
-    second: _Traced,
+def _with_changes(
     reads: Reads,
+    changes: Iterable[tuple[str, Any, Any]],
+    start: Snapshot,
     roots: Mapping[str, object],
-    counts: Callable[[str, int], bool],
     *,
     draws: bool,
 ) -> Reads:
     """With what the second call has counted on, and where it left tensors; CaptureError for all else that differs from
     what the first one left."""
     counted, results, stale = [], set(), []
-    if second.taken:
-        raise CaptureError(f"the forward takes the tensor {told(second.taken)} from one step to the next", hint=BUFFER)
-    for path, then, now in chain(*(each.changes() for each in between)):
-        if not draws and type(then) is int and type(now) is int and counts(path, now - then):
+    begun = {path: then for path, then, _ in start.changes()}
+    for path, then, now in changes:
+        of_module = _is_of_module(roots, path)
+        unread = of_module and reads.own is not None and path.rpartition(".")[2] not in reads.own
+        # No code looks at it but to add to it, and both calls have added the same.
+        if not draws and unread and type(then) is type(now) is int and begun.get(path) == 2 * then - now:
             counted.append((path, now - then))
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
-        elif isinstance(now, Tensor) and isinstance(then, Tensor) and _is_of_module(roots, path):
+        elif isinstance(now, Tensor) and isinstance(then, Tensor) and of_module:
             results.add(path)
         else:
             stale.append(told(path))
-    if drawn.moved() and not draws:
-        raise DrawError(
-            "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
-            hint=WHERE,
-        )
-    if first.calls != second.calls:
-        pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
-        one, other = next((one, other) for one, other in pairs if one != other)
-        if one[0] == other[0] and one[1:2] != other[1:2]:
-            raise CaptureError(
-                f"every forward computes {one[0]} with another number: {one[1]}, then {other[1]}", hint=BUFFER
-            )
-        raise CaptureError(
-            f"the first forward computes {one[0]} where the next one computes {other[0]}",
-            hint="call the module once before",
-        )
     return replace(reads, counted=tuple(counted), results=frozenset(results), stale=tuple(stale))
-
-
-def _only_counted(start: Snapshot, roots: Mapping[str, object], reads: Reads, path: str, step: int) -> bool:
-    """Whether no code looks at an attribute but to add to it, and both calls have added the same."""
-    name = path.rpartition(".")[2]
-    if reads.own is None or name in reads.own or not _is_of_module(roots, path):
-        return False
-    begun = next(((then, now) for known, then, now in start.changes() if known == path), None)
-    return begun is not None and all(isinstance(each, int) for each in begun) and begun[1] - begun[0] == 2 * step  # type: ignore[operator]
 
 
 def _is_of_module(roots: Mapping[str, object], path: str) -> bool:
@@ -295,29 +275,16 @@ class _Traced(TorchDispatchMode):
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
             # The share of a batch norm that averages over all batches is a number that the runtime counts on.
-            numbers = () if "batch_norm" in str(func) else _numbers((args, kwargs))
+            plain = () if "batch_norm" in str(func) else tree_iter((args, kwargs))
+            numbers = tuple(repr(item) for item in plain if type(item) in PLAIN)
             self.calls.append((str(func), numbers, *(tuple(tensor.shape) for tensor in (*given, *made))))
             for tensor in (*made, *(given if func._schema.is_mutable else ())):
                 self._mark(tensor)
         return out
 
 
-def _left_behind(first: _Traced, start: Snapshot, between: Snapshot) -> dict[int, str]:
-    """Tensors of the first call that hang on Python objects now: address of the storage -> path."""
-    return {
-        _address(tensor): path
-        for key, (path, tensor) in between.tensors.items()
-        if key not in start.tensors and first.depends(tensor)
-    }
-
-
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def _numbers(items: Any) -> tuple[str, ...]:
-    """The plain arguments of a call."""
-    return tuple(repr(item) for item in tree_iter(items) if type(item) in PLAIN)
 
 
 @contextmanager

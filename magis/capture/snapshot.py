@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from operator import is_not, itemgetter
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from magis.capture.python_objects import (
+from magis.ops.python_objects import (
     CACHE,
     CONTAINERS,
     GETTERS,
@@ -38,7 +39,6 @@ from magis.capture.python_objects import (
     hidden_state,
     is_of_system,
     is_of_torch,
-    is_opaque,
     names_of_getter,
     parts,
     same,
@@ -47,8 +47,8 @@ from magis.capture.python_objects import (
 )
 
 _SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
-_WATCHERS = "magis.capture."
-"""Begins the modules of hooks that are there only while a step is captured."""
+_OURS = ("magis.capture.", "magis.strategies.")
+"""Begin the modules of hooks that are there only while a step is captured."""
 _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
 
@@ -92,6 +92,16 @@ class _Held:
 
     def matters(self, key: object) -> bool:
         return (self.names is None or key in self.names) and key not in SAVING
+
+
+@contextmanager
+def objects_kept(roots: Mapping[str, object]) -> Iterator[Snapshot]:
+    """Put back at the end what the block changes in these objects and in those that they hold."""
+    before = Snapshot(roots)
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 class Snapshot:
@@ -139,6 +149,20 @@ class Snapshot:
 
     def changes(self) -> Iterator[tuple[str, object, object]]:
         """Changes: the path, the value that was there, the value that is."""
+        yield from self.left()
+        for path, ask, then in self._asked:
+            now = ask()
+            if now is not then and not same(now, then):
+                yield path, then, now
+        for path, item, kind in self._kinds:
+            if type(item) is not kind:
+                yield path, kind, type(item)
+        for path, tensor, looks in self._looks:
+            if _looks(tensor) != looks:
+                yield path, looks, _looks(tensor)
+
+    def left(self) -> Iterator[tuple[str, object, object]]:
+        """Those of them that lie in attributes and containers."""
         for path, item in self._empty:
             if item:
                 yield path, (), item
@@ -148,27 +172,19 @@ class Snapshot:
         for path, items, then in self._lists:
             if (len(items) != len(then) or any(map(is_not, items, then))) and not same(tuple(items), then):
                 yield path, then, tuple(items)
-        for path, ask, then in self._asked:
-            now = ask()
-            if now is not then and not _is_same(now, then):
-                yield path, then, now
-        for path, item, kind in self._kinds:
-            if type(item) is not kind:
-                yield path, kind, type(item)
-        for path, tensor, looks in self._looks:
-            if _looks(tensor) != looks:
-                yield path, looks, _looks(tensor)
 
     def _changed(self, held: _Held) -> Iterator[tuple[str, object, object]]:
-        holder = held.holder
-        if [*holder] != held.keys:
-            # A key that has come or gone, or another order; but for keys that do not matter.
-            before, now = ([key for key in keys if held.matters(key)] for keys in (held.keys, holder))
-            if before != now:
-                yield f"{held.path}/{held.step}{next(iter({*before} ^ {*now}), 'order')}", None, holder
-                return
+        holder, there = held.holder, dict(zip(held.watched, held.values, strict=True))
+        before, now = ([key for key in keys if held.matters(key)] for keys in (held.keys, holder))
+        if before == now:  # keys that do not matter may come and go
             held.keys = [*holder]
-        for key, value, then in zip(held.watched, held.get(holder), held.values, strict=True):
+        elif {*before} == {*now}:
+            yield f"{held.path}/{held.step}order", before, now
+        for key in sorted({*before} ^ {*now}, key=str):
+            if key not in there:
+                yield f"{held.path}/{held.step}{key}", MISSING, holder.get(key, MISSING)
+        for key, then in there.items():
+            value = dict.get(holder, key, MISSING)
             if not same(value, then):
                 yield f"{held.path}/{held.step}{key}", then, value
 
@@ -180,8 +196,8 @@ class Snapshot:
             then = dict(zip(held.watched, held.values, strict=True))
             if [*held.holder] == held.keys and all(held.holder[key] is value for key, value in then.items()):
                 continue
-            for key in [key for key in held.holder if key not in held.keys]:
-                del held.holder[key]
+            then = {key: held.holder[key] for key in held.keys if key in held.holder} | then
+            held.holder.clear()
             held.holder.update(then)
         for _, items, before in self._lists:
             if len(items) != len(before) or any(map(is_not, items, before)):
@@ -200,7 +216,7 @@ class Snapshot:
                 self.tensors[id(item)] = (path, item)
                 if self._reads.names is not None and type(item) in (Tensor, nn.Parameter):
                     self._hold(path, vars(item), self._reads.names, ".")
-        elif not isinstance(item, LEAVES) and not type(item).__module__.startswith(_WATCHERS):
+        elif not isinstance(item, LEAVES) and not type(item).__module__.startswith(_OURS):
             self._known[id(item)] = item
             self._queue.append((path, item))
 
@@ -247,11 +263,12 @@ class Snapshot:
         held = getattr(item, "__dict__", None)
         if isinstance(held, dict) and not isinstance(item, Optimizer):
             self._hold(path, held, names, ".")
-        if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slots(item)):
+        slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
+        if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slotted):
             self._kinds.append((f"{path}/.__class__", item, type(item)))
             self._meet(type(item).__qualname__, type(item))
-        if slots(item):
-            self._ask(path, functools.partial(slot_values, item, slots(item)))
+        if slotted:
+            self._ask(path, functools.partial(slot_values, item, slotted))
 
     def _ask(self, path: str, ask: Callable[[], Any]) -> Any:
         then = ask()
@@ -260,12 +277,16 @@ class Snapshot:
 
     def _hidden(self, path: str, item: Any) -> None:
         """Watch what an object keeps where Python cannot see it: random numbers, arrays, counters."""
-        found = hidden_state(item)
-        if found is not None:
-            read, put = found
-            self._puts.append(functools.partial(put, self._ask(path, read)))
-        elif is_opaque(item):
+        hidden = hidden_state(item)
+        if hidden is None:
+            return
+        read, put = hidden
+        if read is None:
             self.unwatched.append(f"{path}, a {type(item).__module__}.{type(item).__qualname__}")
+            return
+        then = self._ask(path, read)
+        if put is not None:
+            self._puts.append(functools.partial(put, then))
 
     def _class(self, item: type) -> None:
         for base in item.__mro__:
@@ -300,7 +321,7 @@ class Snapshot:
             key for key in item
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
-        get = _nothing if not keys else itemgetter(*keys) if len(keys) > 1 else functools.partial(_one, keys[0])
+        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
@@ -312,18 +333,8 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _is_same(now: Any, then: Any) -> bool:
-    if type(now) is tuple and len(now) == len(then) and not any(map(is_not, now, then)):
-        return True
-    return same(now, then)
-
-
-def _nothing(_mapping: Any) -> tuple[Any, ...]:
-    return ()
-
-
-def _one(key: Any, mapping: Any) -> tuple[Any, ...]:
-    return (dict.get(mapping, key, MISSING),)  # of dictionaries that have a `get` of their own, too
+def _values(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
+    return tuple([dict.get(mapping, key, MISSING) for key in keys])  # of those that have a `get` of their own, too
 
 
 def _several(mapping: Any, keys: tuple[Any, ...]) -> tuple[Any, ...]:

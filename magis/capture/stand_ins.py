@@ -39,7 +39,9 @@ class StandIns:
 
     def named(self) -> dict[str, Tensor]:
         """All tensors that exist before the step, by the names that they have in its graph."""
-        return _named(self.parameters, self.buffers, self.inputs, self.targets)
+        parameters = {f"parameter:{name}": tensor for name, tensor in self.parameters.items()}
+        buffers = {f"buffer:{name}": tensor for name, tensor in self.buffers.items()}
+        return {**parameters, **buffers, **batch_by_name(self.inputs, self.targets)}
 
 
 @contextmanager
@@ -50,13 +52,22 @@ def stand_ins(
 
     A module of fake tensors, which cannot look at other memory, is copied.
     """
-    originals = _named(dict(module.named_parameters()), dict(module.named_buffers()), inputs, targets)
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    originals = StandIns(module, parameters, buffers, tuple(inputs), tuple(targets), {}).named()
     made = twins(originals)
+    owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
     module = _of_plain_tensors(module)
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
+    stand = StandIns(
+        module,
+        parameters,
+        buffers,
+        tuple(made[f"input:{index}"] for index in range(len(inputs))),
+        tuple(made[f"target:{index}"] for index in range(len(targets))),
+        owners,
+    )
     before = [(tensor, tensor.data, tensor.requires_grad) for tensor in (*parameters.values(), *buffers.values())]
-    gradients = [parameter.grad for parameter in parameters.values()]
+    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     try:
         for name, parameter in parameters.items():
             parameter.grad = None
@@ -64,32 +75,15 @@ def stand_ins(
             parameter.requires_grad_(name in trained)
         for name, buffer in buffers.items():
             buffer.data = made[f"buffer:{name}"]
-        yield StandIns(
-            module,
-            parameters,
-            buffers,
-            tuple(made[f"input:{index}"] for index in range(len(inputs))),
-            tuple(made[f"target:{index}"] for index in range(len(targets))),
-            owners,
-        )
+        yield stand
     finally:
-        for parameter in parameters.values():
+        for parameter, _ in gradients:
             parameter.grad = None
         for tensor, data, required in before:
             tensor.data = data
             tensor.requires_grad_(required)
-        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _named(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    return {
-        **{f"parameter:{name}": tensor for name, tensor in parameters.items()},
-        **{f"buffer:{name}": tensor for name, tensor in buffers.items()},
-        **batch_by_name(inputs, targets),
-    }
 
 
 def _of_plain_tensors(module: nn.Module) -> nn.Module:

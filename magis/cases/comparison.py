@@ -14,7 +14,7 @@ from torch import Tensor
 from magis.capture.with_optimizer import before_update, without_state
 from magis.graph import Graph
 from magis.ops.generators import generator_of
-from magis.ops.held_tensors import PREFIX, look_up
+from magis.ops.python_objects import PREFIX, look_up
 from magis.planner.subject import Subject
 from magis.results import RatioInterval
 from magis.runtime.double_precision import (

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from magis.capture import Captured
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.graph import Graph, Scalar, digest, with_scalars
@@ -30,11 +29,6 @@ class Draw:
     """By the names of the graph's inputs."""
     after: HostGenerators | None
     """Python's and numpy's generators as the step leaves them."""
-
-
-def draw_of(captured: Captured, device: str) -> Draw:
-    """What a captured step has drawn."""
-    return Draw(constants_of(captured.graph, None, device), captured.after)
 
 
 def constants_of(graph: Graph, numbers: Mapping[str, float] | None, device: str) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from magis.capture.number_places import NumberPlaces
-from magis.capture.python_objects import same
 from magis.capture.traced_numbers import Expression, Trace, tracing
 from magis.errors import MagisError
 from magis.graph import Graph, Op, Scalar, digest, with_scalars
+from magis.ops.python_objects import same
 from magis.planner.subject import Subject
 
 SPECIAL = frozenset({0, 1, -1, 2})

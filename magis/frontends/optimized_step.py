@@ -22,7 +22,7 @@ from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends.audits import Audits, step_difference
-from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
+from magis.frontends.branching import Draw, constants_of, contents_kept, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
 from magis.frontends.optimizer_state import (
@@ -40,6 +40,7 @@ from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_a
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
+from magis.ops.python_objects import follow, holder_of
 from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
@@ -173,7 +174,7 @@ class OptimizedStep:
         while len(entry.variants) > VARIANTS:
             del entry.variants[next(iter(entry.variants))]
         entry.plan = replace(found.plan, guards=entry.plan.guards)
-        return found, draw_of(captured, self._device)
+        return found, Draw(constants_of(captured.graph, None, self._device), captured.after)
 
     def _unbind(self) -> None:
         for entry in self._entries:
@@ -358,17 +359,19 @@ class _Bound:
     def _leave_behind(self, results: Sequence[Tensor]) -> None:
         """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
         self._leave(dict(zip(self.plan.results, results[1:], strict=False)))
-        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
+        advance(self._roots, self.plan.counted)
 
     def _leave(self, results: Mapping[str, Tensor | None]) -> None:
         """Tensors where the forward leaves them: in attributes of modules."""
         for path, tensor in results.items():
-            attributes, name = self._place(path)
-            attributes[name] = tensor
+            found = holder_of(self._roots, path)
+            if found is not None:
+                vars(found[0])[found[1]] = tensor
 
-    def _place(self, path: str) -> tuple[dict[str, Any], str]:
-        holder, _, name = path.rpartition(".")
-        return vars(self.module.get_submodule(holder)), name
+    @property
+    def _roots(self) -> dict[str, object]:
+        """Where paths to Python's objects begin."""
+        return {"model": self.module, "module": self.module, "loss": self.loss_fn}
 
     def _eagerly(self, batch: Batch) -> Tensor:
         """The step without a plan."""
@@ -377,9 +380,8 @@ class _Bound:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.eager(batch)
         for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            attributes, name = self._place(path)
-            left = attributes.get(name)
-            attributes[name] = left.detach() if isinstance(left, Tensor) else left
+            left = follow(self._roots, path)
+            self._leave({path: left.detach() if isinstance(left, Tensor) else left})
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

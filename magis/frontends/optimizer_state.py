@@ -18,8 +18,8 @@ from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
-from magis.ops.held_tensors import PREFIX, look_up, told
-from magis.ops.optimizers import OptimizerSpec, new_state, state_names
+from magis.ops.optimizers import new_state, state_names
+from magis.ops.python_objects import PREFIX, look_up, told
 from magis.planner.bench import check_device
 
 
@@ -30,11 +30,11 @@ class OptimizerState:
     optimizer: Optimizer
     update: Update
     trained: Mapping[str, nn.Parameter]
-    tensors: Mapping[str, Tensor]
     members: tuple[tuple[nn.Parameter, ...], ...]
     """Parameters of each rule of the update: they are of one age."""
-    first: list[bool] = field(default_factory=list)
+    first: list[bool]
     """Of each rule: whether the step to come is the first of its parameters."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
     """State that the optimizer did not have before the step to come, and whether it had an entry of None."""
 
@@ -45,36 +45,55 @@ class OptimizerState:
             kind, _, parameter = name.partition(":")
             if self.optimizer.state[self.trained[parameter]].get(kind) is not tensor:
                 return False
-        counts = self._counts()
-        return all(len({*some}) <= 1 for some in counts)
-
-    def counted(self) -> tuple[int, ...]:
-        """The number of the step to come, rule by rule; Adam's counters are one further from now on."""
-        counters = [counter for some in self._counters() for counter in some]
-        if not counters:
-            steps = tuple(1 if first else 2 for first in self.first)
-            self.first = [False] * len(self.first)
-            return steps
-        torch._foreach_add_(counters, 1)
-        return tuple(int(some[0]) if some else 1 for some in self._counts())
+        return all(len({*torch.stack(some).tolist()}) == 1 for some in self._counters() if some)
 
     @contextmanager
     def step_to_come(self) -> Iterator[tuple[int, ...]]:
-        """`counted`, taken back where the step raises."""
-        first = [*self.first]
+        """The number of the step to come, rule by rule; Adam's counters are one further, unless the step raises."""
+        rules = self._counters()
+        counters = [counter for some in rules for counter in some]
+        if counters:
+            torch._foreach_add_(counters, 1)
+            numbers = tuple(int(some[0]) if some else 1 for some in rules)
+        else:
+            numbers = tuple(1 if first else 2 for first in self.first)
         try:
-            yield self.counted()
+            yield numbers
         except BaseException:
-            counters = [counter for some in self._counters() for counter in some]
             if counters:
                 torch._foreach_sub_(counters, 1)
-            self.first = first
             raise
+        self.first = [False] * len(self.first)
         self.made.clear()
+
+    def adopt(self) -> None:
+        """Take over the optimizer's tensors; what it lacks is made as its own first step would make it."""
+        rule, names = self.update.spec, {id(parameter): name for name, parameter in self.trained.items()}
+        kinds = state_names(rule)
+        parameters = (each for group in self.optimizer.param_groups for each in group["params"] if id(each) in names)
+        for parameter in parameters if kinds else ():  # in which torch makes states, and `state_dict` has them
+            name, state = names[id(parameter)], self.optimizer.state[parameter]
+            if rule.kind in ("adam", "adamw") and "step" not in state:
+                state["step"] = new_state("step", parameter) if rule.fused else torch.tensor(0.0, dtype=torch.float32)
+                self.made.append((parameter, "step", False))
+            for kind in kinds:
+                if state.get(kind) is None:  # SGD without a step so far has an entry of None
+                    self.made.append((parameter, kind, kind in state))
+                    state[kind] = new_state(kind, parameter)
+                    if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
+                        state[kind].neg_()
+                self.tensors[f"{kind}:{name}"] = state[kind]
 
     def forget(self) -> None:
         """Let the optimizer have no state that it would make in its first step, which has failed."""
-        _forget(self.optimizer, self.made)
+        for parameter, kind, known in self.made:
+            state = self.optimizer.state[parameter]
+            state[kind] = None
+            if not known:
+                del state[kind]
+            if not state:
+                del self.optimizer.state[parameter]
+        self.made.clear()
 
     def _counters(self) -> list[list[Tensor]]:
         if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves
@@ -82,74 +101,27 @@ class OptimizerState:
         state = self.optimizer.state
         return [[state[parameter]["step"] for parameter in some] for some in self.members]
 
-    def _counts(self) -> list[list[float]]:
-        counters = self._counters()
-        flat = [counter for some in counters for counter in some]
-        numbers = iter(torch.stack(flat).tolist() if flat else ())
-        return [[next(numbers) for _ in some] for some in counters]
-
 
 def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """The state of an optimizer; what it lacks is made as its own first step would make it."""
-    rule = update.spec
-    home = {name: number for number, group in enumerate(rule.groups, 1) for name in group.parameters}
+    """The state of an optimizer, with what its own first step would make."""
+    home = {name: number for number, group in enumerate(update.spec.groups, 1) for name in group.parameters}
     members = tuple(
         tuple(parameter for name, parameter in trained.items() if home.get(name, 0) == number)
         for number in range(len(update.homes))
     )
     first = [all(age_of(optimizer, parameter) == 0 for parameter in some) for some in members]
-    made = list[tuple[nn.Parameter, str, bool]]()
+    state = OptimizerState(optimizer, update, trained, members, first)
     try:
-        tensors = _tensors(optimizer, rule, trained, made)
+        state.adopt()
     except BaseException:  # it may be here that memory runs out
-        _forget(optimizer, made)
+        state.forget()
         raise
-    return OptimizerState(optimizer, update, trained, tensors, members, first, made)
-
-
-def _tensors(
-    optimizer: Optimizer,
-    rule: OptimizerSpec,
-    trained: Mapping[str, nn.Parameter],
-    made: list[tuple[nn.Parameter, str, bool]],
-) -> dict[str, Tensor]:
-    """The tensors of an optimizer by their names in the graph; those that it lacks are added to `made`."""
-    kinds, tensors = state_names(rule), dict[str, Tensor]()
-    names = {id(parameter): name for name, parameter in trained.items()}
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
-    for parameter in order if kinds else ():  # in which torch makes states, and `state_dict` has them
-        name, state = names[id(parameter)], optimizer.state[parameter]
-        if rule.kind in ("adam", "adamw") and "step" not in state:
-            state["step"] = new_state("step", parameter) if rule.fused else torch.tensor(0.0, dtype=torch.float32)
-            made.append((parameter, "step", False))
-        for kind in kinds:
-            if state.get(kind) is None:  # SGD without a step so far has an entry of None
-                made.append((parameter, kind, kind in state))
-                state[kind] = new_state(kind, parameter)
-                if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
-                    state[kind].neg_()
-            tensors[f"{kind}:{name}"] = state[kind]
-    return tensors
-
-
-def _forget(optimizer: Optimizer, made: list[tuple[nn.Parameter, str, bool]]) -> None:
-    for parameter, kind, known in made:
-        state = optimizer.state[parameter]
-        state[kind] = None
-        if not known:
-            del state[kind]
-        if not state:
-            del optimizer.state[parameter]
-    made.clear()
+    return state
 
 
 # What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.
 
 OUTSIDE = "leave that out around the step"
-_GLOBAL = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
-    "_global_buffer_registration_hooks", "_global_parameter_registration_hooks", "_global_module_registration_hooks",
-)  # fmt: skip
 
 
 class Guards:
@@ -170,7 +142,7 @@ class Guards:
     ) -> None:
         self._module, self._loss_fn, self._kept = module, loss_fn, kept
         self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
-        hooks = {name: getattr(global_hooks, name, {}) for name in _GLOBAL}
+        hooks = {name: found for name, found in vars(global_hooks).items() if name.startswith("_global_")}
         self.watched = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
         if self.watched.unwatched:
             raise CaptureError(
@@ -219,7 +191,13 @@ class MemoryGuard:
             for number, tensor in enumerate(self._tensors)
             if tensor.layout is torch.strided
         }
-        self.overlaps = tuple(self._overlaps())
+        order = sorted(zip(self._places, range(len(self._places)), strict=True))
+        self.overlaps = tuple(
+            (number, other, later - start)
+            for (start, number), (later, other) in pairwise(order)
+            if later < start + _extent(self._tensors[number])
+        )
+        """Tensors that lie on the bytes of another one, and how far behind its first byte."""
 
     def holds(self) -> bool:
         """Whether all of them lie where they did."""
@@ -227,13 +205,6 @@ class MemoryGuard:
 
     def _look(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors]
-
-    def _overlaps(self) -> Iterator[tuple[int, int, int]]:
-        """Tensors that lie on the bytes of another one, and how far behind its first byte."""
-        order = sorted(zip(self._places, range(len(self._places)), strict=True))
-        for (start, number), (later, other) in pairwise(order):
-            if later < start + _extent(self._tensors[number]):
-                yield number, other, later - start
 
 
 def _extent(tensor: Tensor) -> int:
@@ -257,23 +228,15 @@ def check_mode(device: str) -> None:
 
 def _settings() -> tuple[Any, ...]:
     """Of torch: what decides which operators a step runs, or on which types."""
-    cpu = torch.backends
+    backends = torch.backends
     return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        cpu.mkldnn.enabled,
-        cpu.cudnn.enabled,
-        cpu.cudnn.benchmark,
-        cpu.cudnn.deterministic,
-        cpu.cudnn.allow_tf32,
-        cpu.cuda.matmul.allow_tf32,
-        cpu.cuda.flash_sdp_enabled(),
-        cpu.cuda.math_sdp_enabled(),
-        cpu.cuda.mem_efficient_sdp_enabled(),
-        cpu.cuda.cudnn_sdp_enabled(),
-    )
+        torch.get_default_dtype(), torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark,
+        backends.cudnn.deterministic, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32,
+        backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -31,6 +31,7 @@ from magis.frontends.plan_files import SavedPlan
 from magis.graph import Graph, digest, verify
 from magis.ops.call import follows_data
 from magis.ops.generators import generators_kept, seed_all
+from magis.ops.python_objects import told
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
@@ -277,7 +278,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
     if not alone and step.results:
         raise UsageError(
-            f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
+            f"the forward leaves a tensor in {told(step.results[0])}, and what is planned is a copy of the model",
             hint="return it instead",
         )
     if not alone and (step.drawn or of_batch or follows_data(step.graph)):

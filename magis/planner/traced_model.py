@@ -16,8 +16,9 @@ from magis.capture.captured import record_eager
 from magis.capture.contents import is_hollow
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
+from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle
 from magis.capture.refusals import BranchError, of_contents
+from magis.capture.snapshot import Snapshot
 from magis.capture.with_optimizer import followed_by, joined
 from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
@@ -121,13 +122,14 @@ class TracedModel:
         self._settles = True
         if CACHES in found.left and not self.simulated_only:
             self.__dict__["traced"] = self.workload
-        before = whole_numbers(self.traced)
+        roots = _roots(self.traced)
+        before = Snapshot(roots)
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
             if self._heard is not None:
                 self._listen()
             found = self._captured(self.traced)
-        put_back(before, found.left)
+        put_back(roots, before, found.left)
         return found
 
     def _first_capture(self) -> Captured:
@@ -199,9 +201,10 @@ class TracedModel:
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
-            before = whole_numbers(work)
+            roots = _roots(work)
+            before = Snapshot(roots)
             settle(work)
-            put_back(before, left)
+            put_back(roots, before, left)
         return work
 
     def captured_as(self, strategy: Local) -> tuple[Captured, int]:
@@ -269,7 +272,7 @@ class TracedModel:
     @property
     def holders(self) -> Mapping[str, object]:
         """Where tensors are that Python holds, by the names that their paths begin with."""
-        return {"module": self._settled.module, "loss": self._settled.loss_fn}
+        return _roots(self._settled)
 
     def fresh(self) -> Workload:
         """A workload of its own, with the same weights and batch, on the device."""
@@ -303,6 +306,10 @@ class TracedModel:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
+
+
+def _roots(work: Workload) -> dict[str, object]:
+    return {"module": work.module, "loss": work.loss_fn}
 
 
 def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:

@@ -21,8 +21,8 @@ from magis.ops import optimizers
 from magis.ops.averages import is_share, shares_of
 from magis.ops.fake_results import bits_of, with_bits
 from magis.ops.generators import held_generators, seed_all
-from magis.ops.held_tensors import PREFIX, look_up
 from magis.ops.optimizers import AHEAD, OptimizerSpec
+from magis.ops.python_objects import PREFIX, look_up
 from magis.runtime.codegen import Step as Program
 from magis.runtime.codegen import compile_step, raised_by
 from magis.runtime.packed_weights import check_places, place

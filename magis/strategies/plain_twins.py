@@ -23,16 +23,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from magis.capture import Workload
+from magis.capture.snapshot import Reads, Snapshot
 from magis.errors import UsageError
 from magis.ops.collectives import REPLICAS, register_group
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import GatheredUnit, ShardedParameter, average_weights, hook_unit
-from magis.strategies.shared_forms import OTHERWISE, Looks, check_group, check_others, check_replica
+from magis.strategies.shared_forms import OTHERWISE, changed_part, check_group, check_others, check_replica
 from magis.strategies.single_device import blocks_of
 
 FSDP = "torch.distributed.fsdp"
 _COPIED = (nn.Module, types.MethodType, partial, dict, list, tuple, set)
 """What may hold modules, of which the twin has its own."""
+_HELD = Reads(own=None, names=frozenset())
+"""All that modules hold; of other objects, torch's own among them, not what they hold."""
 STATES = (STATE_KEY, REGISTRY_KEY)
 """Where torch notes in a module what was done to it."""
 
@@ -76,7 +79,7 @@ class SharedModule:
     modes: tuple[tuple[nn.Module, nn.Module], ...]
     """Modules of the user's and their twins, which train or evaluate as those do."""
     user: nn.Module
-    looks: Looks
+    looks: Snapshot
     """Of the user's module, when the twin was made."""
 
     def refresh(self) -> None:
@@ -86,9 +89,9 @@ class SharedModule:
             plain.training = theirs.training
         if not all(each.is_current for each in self.held):
             raise UsageError("the weights of the model have moved in memory", hint="call magis.optimize again")
-        changed = self.looks.changed()
+        changed = changed_part(self.looks)
         if changed:
-            raise UsageError(f"{changed} of the model has changed", hint="call magis.optimize again")
+            raise UsageError(f"{changed} has changed", hint="call magis.optimize again")
 
     def hand_over(self) -> None:
         """Give the gradients to the user's parameters."""
@@ -126,7 +129,7 @@ def _replicated(model: DistributedDataParallel) -> SharedModule:
     blocks = blocks_of(cast("Workload", _Named(twin)))
     average_weights(twin, blocks, world.size, register_group(group, REPLICAS))
     modes = tuple(zip(model.module.modules(), twin.modules(), strict=True))
-    return SharedModule(twin, world, held, modes, model, Looks(model.module))
+    return SharedModule(twin, world, held, modes, model, Snapshot({"model": model.module}, _HELD))
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _sharded(model: nn.Module) -> SharedModule:
         if isinstance(module, FSDPModule):  # with parameters of its own or without
             state: Any = module._get_fsdp_state()
             _cast(plain, state._mp_policy)
-    return SharedModule(twin, world, tuple(held), tuple(pairs.items()), model, Looks(model))
+    return SharedModule(twin, world, tuple(held), tuple(pairs.items()), model, Snapshot({"model": model}, _HELD))
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from magis.capture.snapshot import Snapshot
 from magis.errors import UsageError
+from magis.ops.python_objects import told
 
 OTHERWISE = "use fully_shard over one mesh of all ranks, or DistributedDataParallel"
 BY_HAND = "reduce gradients as torch does by itself, or train without magis.optimize"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODES = frozenset({"training", "_is_full_backward_hook", "_state_dict_hooks", "_state_dict_pre_hooks"})
 
 
 def check_others(model: nn.Module, *, refuse: bool) -> bool:
@@ -87,39 +85,8 @@ def _refuse(what: str, odd: dict[str, Any]) -> None:
             raise UsageError(f"{what} {how}", hint=BY_HAND)
 
 
-class Looks:
-    """What the modules of a model hold: their parameters, buffers, parts, hooks and attributes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._then = list(_held(model))
-
-    def changed(self) -> str:
-        """The first of it that is something else by now; empty: all is as it was."""
-        now = list(_held(self._model))
-        for (path, then), (other, item) in zip(self._then, now, strict=False):
-            if path != other or not _same(then, item):
-                return path
-        return "a part" if len(now) != len(self._then) else ""
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in _MODES:
-                continue
-            yield from _within(f"{path}.{name}" if path else name, value)
-        yield from ((f"requires_grad in {path!r}", p.requires_grad) for p in module.parameters(recurse=False))
-
-
-def _within(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What containers hold, with containers in them."""
-    if isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _within(f"{where}[{key!r}]", item)
-    else:
-        yield where, value
-
-
-def _same(then: Any, now: Any) -> bool:
-    return then is now or (isinstance(then, _PLAIN) and type(then) is type(now) and then == now)
+def changed_part(looks: Snapshot) -> str:
+    """The first of what a model's modules hold that is something else by now; empty: all is as it was."""
+    paths = (path for path, _, _ in looks.changes())
+    modes = ("/.training", "/._is_full_backward_hook")
+    return next((told(path) for path in paths if not path.endswith(modes)), "")

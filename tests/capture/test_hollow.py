@@ -17,6 +17,7 @@ from magis.capture.captured import record_eager
 from magis.capture.contents import is_hollow
 from magis.capture.hollow import hollow
 from magis.errors import CaptureError
+from magis.ops.python_objects import told
 from magis.planner.conformance import first_difference
 
 SGD = OptimizerSpec("sgd")
@@ -177,12 +178,41 @@ def test_the_module_is_left_as_it_was() -> None:
     module.many = []
     weight, plain = module.a.weight, module.a.weight.detach().clone()
     found = capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD)
-    assert found.left == ("late", "many", "seen")
+    assert {told(path) for path in found.left} == {"module.late", "module.many", "module.seen"}
     assert (module.many, hasattr(module, "seen"), hasattr(module, "late")) == ([], False, False)
     assert module.a.weight is weight
     assert torch.equal(weight, plain)
     assert weight.grad is None
     assert module.sizes.tolist() == [2, 3]
+
+
+def test_what_module_and_loss_hold_is_left_as_it_was_at_any_depth() -> None:
+    seen, module = [], Calls(lambda module, x: module.settings.note(x))
+    module.settings = Noting()
+
+    def loss_fn(out: Tensor) -> Tensor:
+        seen.append(out)
+        return out.sum()
+
+    found = capture(module, (torch.ones(3, 4),), (), loss_fn, SGD)
+    assert {told(path) for path in found.left} == {
+        "loss closure seen",
+        "module.settings.last",
+        "module.settings.of.a[0]",
+    }
+    assert (seen, vars(module.settings)) == ([], {"of": {"a": [[]]}})
+
+
+class Noting:
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[list[Tensor]]] = {"a": [[]]}
+
+    def note(self, x: Tensor) -> Tensor:
+        self.of["a"][0].append(x)
+        self.last = x
+        return x
 
 
 def test_hooks_that_the_first_forward_registers_are_taken_away_again() -> None:

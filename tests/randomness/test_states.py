@@ -232,6 +232,12 @@ def test_generators_are_found_wherever_functions_hold_them() -> None:
     }  # fmt: skip
 
 
+def test_generators_are_found_however_deep_they_lie() -> None:
+    module, deep = nn.Sequential(nn.Linear(1, 1)), torch.Generator()
+    module[0].settings = {"noise": [{"kinds": ({"normal": deep},)}]}
+    assert held_generators(module) == {"0.settings.noise.0.kinds.0.normal": deep}
+
+
 def test_a_saved_plan_finds_its_generators_again(tmp_path: Any) -> None:
     module, data = OwnGenerators(), rows()
     optimize(module, F.l1_loss, None, data, memory_ratio=0.9, budget=20).save(tmp_path / "plan")

@@ -105,6 +105,27 @@ def test_what_the_first_call_sets_up_and_results_that_are_kept_are_fine() -> Non
     loops.agree(2)
 
 
+def test_results_that_a_loss_module_keeps_are_left_there() -> None:
+    class Keeping(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, out: Tensor, wanted: Tensor) -> Tensor:
+            self.last = out
+            return loss_of(out, wanted)
+
+    loss, module = Keeping(), net(depth=2)
+    step = optimize(module, loss, None, batch(), **ANY)
+    for _ in range(2):
+        inputs, targets = batch()
+        step(inputs + torch.rand(1), targets)
+        kept = loss.last
+        assert kept is not None
+    inputs, targets = batch()
+    step(inputs, targets)
+    assert torch.equal(loss.last.detach(), module(inputs))
+    assert "last" not in vars(module)
+
+
 def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
     buffers = {name: torch.zeros(32) for name in ("first", "second", "third")}
 

@@ -43,7 +43,7 @@ def test_measured_bytes_are_those_planned(found: list[dict[str, Any]]) -> None:
     [
         ("tensor parallel", "blocks.0.up.weight is a distributed tensor of no fully_shard"),
         ("statistics", "DistributedDataParallel sends the buffers of its module"),
-        ("changed", "blocks.0.drop.p of the model has changed"),
+        ("changed", "model.blocks.0.drop.p has changed"),
         ("parted", "some ranks have a batch of a kind that was not planned yet, others have not"),
         ("hooked", "DistributedDataParallel with a communication hook"),
         ("foreign", "the optimizer has none of the parameters that the model trains"),

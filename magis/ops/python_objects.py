@@ -1,7 +1,9 @@
-"""The Python objects that a step's code can reach by a name: one walker that finds them, step by step.
+"""The Python objects that a step's code can reach by a name: one walker, and the paths by which it finds them again.
 
-`Snapshot` (snapshot.py) watches and restores what it finds, `find` names tensors by the path to them. The world is
-closed: an object whose contents nobody can see is opaque.
+The steps of a path (`held:module/.blocks/{0/.mask`, `held:loss/(weight`): `.name` an attribute, `{key` of a dictionary,
+`#0` the first value of a dictionary of hooks, `[0` an item, `(name` a variable of an outer function, `@name` a global.
+`magis.capture.snapshot` watches and restores what the walker finds, `find` names tensors. The world is closed: an
+object whose contents nobody can see is opaque.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.ops.held_tensors import PREFIX
+from magis.errors import CaptureError
 
+PREFIX = "held:"
+"""Begins the names of tensors that Python holds beside parameters and buffers; a step looks them up at every run."""
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, slice}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
@@ -45,6 +49,7 @@ MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 CACHE = type(functools.lru_cache(lambda: None))
 GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
+_LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
 SYSTEM = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
 SAVING = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
@@ -54,18 +59,15 @@ SAVING = frozenset(
 
 
 def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that an object holds, each with the step that leads there (`magis.ops.held_tensors`).
-
-    Of attributes those in `names` (None: all).
-    """
+    """Yield the objects that an object holds, each with the step that leads there; of attributes those in `names`."""
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
-    for name, value in attributes(item).items():
+    held = getattr(item, "__dict__", None)
+    for name, value in held.items() if isinstance(held, dict) else ():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
-    for name, value in zip(slots(item), slot_values(item, slots(item)), strict=True):
-        yield f".{name}", value
+    yield from _named(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
 
 
 def _of_mapping(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -92,13 +94,13 @@ def _of_optimizer(item: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    return ((f".{name}", getattr(item, name, None)) for name in names)
+    return ((f".{name}", getattr(item, name, MISSING)) for name in names)
 
 
 _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
     ((dict, types.MappingProxyType), _of_mapping),
     ((list, tuple, deque, set, frozenset), _numbered),
-    (functools.partial, lambda item: _numbered((item.func, item.args, item.keywords))),
+    (functools.partial, lambda item: _named(item, "func", "args", "keywords")),
     (types.MethodType, lambda item: _named(item, "__self__", "__func__")),
     (types.BuiltinFunctionType, lambda item: _named(item, "__self__")),
     (types.FunctionType, _of_function),
@@ -110,43 +112,49 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
 )
 
 
+def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    """Yield each object to which the steps of `further` lead from `roots`, once, with the shortest path to it."""
+    waiting, seen = deque(roots.items()), dict[int, object]()  # held, so that no address is given to another object
+    while waiting and len(seen) < MOST_HOLDERS:
+        path, item = waiting.popleft()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield path, item
+            for step, part in further(item):
+                if type(part) not in PLAIN and step != "()" and "/" not in step and len(step.split()) == 1:
+                    waiting.append((f"{path}/{step}", part))
+
+
+def lasting(item: Any) -> list[tuple[str, Any]]:
+    """Return what a step finds again by a path: parts of containers, modules, functions and objects of a user's; the
+    globals of functions and the methods of objects, in which tensors may lie, too."""
+    if isinstance(item, Tensor) or (isinstance(item, CONTAINERS) and not item):
+        return []
+    of_user, further = _is_of_user(type(item)), list[tuple[str, Any]]()
+    if of_user or isinstance(item, (*CONTAINERS, tuple, nn.Module, types.FunctionType, types.MethodType)):
+        further += parts(item)
+    if isinstance(item, types.FunctionType) and not is_of_torch(item.__module__):
+        for name in item.__code__.co_names:
+            value = item.__globals__.get(name)
+            theirs = _is_of_user(value if isinstance(value, type) else type(value))
+            if theirs or isinstance(value, (Tensor, nn.Module, *CONTAINERS, tuple, types.FunctionType)):
+                further.append((f"@{name}", value))
+    elif isinstance(item, type):
+        further += [(f".{name}", value) for name, value in vars(item).items() if not name.startswith("__")]
+    elif of_user:
+        methods = ((name, getattr(type(item), name, None)) for name in ("forward", "__call__"))
+        functions = ((name, each) for name, each in methods if isinstance(each, types.FunctionType))
+        further += [(f".{name}", types.MethodType(each, item)) for name, each in functions]
+    return further
+
+
 def find(roots: Mapping[str, object], tensor: Tensor) -> str | None:
     """Name the shortest path from one of `roots` to a tensor with this memory and layout; None without one."""
     looks = _memory(tensor)
-    waiting = deque((name, root) for name, root in roots.items())
-    seen: set[int] = set()
-    while waiting and len(seen) < MOST_HOLDERS:
-        path, item = waiting.popleft()
-        if id(item) in seen or type(item) in PLAIN:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            if item.layout == tensor.layout and _memory(item) == looks:
-                return PREFIX + path
-            continue
-        further = parts(item) if isinstance(item, (*CONTAINERS, tuple, nn.Module)) or _is_of_user(type(item)) else ()
-        waiting.extend((f"{path}/{step}", part) for step, part in (*further, *_reached(item)) if _is_plain(step))
+    for path, item in walk(roots, lasting):
+        if isinstance(item, Tensor) and item.layout == tensor.layout and _memory(item) == looks:
+            return PREFIX + path
     return None
-
-
-def _reached(item: Any) -> Iterator[tuple[str, Any]]:
-    """Methods of a user's object, and globals of a function, in which tensors may lie."""
-    if isinstance(item, types.FunctionType):
-        yield from parts(item)
-        for name in item.__code__.co_names:
-            value = item.__globals__.get(name)
-            of_user = _is_of_user(value if isinstance(value, type) else type(value))
-            if of_user or isinstance(value, (Tensor, nn.Module, *CONTAINERS, tuple, types.FunctionType)):
-                yield f"@{name}", value
-    elif isinstance(item, (functools.partial, types.MethodType)):
-        yield from parts(item)
-    elif isinstance(item, type):
-        yield from ((f".{name}", value) for name, value in vars(item).items() if not name.startswith("__"))
-    elif _is_of_user(type(item)):
-        for name in ("forward", "__call__"):
-            method = getattr(type(item), name, None)
-            if isinstance(method, types.FunctionType):
-                yield f".{name}", types.MethodType(method, item)
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
@@ -156,17 +164,13 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _is_plain(step: str) -> bool:
-    return "/" not in step and not any(mark.isspace() for mark in step)
-
-
 def _is_of_user(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "types", "numpy", "_io", "magis", "re")
 
 
 def is_of_torch(name: str | None) -> bool:
     """Whether a module of this name is part of torch."""
-    return bool(name) and str(name).partition(".")[0] == "torch"
+    return str(name).partition(".")[0] == "torch"
 
 
 def is_of_system(name: str) -> bool:
@@ -180,28 +184,18 @@ def same(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
+    if isinstance(now, tuple):
+        return len(now) == len(then) and (not any(map(operator.is_not, now, then)) or all(map(same, now, then)))
     if type(now) in PLAIN:
         return bool(now == then) and repr(now) == repr(then)  # 0.0 and -0.0 are two numbers
-    if isinstance(now, tuple):
-        return len(now) == len(then) and all(map(same, now, then))
     if isinstance(now, types.MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__
     return False
 
 
-def attributes(item: Any) -> dict[str, Any]:
-    """Return the dictionary of an object's attributes; an empty one of its own for an object that has none."""
-    found = getattr(item, "__dict__", None)
-    return found if isinstance(found, dict) else {}
-
-
-def slots(item: Any) -> tuple[str, ...]:
-    """Return the names of an object's slots."""
-    return _slots_of(type(item))  # type: ignore[arg-type]  # a class is hashable
-
-
 @functools.lru_cache(maxsize=4096)
-def _slots_of(kind: type) -> tuple[str, ...]:
+def slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class's objects."""
     names = (vars(each).get("__slots__", ()) for each in kind.__mro__)
     flat = [name for some in names for name in ((some,) if isinstance(some, str) else some)]
     return tuple(name for name in flat if not name.startswith("__"))
@@ -228,10 +222,10 @@ def cell_content(cell: types.CellType) -> Any:
 
 def cached(cache: Any) -> list[Any]:
     """Return what a cache of `functools` holds, and its arguments."""
-    held = gc.get_referents(cache)
-    held += [value for item in held if type(item) is dict for value in item.values()]
-    links = [item for item in held if type(item).__name__ == "_lru_list_elem"]
-    return [item for item in (*held, *gc.get_referents(*links)) if item is not cache and type(item) not in (dict, type)]
+    held = gc.get_referents(cache)  # results and arguments themselves where the cache is bounded, else its dictionary
+    held += [part for item in held if type(item) is dict for pair in item.items() for part in pair]
+    links = "_lru_list_elem"
+    return [item for item in held if type(item) not in (dict, type) and type(item).__name__ != links]
 
 
 def names_of_getter(item: Any) -> set[str]:
@@ -240,8 +234,9 @@ def names_of_getter(item: Any) -> set[str]:
     return {part for each in arguments if isinstance(each, str) for part in each.split(".")}
 
 
-def hidden_state(item: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Return how to read and put back what an object keeps out of Python's sight: random numbers, arrays, counters."""
+def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
+    """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
+    counters. None where there is nothing; None in place of what nobody can do."""
     if isinstance(item, random.Random):
         return item.getstate, item.setstate
     numpy = sys.modules.get("numpy")
@@ -253,29 +248,70 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] |
             kept = item.get_state()
             return lambda: repr(item.get_state()), lambda _: item.set_state(kept)
         if isinstance(item, numpy.ndarray) and item.nbytes <= MOST_BYTES:
-            return lambda: (item.shape, str(item.dtype), item.tobytes()), _left
+            return lambda: (item.shape, str(item.dtype), item.tobytes()), None
     if hasattr(item, "__length_hint__") or type(item).__module__ == "itertools":
-        return lambda: (repr(item), operator.length_hint(item, -1)), _left
-    try:
-        memory = memoryview(item)
-    except (TypeError, BufferError):
-        return None
-    return (lambda: memoryview(item).tobytes(), _left) if memory.nbytes <= MOST_BYTES else None
-
-
-def _left(_state: object) -> None:
-    """Leave what cannot be put back."""
-
-
-def is_opaque(item: Any) -> bool:
-    """Whether an object without attributes may hold what nobody can watch: files, generators, objects of extensions."""
-    if isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase)):
-        return True
+        return lambda: (repr(item), operator.length_hint(item, -1)), None
     if isinstance(item, (int, float, complex, str, bytes)):
-        return False
+        return None
     try:
-        return memoryview(item).nbytes > MOST_BYTES
-    except (TypeError, BufferError):
+        if memoryview(item).nbytes <= MOST_BYTES:
+            return lambda: memoryview(item).tobytes(), None
+    except (TypeError, BufferError):  # its memory, if it has any, is not open to others
         kind = type(item)
         plain = hasattr(item, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__)
-        return not plain and not is_of_system(kind.__module__)
+        streams = isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase))
+        if not streams and (plain or is_of_system(kind.__module__)):
+            return None
+    return None, None
+
+
+def look_up(roots: Mapping[str, object], name: str) -> Tensor:
+    """Return the tensor at the end of a path. Raises CaptureError if there is none any more."""
+    try:
+        item = follow(roots, name.removeprefix(PREFIX))
+    except _LOST as error:
+        raise CaptureError(f"{name} is gone: {error}", hint="keep the tensor where it was, or plan anew") from None
+    if not isinstance(item, Tensor):
+        raise CaptureError(f"{name} is a {type(item).__name__} by now, no tensor", hint="keep it, or plan anew")
+    return item
+
+
+def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
+    """Return the object whose attribute is at the end of a path, and the attribute's name; None without one."""
+    outer, _, step = path.rpartition("/")
+    try:
+        holder = follow(roots, outer)
+    except _LOST:
+        return None
+    return (holder, step[1:]) if step[:1] == "." and hasattr(holder, "__dict__") else None
+
+
+def follow(roots: Mapping[str, object], path: str) -> Any:
+    """Return the object at the end of a path; an error of Python's where a step leads nowhere."""
+    first, *steps = path.split("/")
+    item: Any = roots[first]
+    for step in steps:
+        item = _FOLLOW[step[:1]](item, step[1:])
+    return item
+
+
+def told(path: str) -> str:
+    """Return a path as a person writes it: `model.norm.calls`, `loss closure scale`."""
+    text = path
+    for step in ("/._modules/{", "/._parameters/{", "/._buffers/{"):
+        text = text.replace(step, ".")
+    first, *steps = text.split("/")
+    return first + "".join(
+        f"[{step[1:]}]" if step[:1] in ("[", "#") else f" closure {step[1:]}" if step[:1] == "(" else f".{step[1:]}"
+        for step in steps
+    )
+
+
+_FOLLOW: dict[str, Callable[[Any, str], Any]] = {
+    ".": getattr,
+    "{": lambda item, name: item[name] if name in item else item[int(name)],
+    "#": lambda item, index: list(item.values())[int(index)],
+    "[": lambda item, index: item[int(index)],
+    "(": lambda item, name: item.__closure__[item.__code__.co_freevars.index(name)].cell_contents,
+    "@": lambda item, name: item.__globals__[name],
+}
