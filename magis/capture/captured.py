@@ -41,10 +41,10 @@ from magis.capture.recorder import Recorder
 from magis.capture.refusals import (
     INFERENCE,
     check_batch,
-    check_buffers,
     check_contents,
     check_loss,
     check_products,
+    check_replaced,
     check_shapes,
     check_tensors,
     clear_errors,
@@ -53,6 +53,7 @@ from magis.capture.refusals import (
 )
 from magis.capture.schemas import tensors_in
 from magis.capture.stand_ins import StandIns, stand_ins
+from magis.capture.workload import roots_of
 from magis.errors import CaptureError
 from magis.graph import Graph
 from magis.ops import optimizers
@@ -99,7 +100,7 @@ class Captured:
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Tensors that caches of functions hold, by their names in the graph."""
     results: tuple[str, ...] = ()
-    """Attributes of modules in which the forward leaves tensors that it made: further results, behind the loss."""
+    """Paths to attributes, buffers and data in which the forward leaves tensors: results behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
@@ -223,15 +224,17 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         twin = partial(hollow_like, known=is_readable, made=twins)
         stand = stack.enter_context(stand_ins(step.module, step.inputs, step.targets, step.trained, twin))
         given, cached = shapes(stand), dict[str, Tensor]()
+        memory = {id(each): each.untyped_storage()._cdata for each in stand.named().values()}
+        roots, left = roots_of(stand.module, step.loss_fn), dict[str, Tensor]()
         watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
         with hollow(mode):
-            found = _recorded(step, recorder, stand, partial(tensors_left, kept) if results else dict)
+            look = partial(tensors_left, kept, roots, memory) if results else dict
+            found = _recorded(step, recorder, stand, look, left)
         check_shapes(given, stand)
         check_batch(stand)
         check_averages(found.graph)
-        if settled:
-            check_buffers(stand)
+        check_replaced(stand, memory, left.values(), settled=settled)
         check_products(found.graph)
         finder = partial(find, {"module": stand.module, "loss": step.loss_fn})
         names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
@@ -310,9 +313,11 @@ def _recorded(
     recorder: Recorder,
     stand: StandIns,
     attributes: Callable[[], Mapping[str, Tensor]] = dict,
+    left: dict[str, Tensor] | None = None,
     seen: list[Tensor] | None = None,
 ) -> Captured:
-    """Run the step on the stand-ins; `attributes` are tensors that its forward left there, `seen` gets its results."""
+    """Run the step on the stand-ins. `left` gets those of the `attributes`, tensors that its forward left somewhere,
+    that are results of it; `seen` gets all results."""
     rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
@@ -339,7 +344,8 @@ def _recorded(
                 grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
-        left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
+        left = {} if left is None else left
+        left.update({name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)})
         if seen is not None:
             seen += [tensor.detach() for tensor in (*tensors_in(result), *grads) if tensor is not None]
         returned = [*tensors_in(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]

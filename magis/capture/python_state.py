@@ -32,7 +32,7 @@ from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.held_tensors import holder_of
+from magis.ops.held_tensors import LOST, follow, holder_of
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -170,14 +170,64 @@ def changed(kept: Kept) -> tuple[str, ...]:
     )
 
 
-def tensors_left(kept: Kept) -> dict[str, Tensor]:
-    """Tensors that are attributes by now where other values were, by name."""
+def tensors_left(kept: Kept, roots: Mapping[str, object], memory: Mapping[int, int]) -> dict[str, Tensor]:
+    """Tensors that modules among `roots` hold by now where they held others, by the paths to them: attributes, buffers,
+    and the data of parameters and buffers, whose `memory` was at these addresses (by the identity of the tensor)."""
+    paths = module_paths(roots)
+    found: dict[str, Tensor] = {}
+    for _, part, before, contents in kept:
+        path = paths.get(id(part))
+        if path is None:
+            continue
+        attributes = ((f".{name}", value, before.get(name)) for name, value in vars(part).items())
+        buffers = ((f"._buffers/{{{n}", each, contents["_buffers"].get(n)) for n, each in part._buffers.items())
+        for step, value, then in (*attributes, *buffers):
+            if isinstance(value, Tensor) and value is not then:
+                found[f"{path}/{step}"] = value
+        for kind in ("_parameters", "_buffers"):
+            for name, value in vars(part)[kind].items():
+                if value is not None and memory.get(id(value)) not in (None, value.untyped_storage()._cdata):
+                    found[f"{path}/.{kind}/{{{name}/{DATA}"] = value
+    return found
+
+
+DATA = ".data"
+"""Ends the path to a parameter whose data are replaced: `weight.data = ...`."""
+
+
+def module_paths(roots: Mapping[str, object]) -> dict[int, str]:
+    """The paths to all modules in `roots`, by identity."""
     return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part, before, _ in kept
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and value is not before.get(name)
+        id(part): name + "".join(f"/._modules/{{{each}" for each in path.split(".") if each)
+        for name, root in reversed(roots.items())
+        if isinstance(root, nn.Module)
+        for path, part in root.named_modules()
     }
+
+
+def is_of_module(roots: Mapping[str, object], path: str) -> bool:
+    """Whether a path leads to an attribute of a module, or to one of its buffers."""
+    outer, _, step = path.rpartition("/")
+    outer = outer.removesuffix("/._buffers") if step[:1] == "{" else outer
+    return (step[:1] == "." or "/._buffers/{" in path) and isinstance(found_at(roots, outer), nn.Module)
+
+
+def found_at(roots: Mapping[str, object], path: str) -> object:
+    """The object at the end of a path; None where a step leads nowhere."""
+    try:
+        return follow(roots, path)
+    except LOST:
+        return None
+
+
+def leave(roots: Mapping[str, object], path: str, tensor: Tensor | None) -> None:
+    """Put a tensor where a forward leaves it, by the path to that place."""
+    outer, _, step = path.rpartition("/")
+    holder = follow(roots, outer)
+    if isinstance(holder, Tensor):
+        holder.data = tensor
+    else:
+        (holder if isinstance(holder, dict) else vars(holder))[step[1:]] = tensor
 
 
 def _copied(value: Any) -> Any:
@@ -280,11 +330,15 @@ def settle(
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
+    data = [(each, each.data) for each in (*work.module.parameters(), *work.module.buffers())]
     known = held_generators(work.module, work.loss_fn)
     try:
         with generators_kept(), own_kept(known), mode:
             work.loss_fn(work.module(*work.inputs), *work.targets)
     finally:
+        for tensor, before in data:
+            if tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
+                tensor.data = before
         with torch.no_grad():
             for buffer, contents in kept:
                 if not torch.equal(buffer, contents):  # no schema says that batch norm writes to its averages
@@ -328,21 +382,25 @@ def _memory(items: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def whole_numbers(work: Workload) -> list[tuple[nn.Module, str, str, int]]:
-    """Whole numbers that are attributes of module or loss: holder, name, name with the holder's path, value."""
+def kept_values(work: Workload) -> list[tuple[dict[str, Any], str, str, object]]:
+    """Numbers and tensors that modules hold: dictionary, key, attribute with the holder's path, value."""
     return [
-        (part, name, f"{path}.{name}".lstrip("."), value)
+        (holder, name, f"{path}.{attribute or name}".lstrip("."), value)
         for root in (work.module, work.loss_fn)
         if isinstance(root, nn.Module)
         for path, part in root.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, int)
+        for holder, attribute in ((vars(part), ""), (part._buffers, "_buffers"))
+        for name, value in holder.items()
+        if isinstance(value, (int, float, Tensor))
     ]
 
 
-def put_back(before: Iterable[tuple[nn.Module, str, str, int]], names: Iterable[str]) -> None:
-    """Set those numbers that every forward changes (`names`) to what they were: a settling call does not count."""
+def put_back(before: Iterable[tuple[dict[str, Any], str, str, object]], names: Iterable[str]) -> None:
+    """Set those numbers and tensors that every forward changes (`names`) to what they were: a settling call does not
+    count. Tensors that are others from the first call on (a state that was empty) stay."""
     changed = frozenset(names)
-    for part, name, path, value in before:
-        if path in changed:
-            vars(part)[name] = value
+    for holder, name, path, value in before:
+        now = holder.get(name)
+        same = not isinstance(value, Tensor) or (isinstance(now, Tensor) and now.shape == value.shape)
+        if path in changed and same:
+            holder[name] = value

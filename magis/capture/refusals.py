@@ -50,12 +50,19 @@ def _check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
             raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
 
 
-def check_buffers(stand: StandIns) -> None:
-    """Raise where the forward has put another tensor in a buffer's place."""
-    for name, buffer in stand.module.named_buffers():
-        if buffer is not stand.buffers.get(name):
+def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collection[Tensor], *, settled: bool) -> None:
+    """Raise where the forward has put another tensor, or other data, in the place of a parameter or a buffer, which are
+    no `results` of the step. `memory` were the addresses of all of them, by identity."""
+    after = {storage.untyped_storage()._cdata for storage in results}
+    found = {**stand.named(), **{f"buffer:{name}": buffer for name, buffer in stand.module.named_buffers()}}
+    for name, tensor in found.items():
+        known = memory.get(id(tensor))
+        address = tensor.untyped_storage()._cdata
+        if known == address or name.startswith(("input:", "target:")) or (known is None and not settled):
+            continue
+        if address not in after or (tensor.requires_grad and known is not None):
             raise CaptureError(
-                f"the forward replaces buffer {name!r}: the next step would not see that",
+                f"the forward replaces {name.replace(':', ' ', 1)}: the next step would not see that",
                 hint="update it in place, with copy_ say",
             )
 

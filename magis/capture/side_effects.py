@@ -21,11 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -37,16 +37,16 @@ from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.places import Places
 from magis.capture.python_objects import PLAIN, is_of_system, same
-from magis.capture.python_state import caches_kept, counting_loads
+from magis.capture.python_state import caches_kept, counting_loads, found_at, is_of_module
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
-from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.snapshot import Reads, Snapshot, looks
 from magis.capture.stand_ins import stand_ins
-from magis.capture.workload import Workload, batch_by_name
+from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
-from magis.ops.held_tensors import holder_of, told
+from magis.ops.held_tensors import told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -98,7 +98,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
-            inputs, targets = batches.pop(0)
+            inputs, targets = next(batches)
             with torch.enable_grad(), casting(autocast):
                 loss = work.loss_fn(stand.module(*inputs), *targets)
             if loss.requires_grad and loss.numel() == 1:
@@ -112,9 +112,9 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        batches = [(stand.inputs, stand.targets), other]
+        batches = cycle([(stand.inputs, stand.targets), other])
         state, drawn = HostGenerators(), torch.default_generator.get_state()
-        roots = {"model": stand.module, "loss": work.loss_fn}
+        roots = roots_of(stand.module, work.loss_fn)
         try:
             reads = observe(step, roots, [*stand.named().values(), *chain(*other)], draws=draws)
         except DrawError:
@@ -163,17 +163,42 @@ def observe(
     `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
-    known, codes, asked = tuple(tensors), dict[types.CodeType, dict[str, Any]](), set[str]()
-    start, first = Snapshot(roots), _Traced(known)
+    known, state = tuple(tensors), frozenset[str]()
+    while True:  # until it is known which attributes take a tensor from one step to the next
+        found = _observe(call, roots, known, state, draws=draws)
+        if isinstance(found, Reads):
+            return found
+        state |= found
+
+
+def _observe(
+    call: Callable[[], object],
+    roots: Mapping[str, object],
+    known: tuple[Tensor, ...],
+    state: frozenset[str],
+    *,
+    draws: bool,
+) -> Reads | frozenset[str]:
+    """The same, where the tensors at the paths `state` are replaced by every forward; or further such paths."""
+    codes, asked = dict[types.CodeType, dict[str, Any]](), set[str]()
+    start, first = Snapshot(roots), _Traced((*known, *_at(roots, state)))
+    held = {path: looks(tensor) for path, tensor in start.tensors.values()}
     try:
         with first, _running(codes, asked):
             one = call()
         beyond = Snapshot({}, _reads(codes, asked))
         between, drawn = Snapshot(roots), HostGenerators()
-        second = _Traced(known, _left_behind(first, start, between))
+        second = _Traced((*known, *_at(roots, state)), _left_behind(first, start, between))
         with second, _running(codes, asked):
             other = call()
-        reads = _reads(codes, asked)
+        taken = second.taken - state
+        if any(held.get(path) != _looks_at(roots, path) or not is_of_module(roots, path) for path in taken):
+            raise CaptureError(
+                f"the forward takes the tensor {told(min(taken))} from one step to the next", hint=BUFFER
+            )
+        if taken:
+            return taken
+        reads = replace(_reads(codes, asked), state=state)
         counts = partial(_only_counted, start, roots, reads)
         reads = _check((between, beyond), drawn, first, second, reads, roots, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
@@ -196,17 +221,16 @@ def _check(
     """With what the second call has counted on, and where it left tensors; CaptureError for all else that differs from
     what the first one left."""
     counted, results, stale = [], set(), []
-    if second.taken:
-        raise CaptureError(f"the forward takes the tensor {told(second.taken)} from one step to the next", hint=BUFFER)
     for path, then, now in chain(*(each.changes() for each in between)):
         if not draws and type(then) is int and type(now) is int and counts(path, now - then):
             counted.append((path, now - then))
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
-        elif isinstance(now, Tensor) and isinstance(then, Tensor) and _is_of_module(roots, path):
+        elif isinstance(now, Tensor) and isinstance(then, Tensor) and is_of_module(roots, path):
             results.add(path)
         else:
             stale.append(told(path))
+            _check_apart(roots, reads.state, now)
     if drawn.moved() and not draws:
         raise DrawError(
             "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
@@ -229,15 +253,30 @@ def _check(
 def _only_counted(start: Snapshot, roots: Mapping[str, object], reads: Reads, path: str, step: int) -> bool:
     """Whether no code looks at an attribute but to add to it, and both calls have added the same."""
     name = path.rpartition(".")[2]
-    if reads.own is None or name in reads.own or not _is_of_module(roots, path):
+    if reads.own is None or name in reads.own or not is_of_module(roots, path):
         return False
     begun = next(((then, now) for known, then, now in start.changes() if known == path), None)
     return begun is not None and all(isinstance(each, int) for each in begun) and begun[1] - begun[0] == 2 * step  # type: ignore[operator]
 
 
-def _is_of_module(roots: Mapping[str, object], path: str) -> bool:
-    found = holder_of(roots, path)
-    return found is not None and isinstance(found[0], nn.Module)
+def _check_apart(roots: Mapping[str, object], state: Collection[str], left: object) -> None:
+    """Raise CaptureError where a tensor that is taken to the next step lies in a list or dictionary, too."""
+    for path in state:
+        if any(each is found_at(roots, path) for each in tree_iter(left)):
+            raise CaptureError(
+                f"the forward takes the tensor {told(path)} from one step to the next, and keeps it elsewhere",
+                hint=BUFFER,
+            )
+
+
+def _at(roots: Mapping[str, object], paths: Iterable[str]) -> list[Tensor]:
+    """The tensors at some paths."""
+    return [found for path in paths if isinstance(found := found_at(roots, path), Tensor)]
+
+
+def _looks_at(roots: Mapping[str, object], path: str) -> tuple[Any, ...] | None:
+    found = found_at(roots, path)
+    return looks(found) if isinstance(found, Tensor) else None
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
@@ -262,7 +301,8 @@ class _Traced(TorchDispatchMode):
     def __init__(self, tensors: tuple[Tensor, ...], left: Mapping[int, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, ...]] = []
-        self.taken = ""
+        self.taken = frozenset[str]()
+        """Paths to those that were."""
         self._dependent: dict[int, weakref.ref[Any]] = {}
         self._left = left or {}
         for tensor in tensors:
@@ -290,8 +330,7 @@ class _Traced(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         given, made = list(tensors_in((args, tuple((kwargs or {}).values())))), list(tensors_in(out))
-        for tensor in given:
-            self.taken = self.taken or self._left.get(_address(tensor), "")
+        self.taken |= {self._left[address] for address in map(_address, given) if address in self._left}
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
             # The share of a batch norm that averages over all batches is a number that the runtime counts on.

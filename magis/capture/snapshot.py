@@ -68,6 +68,8 @@ class Reads:
     """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
     results: frozenset[str] = frozenset()
     """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
+    state: frozenset[str] = frozenset()
+    """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
@@ -112,7 +114,7 @@ class Snapshot:
         self._known: dict[int, object] = {}
         self._queue: deque[tuple[str, object]] = deque()
         self._take(roots)
-        self._looks = [(path, tensor, _looks(tensor)) for path, tensor in self.tensors.values()]
+        self._looks = [(path, tensor, looks(tensor)) for path, tensor in self.tensors.values()]
 
     def _take(self, roots: Mapping[str, object]) -> None:
         more: set[str] = set()
@@ -155,9 +157,9 @@ class Snapshot:
         for path, item, kind in self._kinds:
             if type(item) is not kind:
                 yield path, kind, type(item)
-        for path, tensor, looks in self._looks:
-            if _looks(tensor) != looks:
-                yield path, looks, _looks(tensor)
+        for path, tensor, then in self._looks:
+            if (now := looks(tensor)) != then:
+                yield path, then, now
 
     def _changed(self, held: _Held) -> Iterator[tuple[str, object, object]]:
         holder = held.holder
@@ -304,7 +306,8 @@ class Snapshot:
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
+def looks(tensor: Tensor) -> tuple[Any, ...]:
+    """What a step rests on of a tensor besides its contents."""
     return (
         tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,

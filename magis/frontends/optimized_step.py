@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
-from magis.capture.python_state import advance
-from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
+from magis.capture.python_state import DATA, advance, found_at, leave
+from magis.capture.workload import Batch, as_batch, own_loss, roots_of, with_keywords, with_loss, with_targets
 from magis.errors import MagisError
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
@@ -36,6 +36,7 @@ from magis.frontends.planned import Planned, planned, subject_now
 from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
+from magis.ops.held_tensors import follow
 from magis.ops.optimizers import scalars
 from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
@@ -117,6 +118,8 @@ class OptimizedStep:
             self._raise_as_eager(given, error, late=operator.phase == "backward")
         finally:
             step.release()
+        if any(path.endswith(DATA) for path in entry.plan.results):
+            self._memory = MemoryGuard(self._whole)
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
@@ -258,7 +261,10 @@ class OptimizedStep:
             raise
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
-        return _Bound(found, step, module, state, self._optimizer, loss_fn, self._eager, undo)
+        roots, names = roots_of(module, loss_fn), {id(each): name for name, each in module.named_buffers()}
+        homes = ((path, id(follow(roots, path))) for path in found.state)
+        replaced = {path: f"buffer:{names[number]}" for path, number in homes if number in names}
+        return _Bound(found, step, module, state, self._optimizer, loss_fn, self._eager, undo, roots, replaced)
 
     def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
         """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
@@ -296,6 +302,9 @@ class _Bound:
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
     undo: Undo
+    roots: Mapping[str, object]
+    replaced: Mapping[str, str]
+    """Paths to buffers that every step replaces, and their names in the graph."""
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
@@ -309,7 +318,10 @@ class _Bound:
         try:
             self.step.prepare()
             if not self.undo.expects:  # eager may not make them where a branch goes another way
-                self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
+                for path in self.plan.results:  # not kept beside the new ones
+                    if path not in self.plan.state and not path.endswith(DATA):
+                        leave(self.roots, path, None)
+            self.step.feed({name: follow(self.roots, path) for path, name in self.replaced.items()})
             self.step.feed(batch.by_name)
             if draw is not None:
                 self.step.feed(draw.constants)
@@ -331,18 +343,9 @@ class _Bound:
 
     def _leave_behind(self, results: Sequence[Tensor]) -> None:
         """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
-        self._leave(dict(zip(self.plan.results, results[1:], strict=False)))
-        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
-
-    def _leave(self, results: Mapping[str, Tensor | None]) -> None:
-        """Tensors where the forward leaves them: in attributes of modules."""
-        for path, tensor in results.items():
-            attributes, name = self._place(path)
-            attributes[name] = tensor
-
-    def _place(self, path: str) -> tuple[dict[str, Any], str]:
-        holder, _, name = path.rpartition(".")
-        return vars(self.module.get_submodule(holder)), name
+        for path, tensor in zip(self.plan.results, results[1:], strict=False):
+            leave(self.roots, path, tensor)
+        advance(self.roots, self.plan.counted)
 
     def _eagerly(self, batch: Batch) -> Tensor:
         """The step without a plan."""
@@ -351,9 +354,9 @@ class _Bound:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.eager(batch)
         for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            attributes, name = self._place(path)
-            left = attributes.get(name)
-            attributes[name] = left.detach() if isinstance(left, Tensor) else left
+            left = found_at(self.roots, path)
+            if isinstance(left, Tensor) and left.requires_grad:
+                leave(self.roots, path, left.detach())
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -15,7 +15,8 @@ from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
-from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.python_state import found_at
+from magis.capture.snapshot import Reads, Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
 from magis.ops.held_tensors import PREFIX, look_up, told
@@ -171,7 +172,9 @@ class Guards:
         self._module, self._loss_fn, self._kept = module, loss_fn, kept
         self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
         hooks = {name: getattr(global_hooks, name, {}) for name in _GLOBAL}
-        self.watched = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
+        self._roots: dict[str, object] = {"model": module, "loss": loss_fn}
+        self.watched = Snapshot({**self._roots, **hooks}, reads)
+        self._state = {path: looks(found) for path, found in self._state_now(reads.state)}
         if self.watched.unwatched:
             raise CaptureError(
                 f"the step may read {told(self.watched.unwatched[0])}, and nobody sees when that changes",
@@ -186,10 +189,16 @@ class Guards:
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
         """What is not: its path, what it was, what it is."""
         yield from self.watched.changes()
+        for path, found in self._state_now(self._state):
+            if not isinstance(found, Tensor) or looks(found) != self._state[path]:
+                yield path, self._state[path], found
         if _settings() != self._settings:
             yield "torch's settings", self._settings, _settings()
         now = self._named(self._contents, batch)
         yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
+
+    def _state_now(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        return ((path, found_at(self._roots, path)) for path in paths)
 
     def _named(self, names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
         found = {}

@@ -31,6 +31,7 @@ from magis.frontends.plan_files import SavedPlan
 from magis.graph import Graph, digest, verify
 from magis.ops.call import EXPECT, shaped_by_contents
 from magis.ops.generators import generators_kept, seed_all
+from magis.ops.held_tensors import told
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
@@ -64,7 +65,9 @@ class Planned:
     counted: tuple[tuple[str, int], ...]
     """Numbers that the forward counts on: path from its module (`model`) or loss (`loss`), and by how much."""
     results: tuple[str, ...]
-    """Attributes of modules in which the forward leaves tensors: results of the graph, behind the loss."""
+    """Paths to where the forward leaves tensors: results of the graph, behind the loss."""
+    state: frozenset[str]
+    """Those of attributes and buffers that the next step looks at."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
     decisions: Decisions | None = None
@@ -184,7 +187,8 @@ class ComparedStep:
         captured = self.subject.captured
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
-            captured.results, captured.drawn, decisions, self.inputs, captured.graph if self.inputs else None,
+            captured.results, self.reads.state, captured.drawn, decisions, self.inputs,
+            captured.graph if self.inputs else None,
         )  # fmt: skip
 
     def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
@@ -270,7 +274,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
     if not alone and step.results:
         raise UsageError(
-            f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
+            f"the forward leaves a tensor in {told(step.results[0])}, and what is planned is a copy of the model",
             hint="return it instead",
         )
     branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)

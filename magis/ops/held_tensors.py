@@ -17,14 +17,15 @@ from magis.errors import CaptureError
 
 PREFIX = "held:"
 """Begins the names of tensors that Python holds beside parameters and buffers; a step looks them up at every run."""
-_LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
+LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
+"""What is raised where a step leads nowhere."""
 
 
 def look_up(roots: Mapping[str, object], name: str) -> Tensor:
     """Return the tensor at the end of a path. Raises CaptureError if there is none any more."""
     try:
         item = follow(roots, name.removeprefix(PREFIX))
-    except _LOST as error:
+    except LOST as error:
         raise CaptureError(f"{name} is gone: {error}", hint="keep the tensor where it was, or plan anew") from None
     if not isinstance(item, Tensor):
         raise CaptureError(f"{name} is a {type(item).__name__} by now, no tensor", hint="keep it, or plan anew")
@@ -36,7 +37,7 @@ def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
     outer, _, step = path.rpartition("/")
     try:
         holder = follow(roots, outer)
-    except _LOST:
+    except LOST:
         return None
     return (holder, step[1:]) if step[:1] == "." and step[1:] in getattr(holder, "__dict__", {}) else None
 
@@ -53,6 +54,7 @@ def follow(roots: Mapping[str, object], path: str) -> Any:
 def told(path: str) -> str:
     """Return a path as a person writes it: `model.norm.calls`, `loss closure scale`."""
     text = path
+    text = text.removesuffix("/.data")
     for step in ("/._modules/{", "/._parameters/{", "/._buffers/{"):
         text = text.replace(step, ".")
     first, *steps = text.split("/")

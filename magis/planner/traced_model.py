@@ -16,7 +16,7 @@ from magis.capture.captured import record_eager
 from magis.capture.contents import is_hollow
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
+from magis.capture.python_state import CACHES, caches_kept, deep_copy, kept_values, put_back, settle
 from magis.capture.refusals import BranchError, of_contents
 from magis.capture.with_optimizer import followed_by, joined
 from magis.cost.signature import signature
@@ -119,7 +119,7 @@ class TracedModel:
         self._settles = True
         if CACHES in found.left and not self.simulated_only:
             self.__dict__["traced"] = self.workload
-        before = whole_numbers(self.traced)
+        before = kept_values(self.traced)
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
             if self._heard is not None:
@@ -197,7 +197,7 @@ class TracedModel:
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
-            before = whole_numbers(work)
+            before = kept_values(work)
             settle(work)
             put_back(before, left)
         return work
