@@ -91,6 +91,11 @@ def _of_optimizer(item: Optimizer) -> Iterator[tuple[str, Any]]:
     return _numbered({key: value for key, value in each.items() if key != "params"} for each in item.param_groups)
 
 
+def scheduled(item: Optimizer) -> tuple[Any, ...]:
+    """Return the settings of an optimizer's groups: learning rates, say."""
+    return tuple(each for _, group in _of_optimizer(item) for each in group.values())
+
+
 def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
     return ((f".{name}", getattr(item, name, None)) for name in names)
 

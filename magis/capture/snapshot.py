@@ -42,6 +42,7 @@ from magis.capture.python_objects import (
     names_of_getter,
     parts,
     same,
+    scheduled,
     slot_values,
     slots,
 )
@@ -202,7 +203,9 @@ class Snapshot:
                 self.tensors[id(item)] = (path, item)
                 if self._reads.names is not None and type(item) in (Tensor, nn.Parameter):
                     self._hold(path, vars(item), self._reads.names, ".")
-        elif not isinstance(item, LEAVES) and not type(item).__module__.startswith(_WATCHERS):
+        elif not isinstance(item, LEAVES) and (
+            isinstance(item, nn.Module) or not type(item).__module__.startswith(_WATCHERS)
+        ):
             self._known[id(item)] = item
             self._queue.append((path, item))
 
@@ -243,7 +246,7 @@ class Snapshot:
             self._ask(path, lambda: tuple(value for _, value in parts(item, names)))
         elif isinstance(item, Optimizer):
             if names is None or "param_groups" in names:
-                self._ask(path, lambda: tuple(each for _, group in parts(item) for each in group.values()))
+                self._ask(path, functools.partial(scheduled, item))
         elif not isinstance(item, (functools.partial, types.MethodType, types.BuiltinFunctionType)):
             self._hidden(path, item)
         held = getattr(item, "__dict__", None)

@@ -19,7 +19,11 @@ KINDS = 64
 KEPT_OPERATORS = 100_000
 """Operators of all plans that are kept, at about 2.5 KiB each; `KEPT` plans are kept however many they have."""
 VAIN = 3
-"""Times that a number is tried as an input of the graph in vain."""
+"""Times that a number is tried as an input of the graph in vain, or a plan for another way at branches on data."""
+MISSED = 2
+"""Steps in a row that take another way than their plan, after which that is made anew."""
+PROVEN = 16
+"""Steps after which a plan counts as one that was not made in vain."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,23 @@ class KeptStep:
     """Values of the numbers that are inputs of its graph, at the step to come."""
     steps: int = 0
     """For how many it was used."""
+    missed: int = 0
+    """How many of the last steps took another way than the plan."""
+    vain: int = 0
+    """How many plans before this one were given up for that."""
     variants: dict[str, KeptStep] = field(default_factory=dict)
     """By the outlines of their graphs, where forwards draw on the host."""
+
+    def ran(self, *, planned: bool) -> None:
+        """Note a step that ran as `planned`, or took another way."""
+        self.missed = 0 if planned else self.missed + 1
+        if planned and self.steps > PROVEN:
+            self.vain = 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether steps take another way for good: a branch on a state that the first steps alone are in, say."""
+        return self.missed >= MISSED and self.vain < VAIN
 
     def holds(self, batch: Batch) -> bool:
         """Whether it is a plan for a step on this batch, with all that the step rests on as it is now."""
@@ -82,6 +101,12 @@ class KeptSteps(list[KeptStep]):
             if id(entry) not in gone and len(kept) < (KINDS if operators <= KEPT_OPERATORS else KEPT):
                 kept.append(entry)
         self[:] = kept[::-1]
+
+    def give_up(self, key: Any) -> int:
+        """Drop the plans for one kind of batch whose steps take another way; how many were given up so far."""
+        gone = [entry for entry in self if entry.key == key and entry.given_up]
+        self[:] = [entry for entry in self if entry not in gone]
+        return max((entry.vain + 1 for entry in gone), default=0)
 
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
         """Paths of the user's own numbers that change from step to step, if nothing else does."""

@@ -105,7 +105,8 @@ class OptimizedStep:
             if made:
                 step.feed(made)
         try:
-            loss: Tensor = entry.bound.run(given, draw)
+            loss, as_planned = entry.bound.run(given, draw)
+            entry.ran(planned=as_planned)
         except BaseException as error:
             operator, updated = step.raised(error)
             if operator is None:
@@ -127,10 +128,12 @@ class OptimizedStep:
         check_mode(self._device)
         self._look_at_optimizer()
         self._look_at_memory()
+        vain = self._entries.give_up(self._key(batch))
         found = self._find(batch)
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch) or self._made(batch, plan)
+            found.vain = max(found.vain, vain)
         self._entries.keep(found)
         found.steps += 1
         return found
@@ -313,7 +316,8 @@ class _Bound:
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
-    def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
+    def run(self, batch: Batch, draw: Draw | None = None) -> tuple[Tensor, bool]:
+        """The loss, and whether the step took the way that was planned."""
         kept: ContentsBefore | None = None
         try:
             self.step.prepare()
@@ -336,10 +340,10 @@ class _Bound:
             if not isinstance(error, ExpectationError):
                 raise
             warnings.warn(OTHER_WAY, stacklevel=3)
-            return self._eagerly(batch)
+            return self._eagerly(batch), False
         if draw is not None and draw.after is not None:
             draw.after.restore()
-        return loss
+        return loss, True
 
     def _leave_behind(self, results: Sequence[Tensor]) -> None:
         """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
