@@ -53,6 +53,7 @@ from magis.capture.refusals import (
 )
 from magis.capture.schemas import tensors_in
 from magis.capture.stand_ins import StandIns, stand_ins
+from magis.capture.traced_numbers import TRACE
 from magis.capture.workload import roots_of
 from magis.errors import CaptureError
 from magis.graph import Graph
@@ -240,7 +241,10 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
         contents = {names.get(name, name) for name in mode.read}
         check_contents(found.graph, contents | cached.keys())
-        drawn = mode.drawn or hosts.moved()
+        trace, drawn = TRACE.get(), mode.drawn or hosts.moved()
+        if trace is not None:
+            trace.look()
+            drawn = mode.drawn or not trace.explains(hosts)
         return replace(
             found,
             contents=frozenset(contents),

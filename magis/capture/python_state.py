@@ -220,14 +220,14 @@ def found_at(roots: Mapping[str, object], path: str) -> object:
         return None
 
 
-def leave(roots: Mapping[str, object], path: str, tensor: Tensor | None) -> None:
-    """Put a tensor where a forward leaves it, by the path to that place."""
+def leave(roots: Mapping[str, object], path: str, left: Any) -> None:
+    """Put a tensor or a number where a forward leaves it, by the path to that place."""
     outer, _, step = path.rpartition("/")
     holder = follow(roots, outer)
     if isinstance(holder, Tensor):
-        holder.data = tensor
+        holder.data = left
     else:
-        (holder if isinstance(holder, dict) else vars(holder))[step[1:]] = tensor
+        (holder if isinstance(holder, dict) else vars(holder))[step[1:]] = left
 
 
 def _copied(value: Any) -> Any:

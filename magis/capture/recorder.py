@@ -56,6 +56,8 @@ class Recorder(TorchDispatchMode):
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
+        if self._trace is not None:
+            self._trace.begin()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
         self._values: dict[int, Value] = {}
@@ -353,7 +355,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(arg, float) and arg in self._sentinels:
             return Scalar(self._sentinels[arg])
         if isinstance(arg, float) and self._trace is not None:
-            return self._trace.scalar(arg, target) or from_torch(float(arg))
+            found = self._trace.scalar(arg, target)
+            return found if isinstance(found, Scalar) else from_torch(found)
         if isinstance(arg, torch.Generator):
             name = self._own.name_of(arg, self.places.module)
             return Const("generator", name) if name else None

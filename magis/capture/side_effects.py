@@ -37,7 +37,7 @@ from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.places import Places
 from magis.capture.python_objects import PLAIN, is_of_system, same
-from magis.capture.python_state import caches_kept, counting_loads, found_at, is_of_module
+from magis.capture.python_state import caches_kept, counting_loads, found_at, is_of_module, leave
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, looks
@@ -163,12 +163,12 @@ def observe(
     `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
-    known, state = tuple(tensors), frozenset[str]()
-    while True:  # until it is known which attributes take a tensor from one step to the next
-        found = _observe(call, roots, known, state, draws=draws)
+    known, state, moved = tuple(tensors), frozenset[str](), frozenset[str]()
+    while True:  # until it is known which attributes take a tensor or a number from one step to the next
+        found = _observe(call, roots, known, state, moved, draws=draws)
         if isinstance(found, Reads):
             return found
-        state |= found
+        state, moved = state | found[0], moved | found[1]
 
 
 def _observe(
@@ -176,17 +176,22 @@ def _observe(
     roots: Mapping[str, object],
     known: tuple[Tensor, ...],
     state: frozenset[str],
+    moved: frozenset[str],
     *,
     draws: bool,
-) -> Reads | frozenset[str]:
-    """The same, where the tensors at the paths `state` are replaced by every forward; or further such paths."""
+) -> Reads | tuple[frozenset[str], frozenset[str]]:
+    """The same, where the tensors at the paths `state` are replaced by every forward and the numbers at `moved` are
+    changed by it, so that the second call begins with the first one's; or further such paths."""
     codes, asked = dict[types.CodeType, dict[str, Any]](), set[str]()
     start, first = Snapshot(roots), _Traced((*known, *_at(roots, state)))
     held = {path: looks(tensor) for path, tensor in start.tensors.values()}
+    numbers = {path: found_at(roots, path) for path in moved}
     try:
         with first, _running(codes, asked):
             one = call()
         beyond = Snapshot({}, _reads(codes, asked))
+        for path, number in numbers.items():
+            leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
         second = _Traced((*known, *_at(roots, state)), _left_behind(first, start, between))
         with second, _running(codes, asked):
@@ -197,14 +202,28 @@ def _observe(
                 f"the forward takes the tensor {told(min(taken))} from one step to the next", hint=BUFFER
             )
         if taken:
-            return taken
-        reads = replace(_reads(codes, asked), state=state)
+            return taken, frozenset()
+        reads = replace(_reads(codes, asked), state=state, moved=moved)
         counts = partial(_only_counted, start, roots, reads)
+        further = _moved(between, roots, counts) - moved
+        if further:
+            return frozenset(), further
         reads = _check((between, beyond), drawn, first, second, reads, roots, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
     return reads
+
+
+def _moved(between: Snapshot, roots: Mapping[str, object], counts: Callable[[str, int], bool]) -> frozenset[str]:
+    """Numbers that the second call has changed and that more than counts on."""
+    changes = ((path, then, now) for path, then, now in between.changes() if type(then) is type(now))
+    return frozenset(
+        path
+        for path, then, now in changes
+        if isinstance(now, float) or (type(now) is int and isinstance(then, int) and not counts(path, now - then))
+        if is_of_module(roots, path)
+    )
 
 
 def _check(
@@ -222,6 +241,8 @@ def _check(
     what the first one left."""
     counted, results, stale = [], set(), []
     for path, then, now in chain(*(each.changes() for each in between)):
+        if path in reads.moved:
+            continue
         if not draws and type(then) is int and type(now) is int and counts(path, now - then):
             counted.append((path, now - then))
         elif not _only_results(now, then):

@@ -71,6 +71,8 @@ class Reads:
     """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
     state: frozenset[str] = frozenset()
     """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
+    moved: frozenset[str] = frozenset()
+    """Numbers in attributes of modules that every forward reads and changes."""
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 

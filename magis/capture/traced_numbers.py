@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from torch.utils._pytree import tree_iter
 
 from magis.capture.number_places import NumberPlaces
 from magis.graph import NUMBER, Scalar
+from magis.ops.generators import HostGenerators
 from magis.ops.operators import name_of, op_info
 
+SPECIAL = frozenset({0, 1, -1, 2})
+"""For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
 MOST_PARTS = 64
 """Of one expression: a number that a loop makes of itself is not traced further."""
 _SHAPELESS = """
@@ -59,6 +63,19 @@ _IN_TORCH: dict[str, Callable[..., Any]] = {
     "sqrt(x)": math.sqrt,
 }  # fmt: skip
 """What torch's own code makes of a number before an operator takes it: scales of a dropout, derivatives."""
+_DRAWS = {
+    "random": """
+        random uniform triangular betavariate expovariate gammavariate gauss lognormvariate normalvariate
+        vonmisesvariate paretovariate weibullvariate
+    """,
+    "numpy.random": """
+        beta uniform normal random random_sample rand randn exponential gamma standard_normal lognormal laplace
+        triangular chisquare standard_gamma standard_exponential weibull pareto vonmises
+    """,
+}
+"""Functions that draw a number from Python's or numpy's generator."""
+DRAWN = "draw:"
+"""Begins the paths of such numbers."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
     **_READ,
@@ -151,11 +168,26 @@ for _name in ("as_integer_ratio", "is_integer", "hex"):
     setattr(TracedNumber, _name, partialmethod(TracedNumber._read, _name))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A call that draws a number."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def again(self) -> float:
+        """Draw the next number."""
+        return float(self.function(*self.given, **dict(self.keywords)))
+
+
 class Trace:
     """The stand-ins of one capture: near the true numbers, or `far` from them, which tells what is rounded unseen."""
 
-    def __init__(self, seed: int, *, far: bool) -> None:
+    def __init__(self, seed: int, *, far: bool, pinned: Collection[str] = ()) -> None:
         self._far = far
+        self._pinned = frozenset(pinned)
+        """Paths of numbers that stay inputs where an operator takes a special one: it is a constant then."""
         self._random = random.Random(seed)  # noqa: S311 (numbers that nobody else has, no secret)
         self._known: dict[float, tuple[Expression, float]] = {}
         self._made: dict[float, tuple[Expression, float]] = {}
@@ -164,6 +196,12 @@ class Trace:
         """Numbers that operators take, and the names of their scalars."""
         self.true: dict[str, float] = {}
         """Their present values."""
+        self.draws: list[Draw] = []
+        """What the step draws from Python's and numpy's generators, in order."""
+        self.left: dict[str, Expression] = {}
+        """Numbers that the step leaves at the paths, computed of those that it found there."""
+        self.look: Callable[[], None] = lambda: None
+        """Notes what the step leaves, at its end."""
         self.lost = ""
         """Why the capture holds for the present numbers alone; empty: it does not."""
 
@@ -214,11 +252,47 @@ class Trace:
         size = 1 + sum(each.parts for each in parts if isinstance(each, Expression))
         return plain, Expression(name, parts, size, repr([each for each in parts if not isinstance(each, Expression)]))
 
-    def scalar(self, value: float, target: str) -> Scalar | None:
-        """The named scalar that an argument of an operator is; None for a constant."""
+    def begin(self) -> None:
+        """Forget what an earlier run of the step has drawn and left."""
+        self.draws.clear()
+        self.left.clear()
+
+    def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+        """The stand-in for a number that is drawn."""
+        number = function(*given, **keywords)
+        self.draws.append(Draw(function, given, tuple(keywords.items())))
+        if type(number) is not float or any(isinstance(each, TracedNumber) for each in given):
+            self.lost = self.lost or "the step draws what is no number, or by another number"
+            return number
+        return self.stand_in(Expression("", (f"{DRAWN}{len(self.draws) - 1}",)), number)
+
+    def explains(self, before: HostGenerators) -> bool:
+        """Whether the draws are all that has moved Python's and numpy's generators since then."""
+        after = HostGenerators()
+        before.restore()
+        for draw in self.draws:
+            draw.again()
+        same = not after.moved()
+        after.restore()
+        return same
+
+    def note_left(self, places: NumberPlaces, paths: Iterable[str]) -> None:
+        """Note what stands at these paths at the end of the step."""
+        for path in paths:
+            found = places.read(path)
+            if not isinstance(found, TracedNumber):
+                self.lost = self.lost or f"the step leaves another number at {path}"
+            elif found.expression != Expression("", (path,)):
+                self.left[path] = found.expression
+
+    def scalar(self, value: float, target: str) -> float | Scalar:
+        """The argument of an operator: a named scalar, or a constant."""
         known = self._known.get(value) or self._quotient(value)
         if known is None:
-            return None
+            return float(value)
+        if known[1] in SPECIAL and all(path in self._pinned or path.startswith(DRAWN) for path in known[0].paths()):
+            self.outcomes[known[0]] = known[1]
+            return known[1]
         if not (op_info(target).elementwise or name_of(target) in _SHAPELESS.split()):
             self.lost = self.lost or f"{target} takes it"
         return self._named(value, *known)
@@ -285,17 +359,31 @@ def none_traced(sources: frozenset[str]) -> frozenset[str]:
 
 
 @contextmanager
-def tracing(places: NumberPlaces, paths: Iterable[str], seed: int, *, far: bool) -> Iterator[Trace]:
-    """While it lasts, the numbers at these paths are stand-ins."""
-    trace = Trace(seed, far=far)
+def tracing(
+    places: NumberPlaces, paths: Collection[str], seed: int, *, far: bool, moved: Collection[str] = ()
+) -> Iterator[Trace]:
+    """While it lasts, the numbers at these paths, and those that are drawn, are stand-ins. The step changes those that
+    are `moved`."""
+    trace = Trace(seed, far=far, pinned=moved)
+    trace.look = partial(trace.note_left, places, paths)
     token = TRACE.set(trace)
     with ExitStack() as stack:
         stack.callback(TRACE.reset, token)
+        watched: dict[int, Callable[..., Any]]
         watched = {id(function): partial(_of_math, name, function) for name, function in _MATH.items()}
+        drawing: list[Any] = []  # methods: each look at a module's attribute is the same object
         for name, function in _MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
-        for path, function in places.holding(_MATH.values()).items():
+        for name, functions in _DRAWS.items():
+            module = sys.modules.get(name)
+            for each in functions.split() if module is not None else ():
+                function = getattr(module, each)
+                watched[id(function)] = partial(trace.drawn, function)
+                setattr(module, each, watched[id(function)])
+                stack.callback(setattr, module, each, function)
+                drawing.append(function)
+        for path, function in places.holding([*_MATH.values(), *drawing]).items():
             places.write(path, watched[id(function)])
             stack.callback(places.write, path, function)
         for path in sorted(paths):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from magis.capture import OptimizerSpec
 from magis.capture.number_places import changed_numbers
 from magis.capture.optimizer_rule import Update
 from magis.capture.workload import Batch
+from magis.frontends.number_inputs import Given
 from magis.frontends.planned import Planned
 
 KEPT = 4
@@ -47,8 +48,8 @@ class KeptStep:
     plan: Planned
     bound: Any = None
     """What runs it on the present tensors, once that has been made."""
-    given: Mapping[str, float] = field(default_factory=dict)
-    """Values of the numbers that are inputs of its graph, at the step to come."""
+    given: Given | None = None
+    """What the step to come is given, where numbers are inputs of its graph."""
     steps: int = 0
     """For how many it was used."""
     missed: int = 0
@@ -74,9 +75,8 @@ class KeptStep:
         inputs = self.plan.inputs
         if inputs is None:
             return self.plan.guards.hold(batch)
-        given = inputs.now()
+        given = self.given = inputs.now()
         changed = None if given is None else changed_numbers(self.plan.guards.changes(batch))
-        self.given = given or {}
         return changed is not None and changed <= inputs.kinds.keys()
 
 

@@ -22,6 +22,7 @@ from magis.errors import MagisError
 from magis.frontends.branching import Draw, constants_of, contents_kept, draw_of, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
+from magis.frontends.number_inputs import Given
 from magis.frontends.optimizer_state import (
     MemoryGuard,
     OptimizerState,
@@ -99,13 +100,11 @@ class OptimizedStep:
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
-        if entry.plan.inputs is not None:
-            step.given = entry.given
-            made = constants_of(entry.plan.graph, entry.given, self._device)
-            if made:
-                step.feed(made)
+        if entry.given is not None:
+            step.given = entry.given.numbers
+            draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
         try:
-            loss, as_planned = entry.bound.run(given, draw)
+            loss, as_planned = entry.bound.run(given, draw, entry.given)
             entry.ran(planned=as_planned)
         except BaseException as error:
             operator, updated = step.raised(error)
@@ -145,7 +144,8 @@ class OptimizedStep:
     def save(self, path: Path | str) -> None:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
         entry = self._entries[-1]
-        write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.given), self._limits.asked))
+        numbers = {} if entry.given is None else entry.given.numbers
+        write_plan(Path(path), SavedPlan(*entry.plan.constant(numbers), self._limits.asked))
 
     def _drawn(self, batch: Batch, entry: KeptStep) -> tuple[KeptStep, Draw]:
         """The plan for what this step draws, and what that is."""
@@ -241,7 +241,7 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() or {} if found.inputs else {})
+        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() if found.inputs else None)
         self._entries.note_inputs(numbers, entry)
         return entry
 
@@ -316,7 +316,7 @@ class _Bound:
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
-    def run(self, batch: Batch, draw: Draw | None = None) -> tuple[Tensor, bool]:
+    def run(self, batch: Batch, draw: Draw | None = None, given: Given | None = None) -> tuple[Tensor, bool]:
         """The loss, and whether the step took the way that was planned."""
         kept: ContentsBefore | None = None
         try:
@@ -343,6 +343,8 @@ class _Bound:
             return self._eagerly(batch), False
         if draw is not None and draw.after is not None:
             draw.after.restore()
+        if self.plan.inputs is not None and given is not None:
+            self.plan.inputs.leave(given.left)
         return loss, True
 
     def _leave_behind(self, results: Sequence[Tensor]) -> None:

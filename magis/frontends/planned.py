@@ -17,10 +17,10 @@ from magis.capture.eager_run import Heard
 from magis.capture.number_places import NumberPlaces
 from magis.capture.python_state import deep_copy
 from magis.capture.refusals import BranchError
-from magis.capture.side_effects import DrawError, observe_step
+from magis.capture.side_effects import BUFFER, DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
-from magis.errors import UsageError, VerifyError
+from magis.errors import CaptureError, UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.limits import AUTOCAST, Limits, PlanReport
@@ -113,14 +113,15 @@ def planned(
     look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     capture = partial(captured_step, look, cast, alone=world is None)
-    compare = partial(compared_step, look, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
+    compare = partial(compared_step, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
     if world is not None:
         return _planned_together(capture, compare, world, saved, decided)
     seen = compare(capture())
-    if seen.drawn and rule.kind != "gradients":
-        return None
     if saved is None:
         seen = seen.with_inputs(look, numbers)
+    if seen.drawn and rule.kind != "gradients":
+        return None
+    seen.check_repeats(look)
     same = (known or {}).get(seen.digest)
     if same is not None:
         return seen.planned(same.graph, replace(same.report, update=seen.update), same.decisions)
@@ -165,12 +166,24 @@ class ComparedStep:
 
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
-        places = NumberPlaces(self.guards.watched)
-        found = None if self.drawn or not paths else with_number_inputs(look, self.subject, places, paths)
+        places, moved = NumberPlaces(self.guards.watched), self.reads.moved
+        wanted = paths or moved or self.drawn
+        found = with_number_inputs(look, self.subject, places, paths, moved) if wanted else None
         if found is None:
             return self
         subject, inputs = found
         return replace(self, subject=subject, digest=subject.digest, inputs=inputs)
+
+    def check_repeats(self, look: Callable[[], Subject]) -> None:
+        """Raise CaptureError where every step would have other numbers, which could not become inputs."""
+        if self.inputs is None and self.reads.moved:
+            raise CaptureError(
+                f"every forward changes {told(min(self.reads.moved))}, which a captured step would not", hint=BUFFER
+            )
+        if self.drawn:
+            with generators_kept():
+                seed_all(OTHER)
+                check_outlines(self.subject.captured.graph, look().captured.graph)
 
     @property
     def drawn(self) -> bool:
@@ -272,9 +285,9 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     reads = _observed(subject, cast)
     step = subject.captured
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
-    if not alone and step.results:
+    if not alone and (step.results or reads.moved):
         raise UsageError(
-            f"the forward leaves a tensor in {told(step.results[0])}, and what is planned is a copy of the model",
+            f"the forward leaves something in {told([*step.results, *reads.moved][0])}, and what is planned is a copy of the model",
             hint="return it instead",
         )
     branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)
@@ -289,7 +302,6 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
 
 
 def compared_step(
-    look: Callable[[], Subject],
     module: nn.Module,
     loss_fn: Callable[..., Tensor] | None,
     batch: Batch,
@@ -305,10 +317,6 @@ def compared_step(
     found = subject.captured
     guards = Guards(module, loss_fn, batch, reads, found.contents, found.kept)
     rule = subject.traced.optimizer
-    if found.drawn and rule.kind == "gradients":
-        with generators_kept():
-            seed_all(OTHER)
-            check_outlines(found.graph, look().captured.graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     digest = outline(found.graph) if found.drawn else subject.digest
     return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
