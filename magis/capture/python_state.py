@@ -395,12 +395,14 @@ def kept_values(work: Workload) -> list[tuple[dict[str, Any], str, str, object]]
     ]
 
 
-def put_back(before: Iterable[tuple[dict[str, Any], str, str, object]], names: Iterable[str]) -> None:
+def put_back(before: Iterable[tuple[dict[str, Any], str, str, object]], names: Iterable[str]) -> bool:
     """Set those numbers and tensors that every forward changes (`names`) to what they were: a settling call does not
-    count. Tensors that are others from the first call on (a state that was empty) stay."""
-    changed = frozenset(names)
+    count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
+    changed, numbers = frozenset(names), False
     for holder, name, path, value in before:
         now = holder.get(name)
         same = not isinstance(value, Tensor) or (isinstance(now, Tensor) and now.shape == value.shape)
-        if path in changed and same:
+        if path in changed and same and now is not value:
             holder[name] = value
+            numbers |= not isinstance(value, Tensor)
+    return numbers

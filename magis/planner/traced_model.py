@@ -122,11 +122,16 @@ class TracedModel:
         before = kept_values(self.traced)
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
-            if self._heard is not None:
-                self._listen()
-            found = self._captured(self.traced)
-        put_back(before, found.left)
+            found = self._heard_anew()
+            if put_back(before, found.left):  # numbers that the first step has: another one may compute others
+                found = self._heard_anew()
         return found
+
+    def _heard_anew(self) -> Captured:
+        """A capture of a step that is not the module's first one, with what eager's run of it tells."""
+        if self._heard is not None:
+            self._listen()
+        return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
         """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
