@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.untouched_memory import untouched
 
@@ -31,10 +33,14 @@ class Contents:
     """Whether they are random numbers, or made of these and known ones alone."""
     unit: bool = False
     """Whether they are random numbers from [0, 1) as they were drawn."""
+    recipe: Recipe | None = None
+    """How they come of the contents of named tensors; None where that is not known."""
     meta: torch.UntypedStorage | None = None
     fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
 
 
+Recipe: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
+"""Makes known contents again, of live tensors by name: a tensor on them, and the offset that it had in its storage."""
 Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
 
 
@@ -84,9 +90,47 @@ def hollow_like(
                 made.add(contents)
             memory[storage._cdata] = twin = empty_storage(storage.nbytes(), contents)
             if keep:
+                contents.recipe = partial(_of_live, name, int(tensor.storage_offset()))
                 twin.copy_(storage)
         twins[name] = on_storage(memory[storage._cdata], tensor.detach())
     return twins
+
+
+def _of_live(name: str, offset: int, live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return live[name], offset
+
+
+def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+    """How a known tensor comes of live ones by name; None where that is not known."""
+    contents = contents_of(tensor)
+    recipe = None if contents is None else contents.recipe
+    if recipe is None or tensor.is_conj() or tensor.is_neg():
+        return None
+    shape, stride, start, dtype = tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+
+    def made(live: Mapping[str, Tensor]) -> Tensor:
+        whole, offset = recipe(live)
+        if whole.dtype != dtype:
+            raise TypeError(f"{whole.dtype} where {dtype} is expected")
+        return whole.as_strided(shape, stride, whole.storage_offset() + start - offset)
+
+    return made
+
+
+def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Recipe | None:
+    """How the result of an operator on known tensors is made again; None where that is not known."""
+    given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+    makes = {id(tensor): made_again(tensor) for tensor in given}
+    if not isinstance(out, Tensor) or not given or None in makes.values():
+        return None
+    keep, start = given, int(out.storage_offset())  # held: their identities are names here
+
+    def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        again = {id(tensor): makes[id(tensor)] for tensor in keep}
+        args_now, kwargs_now = tree_map_only(Tensor, lambda each: again[id(each)](live), (args, kwargs))  # type: ignore[misc]
+        return func(*args_now, **kwargs_now), start
+
+    return recipe
 
 
 def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:

@@ -8,9 +8,16 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from magis.capture import snapshot as snapshots
-from magis.capture.python_objects import function_state, same, scheduled, slot_values
+from magis.capture.python_objects import function_state, is_of_system, same, scheduled, slot_values
 from magis.capture.snapshot import Snapshot
+
+CONTENTS = ("input:", "target:", "buffer:", "held:", "kept:")
+"""Begin the names of tensors that Python reads numbers off."""
+OFF = "off "
+"""Begins the paths of these numbers, whichever they are."""
 
 
 def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[str] | None:
@@ -24,6 +31,9 @@ def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[
         elif isinstance(then, dict) and isinstance(now, dict) and [*then] == [*now]:
             pairs = [(f"{path}/{{{key}", a, now[key]) for key, a in then.items() if not same(a, now[key])]
         for place, a, b in pairs:
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and path.startswith(CONTENTS):
+                found.add(f"{OFF}{path}")
+                continue
             if type(a) is not type(b) or type(b) not in (int, float):
                 return None
             found.add(place)
@@ -36,6 +46,12 @@ class NumberPlaces:
     def __init__(self, watched: Snapshot) -> None:
         self._watched = watched
         self._found: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def namespaces(self) -> list[dict[str, Any]]:
+        """Those in which code of the user's own looks names up."""
+        spaces = (namespace for namespace, _ in self._watched._reads.globals)
+        return [each for each in spaces if not is_of_system(str(each.get("__name__", "")))]
 
     def has(self, path: str) -> bool:
         """Whether the number at a path can be read and replaced."""

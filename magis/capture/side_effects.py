@@ -432,7 +432,7 @@ def _reads(codes: Mapping[types.CodeType, dict[str, Any]], asked: Collection[str
         here = {name for name in (namespace if anything else read) if name in namespace}
         wanted.setdefault(id(namespace), (namespace, set()))[1].update(here)
     found = frozenset(names | user)
-    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
+    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values())
     every = None if by_name else found
     loaded = tuple(sorted(name for name in imported if name in sys.modules))
     return Reads(every, every, frozenset(user), spaces, loaded)

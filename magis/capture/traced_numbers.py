@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from magis.capture.contents import made_again
 from magis.capture.number_places import NumberPlaces
 from magis.graph import NUMBER, Scalar
 from magis.ops.generators import HostGenerators
@@ -74,8 +75,8 @@ _DRAWS = {
     """,
 }
 """Functions that draw a number from Python's or numpy's generator."""
-DRAWN = "draw:"
-"""Begins the paths of such numbers."""
+DRAWN, READ = "draw:", "read:"
+"""Begin the paths of such numbers, and of those that Python reads off tensors."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
     **_READ,
@@ -184,8 +185,10 @@ class Draw:
 class Trace:
     """The stand-ins of one capture: near the true numbers, or `far` from them, which tells what is rounded unseen."""
 
-    def __init__(self, seed: int, *, far: bool, pinned: Collection[str] = ()) -> None:
+    def __init__(self, seed: int, *, far: bool, pinned: Collection[str] = (), wanted: Collection[str] = ()) -> None:
         self._far = far
+        self._wanted = frozenset(wanted)
+        """Tensors, by name, whose numbers are inputs."""
         self._pinned = frozenset(pinned)
         """Paths of numbers that stay inputs where an operator takes a special one: it is a constant then."""
         self._random = random.Random(seed)  # noqa: S311 (numbers that nobody else has, no secret)
@@ -198,6 +201,8 @@ class Trace:
         """Their present values."""
         self.draws: list[Draw] = []
         """What the step draws from Python's and numpy's generators, in order."""
+        self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
+        """How the tensors that Python reads numbers off are made of named ones, in order, and these names."""
         self.left: dict[str, Expression] = {}
         """Numbers that the step leaves at the paths, computed of those that it found there."""
         self.look: Callable[[], None] = lambda: None
@@ -255,6 +260,7 @@ class Trace:
     def begin(self) -> None:
         """Forget what an earlier run of the step has drawn and left."""
         self.draws.clear()
+        self.reads.clear()
         self.left.clear()
 
     def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
@@ -265,6 +271,14 @@ class Trace:
             self.lost = self.lost or "the step draws what is no number, or by another number"
             return number
         return self.stand_in(Expression("", (f"{DRAWN}{len(self.draws) - 1}",)), number)
+
+    def read_off(self, tensor: Tensor, sources: frozenset[str], number: float) -> TracedNumber | None:
+        """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+        made = made_again(tensor)
+        if made is None or not sources or not sources <= self._wanted:
+            return None
+        self.reads.append((made, sources))
+        return self.stand_in(Expression("", (f"{READ}{len(self.reads) - 1}",)), number)
 
     def explains(self, before: HostGenerators) -> bool:
         """Whether the draws are all that has moved Python's and numpy's generators since then."""
@@ -350,6 +364,43 @@ def traced_within(tensor: Tensor) -> frozenset[str]:
     return frozenset({NUMBER} if any(named) else ())
 
 
+def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor], Any]) -> TracedNumber | None:
+    """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+    trace = TRACE.get()
+    if trace is None or tensor.numel() != 1 or tensor.dtype == torch.bool or tensor.is_complex():
+        return None
+    with _disable_current_modes():
+        number = read(tensor)
+    return trace.read_off(tensor, sources, number)
+
+
+class _AsBuiltin(type):
+    """Of stand-ins for `int` and `float` in the namespaces of a user's code, which hand traced numbers on."""
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, cls.__mro__[1])
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.__mro__[1])
+
+    def __call__(cls, item: Any = 0, *more: Any, **named: Any) -> Any:
+        kind: Any = cls.__mro__[1]
+        item = item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
+        if not isinstance(item, TracedNumber):
+            return kind(item, *more, **named)
+        if type(item.true) is kind:
+            return item
+        return item.trace.made("float", item) if kind is float else item.trace.read("int", item)
+
+
+class _Int(int, metaclass=_AsBuiltin):
+    pass
+
+
+class _Float(float, metaclass=_AsBuiltin):
+    pass
+
+
 def none_traced(sources: frozenset[str]) -> frozenset[str]:
     """The sources of contents that Python reads: the numbers among them are known no further than that."""
     trace = TRACE.get()
@@ -360,11 +411,17 @@ def none_traced(sources: frozenset[str]) -> frozenset[str]:
 
 @contextmanager
 def tracing(
-    places: NumberPlaces, paths: Collection[str], seed: int, *, far: bool, moved: Collection[str] = ()
+    places: NumberPlaces,
+    paths: Collection[str],
+    seed: int,
+    *,
+    far: bool,
+    moved: Collection[str] = (),
+    wanted: Collection[str] = (),
 ) -> Iterator[Trace]:
     """While it lasts, the numbers at these paths, and those that are drawn, are stand-ins. The step changes those that
-    are `moved`."""
-    trace = Trace(seed, far=far, pinned=moved)
+    are `moved`, and Python reads numbers off the tensors `wanted`, by name."""
+    trace = Trace(seed, far=far, pinned=moved, wanted=wanted)
     trace.look = partial(trace.note_left, places, paths)
     token = TRACE.set(trace)
     with ExitStack() as stack:
@@ -375,6 +432,11 @@ def tracing(
         for name, function in _MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
+        for namespace in places.namespaces:
+            for name, kind in (("int", _Int), ("float", _Float)):
+                if name not in namespace:
+                    namespace[name] = kind
+                    stack.callback(namespace.pop, name)
         for name, functions in _DRAWS.items():
             module = sys.modules.get(name)
             for each in functions.split() if module is not None else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from magis.capture import OptimizerSpec
@@ -75,9 +76,9 @@ class KeptStep:
         inputs = self.plan.inputs
         if inputs is None:
             return self.plan.guards.hold(batch)
-        given = self.given = inputs.now()
+        given = self.given = inputs.now(partial(self.plan.guards.tensors, batch))
         changed = None if given is None else changed_numbers(self.plan.guards.changes(batch))
-        return changed is not None and changed <= inputs.kinds.keys()
+        return changed is not None and changed <= inputs.paths
 
 
 class KeptSteps(list[KeptStep]):
@@ -116,7 +117,7 @@ class KeptSteps(list[KeptStep]):
 
     def note_inputs(self, asked: Collection[str], found: KeptStep) -> None:
         """Leave numbers constants that cannot become inputs of the graph, or whose plans serve one step each."""
-        inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.kinds)
+        inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.paths)
         once = any(entry.steps == 1 for entry in self if entry.key == found.key and entry.plan.inputs is not None)
         for path in asked:
             self._vain[path] = self._vain.get(path, 0) + 1 if once or path not in inputs else 0

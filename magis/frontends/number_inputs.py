@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from magis.capture.number_places import NumberPlaces
+from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.python_objects import same
-from magis.capture.traced_numbers import DRAWN, SPECIAL, Draw, Expression, Trace, tracing
+from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, Draw, Expression, Trace, tracing
 from magis.errors import MagisError
 from magis.graph import Graph, Op, Scalar, digest, with_scalars
 from magis.ops.generators import HostGenerators
@@ -21,6 +23,10 @@ MOST_DECIDED = 4
 """Decisions by numbers that are drawn, for which plans are kept."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 """What code may raise that is given a stand-in: one is no index, and no size."""
+
+
+Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
+"""The live tensors that a step reads numbers off, by name."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,20 @@ class NumberInputs:
     negative: Mapping[str, bool]
     draws: tuple[Draw, ...] = ()
     """What is drawn from Python's and numpy's generators, in order."""
+    reads: tuple[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]], ...] = ()
+    """How tensors that Python reads numbers off are made of named ones, in order, and these names."""
     left: Mapping[str, Expression] = field(default_factory=dict)
     """The numbers that the step leaves at their paths."""
 
-    def now(self) -> Given | None:
-        """What the step to come is given; None where it is another one for the present numbers. The generators stay as
-        they are."""
+    @property
+    def paths(self) -> set[str]:
+        """Of all numbers that may change."""
+        return {*self.kinds, *(f"{OFF}{name}" for _, names in self.reads for name in names)}
+
+    def now(self, tensors: Tensors) -> Given | None:
+        """What the step to come is given, with these `tensors`; None where it is another one for the present numbers.
+        The generators stay as they are."""
+        live = tensors(sorted(set().union(*(names for _, names in self.reads)))) if self.reads else {}
         before = HostGenerators() if self.draws else None
         try:
             drawn = {f"{DRAWN}{index}": draw.again() for index, draw in enumerate(self.draws)}
@@ -61,7 +75,11 @@ class NumberInputs:
         finally:
             if before is not None:
                 before.restore()
-        found = self._values(drawn)
+        try:
+            read = {f"{READ}{index}": make(live).item() for index, (make, _) in enumerate(self.reads)}
+        except (RuntimeError, TypeError, IndexError):  # eager will say what is wrong
+            return None
+        found = self._values({**drawn, **read})
         return None if found is None else Given(*found, after)
 
     def leave(self, numbers: Mapping[str, float]) -> None:
@@ -94,6 +112,7 @@ def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable
     """What captures with other stand-ins agree on; None where they do not, or hold for one number alone."""
     one, other = traces
     alike = all(getattr(one, each) == getattr(other, each) for each in ("named", "outcomes", "draws", "left"))
+    alike = alike and [names for _, names in one.reads] == [names for _, names in other.reads]
     if one.lost or other.lost or not alike:
         return None
     if sum(any(path.startswith(DRAWN) for path in each.paths()) for each in one.outcomes) > MOST_DECIDED:
@@ -101,7 +120,9 @@ def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable
     named = {name: each for each, name in one.named.items()}
     kinds = {path: (type(number), number == 0) for path in paths for number in [places.read(path)]}
     negative = {name: true < 0 for name, true in one.true.items()}
-    return NumberInputs(places, kinds, named, one.outcomes, negative, tuple(one.draws), dict(one.left))
+    return NumberInputs(
+        places, kinds, named, one.outcomes, negative, tuple(one.draws), tuple(one.reads), dict(one.left)
+    )
 
 
 def special_paths(trace: Trace) -> set[str]:
@@ -131,7 +152,8 @@ def with_number_inputs(
     plain: Subject,
     places: NumberPlaces,
     paths: Collection[str],
-    moved: Collection[str] = (),
+    moved: Collection[str],
+    tensors: Tensors,
 ) -> tuple[Subject, NumberInputs] | None:
     """The step as ``look`` captures it, with the numbers at ``paths``, those that it moves itself (``moved``) and those
     that it draws as named scalars, and what these are computed of.
@@ -139,7 +161,8 @@ def with_number_inputs(
     None where it is another one than the ``plain`` one, which has the present numbers as constants, or where it is good
     for them alone. Numbers for which torch may choose other operators stay constants.
     """
-    traced, drawn = partial(_traced, look, plain, places, moved), plain.captured.drawn
+    wanted = {path.removeprefix(OFF) for path in paths if path.startswith(OFF)}
+    traced, drawn = partial(_traced, look, plain, places, moved, wanted), plain.captured.drawn or wanted
     left = {path for path in (*paths, *moved) if places.has(path)}
     near = traced(left, 1, far=False) if left or drawn else None
     while near is not None and (special := special_paths(near[1])):
@@ -155,7 +178,7 @@ def with_number_inputs(
         if far is None or any(not each.startswith(("float", "bfloat", "complex")) for each in whole):
             return None
     inputs = inputs_of((trace, far[1]), places, left)
-    now = None if inputs is None else inputs.now()
+    now = None if inputs is None else inputs.now(tensors)
     if inputs is None or now is None or subject.digest != far[0].digest or subject.captured.drawn:
         return None
     if not inputs.left.keys() >= {*moved}:
@@ -171,6 +194,7 @@ def _traced(
     plain: Subject,
     places: NumberPlaces,
     moved: Collection[str],
+    wanted: Collection[str],
     paths: Collection[str],
     seed: int,
     *,
@@ -178,7 +202,7 @@ def _traced(
 ) -> tuple[Subject, Trace] | None:
     """A capture with stand-ins; None where the code does not take these."""
     try:
-        with tracing(places, paths, seed, far=far, moved=moved) as trace:
+        with tracing(places, paths, seed, far=far, moved=moved, wanted=wanted) as trace:
             subject = look()
             subject.hear(plain.captured.heard)
             _ = subject.captured

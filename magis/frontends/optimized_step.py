@@ -241,7 +241,8 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() if found.inputs else None)
+        entry = KeptStep(self._key(batch), choice, found)
+        entry.holds(batch)
         self._entries.note_inputs(numbers, entry)
         return entry
 

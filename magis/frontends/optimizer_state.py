@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -196,6 +197,16 @@ class Guards:
             yield "torch's settings", self._settings, _settings()
         now = self._named(self._contents, batch)
         yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
+
+    def of_contents(self, names: Collection[str]) -> Guards:
+        """The same, without numbers that are read off other tensors."""
+        made = copy.copy(self)
+        vars(made)["_contents"] = {name: tensor for name, tensor in self._contents.items() if name in names}
+        return made
+
+    def tensors(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor]:
+        """The live tensors of these names."""
+        return self._named(names, batch)
 
     def _state_now(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
         return ((path, found_at(self._roots, path)) for path in paths)

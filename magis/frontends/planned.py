@@ -162,17 +162,20 @@ class ComparedStep:
     update: str
     digest: str
     """Of the step; of its outline, where its forward draws on the host."""
+    batch: Batch
     inputs: NumberInputs | None = None
 
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
         places, moved = NumberPlaces(self.guards.watched), self.reads.moved
         wanted = paths or moved or self.drawn
-        found = with_number_inputs(look, self.subject, places, paths, moved) if wanted else None
+        tensors = partial(self.guards.tensors, self.batch)
+        found = with_number_inputs(look, self.subject, places, paths, moved, tensors) if wanted else None
         if found is None:
             return self
         subject, inputs = found
-        return replace(self, subject=subject, digest=subject.digest, inputs=inputs)
+        guards = self.guards.of_contents(subject.captured.contents)
+        return replace(self, subject=subject, digest=subject.digest, inputs=inputs, guards=guards)
 
     def check_repeats(self, look: Callable[[], Subject]) -> None:
         """Raise CaptureError where every step would have other numbers, which could not become inputs."""
@@ -287,7 +290,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
     if not alone and (step.results or reads.moved):
         raise UsageError(
-            f"the forward leaves something in {told([*step.results, *reads.moved][0])}, and what is planned is a copy of the model",
+            f"the forward leaves {told([*step.results, *reads.moved][0])} changed, and what is planned is a copy",
             hint="return it instead",
         )
     branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)
@@ -319,7 +322,7 @@ def compared_step(
     rule = subject.traced.optimizer
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     digest = outline(found.graph) if found.drawn else subject.digest
-    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
+    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest, batch)
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:
