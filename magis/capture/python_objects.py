@@ -39,6 +39,8 @@ LEAVES = (
     types.GenericAlias, types.UnionType, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 """Objects that decide nothing, never change, or (generators of torch) stand in the graph."""
+_PYTHONS = getattr(random.random, "__self__", None)
+"""Python's global generator."""
 CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""
@@ -247,9 +249,11 @@ def names_of_getter(item: Any) -> set[str]:
 
 def hidden_state(item: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """Return how to read and put back what an object keeps out of Python's sight: random numbers, arrays, counters."""
+    numpy = sys.modules.get("numpy")
+    if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):
+        return None  # whose draws are looked at by themselves
     if isinstance(item, random.Random):
         return item.getstate, item.setstate
-    numpy = sys.modules.get("numpy")
     if numpy is not None:
         if isinstance(item, numpy.random.Generator):
             state = copy.deepcopy(item.bit_generator.state)

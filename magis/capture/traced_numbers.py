@@ -258,10 +258,9 @@ class Trace:
         return plain, Expression(name, parts, size, repr([each for each in parts if not isinstance(each, Expression)]))
 
     def begin(self) -> None:
-        """Forget what an earlier run of the step has drawn and left."""
-        self.draws.clear()
-        self.reads.clear()
-        self.left.clear()
+        """Forget what an earlier run of the step has drawn, read, decided and left."""
+        for found in (self.draws, self.reads, self.left, self.outcomes, self.named, self.true):
+            found.clear()
 
     def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
         """The stand-in for a number that is drawn."""
