@@ -49,6 +49,7 @@ from magis.capture.refusals import (
     check_tensors,
     clear_errors,
     no_gradient_for,
+    read_and_written,
     shapes,
 )
 from magis.capture.schemas import tensors_in
@@ -96,6 +97,8 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    moved: frozenset[str] = frozenset()
+    """Those of them that it writes: their numbers are to become inputs."""
     kept: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Those of them to which no path leads."""
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
@@ -240,7 +243,9 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         finder = partial(find, {"module": stand.module, "loss": step.loss_fn})
         names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
         contents = {names.get(name, name) for name in mode.read}
-        check_contents(found.graph, contents | cached.keys())
+        moved = read_and_written(found.graph, contents | cached.keys())
+        if not results or any(not name.startswith("buffer:") for name in moved):
+            check_contents(moved)
         trace, drawn = TRACE.get(), mode.drawn or hosts.moved()
         if trace is not None:
             trace.look()
@@ -248,6 +253,7 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         return replace(
             found,
             contents=frozenset(contents),
+            moved=moved,
             kept={name: tensor.detach() for name, tensor in mode.kept.items() if name in contents},
             left=changed(kept),
             cached=cached,

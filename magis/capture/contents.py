@@ -133,6 +133,28 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Rec
     return recipe
 
 
+def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
+    """How the memory of an operator's first argument, the only one that it writes, is made again."""
+    before = contents_of(args[0])
+    old = None if before is None else before.recipe
+    rest = [item for item in tree_iter((args[1:], kwargs)) if isinstance(item, Tensor)]
+    makes = {id(tensor): made_again(tensor) for tensor in rest}
+    if old is None or None in makes.values():
+        return None
+    target, start = args[0], int(args[0].storage_offset())
+    shape, stride, keep = target.shape, target.stride(), rest
+
+    def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        again = {id(tensor): makes[id(tensor)] for tensor in keep}
+        given, named = tree_map_only(Tensor, lambda each: again[id(each)](live), (args[1:], kwargs))  # type: ignore[misc]
+        whole, offset = old(live)
+        whole = whole.clone(memory_format=torch.preserve_format)
+        func(whole.as_strided(shape, stride, start - offset), *given, **named)
+        return whole, offset
+
+    return recipe
+
+
 def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:
     """Return what is known of a tensor's memory; of memory that no mode has seen everything, or `new`."""
     storage = tensor.untyped_storage()

@@ -28,7 +28,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from magis.capture.contents import MARK, TWIN, Contents, Made, contents_under, empty_storage, on_storage, recipe_of
+from magis.capture.contents import (
+    MARK,
+    TWIN,
+    Contents,
+    Made,
+    contents_under,
+    empty_storage,
+    on_storage,
+    recipe_of,
+    recipe_of_written,
+)
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.traced_numbers import none_traced, trace_read, traced_among, traced_within
@@ -181,11 +191,12 @@ class Hollow(TorchDispatchMode):
     ) -> Any:
         sources = traced_among((args, kwargs)).union(*(contents_under(tensor).sources for tensor in given))
         drawn = any(contents_under(tensor).drawn for tensor in given)
+        recipe = recipe_of_written(func, args, kwargs) if written and written[0] is args[0] else None
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:
             contents = contents_under(tensor, self._own())
             contents.known, contents.drawn, contents.sources = True, drawn, contents.sources | sources
-            contents.recipe = None if written or drawn else recipe_of(func, args, kwargs, out)
+            contents.recipe = recipe if written else recipe_of(func, args, kwargs, out)
         return out
 
     def _random(

@@ -106,16 +106,20 @@ def check_products(graph: Graph) -> None:
             )
 
 
-def check_contents(graph: Graph, read: Collection[str]) -> None:
-    """Raise where Python reads numbers off a tensor that the step changes: the next step would read others."""
+def check_contents(changed: Collection[str]) -> None:
+    """Raise where Python reads numbers off tensors that the step changes: the next step would read others."""
+    for name in sorted(changed):
+        raise CaptureError(
+            f"the step reads numbers off {name}, which it changes: they would be others in the next step",
+            hint="compute with the tensor instead",
+        )
+
+
+def read_and_written(graph: Graph, read: Collection[str]) -> frozenset[str]:
+    """Those of the inputs, which Python reads numbers off, that the step writes."""
     written = {storage for op in graph.ops for storage, _ in op.writes}
-    for value in graph.inputs:
-        name, storage = graph.values[value].name, graph.values[value].storage
-        if name in read and storage in written:
-            raise CaptureError(
-                f"the step reads numbers off {name}, which it changes: they would be others in the next step",
-                hint="compute with the tensor instead",
-            )
+    found = (graph.values[value] for value in graph.inputs)
+    return frozenset(value.name for value in found if value.name in read and value.storage in written)
 
 
 def check_loss(loss: Any) -> None:

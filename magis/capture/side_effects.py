@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from magis.capture.autocast import autocast as casting
 from magis.capture.captured import is_readable
-from magis.capture.contents import Made, hollow_like
+from magis.capture.contents import Made, contents_of, hollow_like, is_hollow
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.places import Places
@@ -95,6 +95,10 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
 
         def step() -> object:
             mode.follower.rewind()
+            with _disable_current_modes():
+                for contents, storage, before, recipe in read:  # a step's numbers are those of the first one
+                    storage.copy_(before)
+                    contents.known, contents.recipe = True, recipe
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
@@ -112,6 +116,12 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
+        known = [each for each in stand.buffers.values() if not is_hollow(each)]
+        read = [
+            (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
+            for each in known
+            if (found := contents_of(each)) is not None
+        ]
         batches = cycle([(stand.inputs, stand.targets), other])
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = roots_of(stand.module, work.loss_fn)

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.eager_run import Heard
-from magis.capture.number_places import NumberPlaces
+from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.python_state import deep_copy
-from magis.capture.refusals import BranchError
+from magis.capture.refusals import BranchError, check_contents
 from magis.capture.side_effects import BUFFER, DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
@@ -168,6 +168,7 @@ class ComparedStep:
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
         places, moved = NumberPlaces(self.guards.watched), self.reads.moved
+        paths = [*paths, *(f"{OFF}{name}" for name in self.subject.captured.moved)]
         wanted = paths or moved or self.drawn
         tensors = partial(self.guards.tensors, self.batch)
         found = with_number_inputs(look, self.subject, places, paths, moved, tensors) if wanted else None
@@ -179,6 +180,7 @@ class ComparedStep:
 
     def check_repeats(self, look: Callable[[], Subject]) -> None:
         """Raise CaptureError where every step would have other numbers, which could not become inputs."""
+        check_contents(self.subject.captured.moved)
         if self.inputs is None and self.reads.moved:
             raise CaptureError(
                 f"every forward changes {told(min(self.reads.moved))}, which a captured step would not", hint=BUFFER
