@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         sets = target in STATE_OPERATORS and target != GET_STATE
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
-        graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before, target) for arg in args)
+        graph_args: tuple[Arg, ...] = self._args(args, before, target)
         graph_kwargs = tuple((name, self._arg(arg, before, target)) for name, arg in sorted(kwargs.items()))
         random = draws(func, args, kwargs)
         source = self._drawn_from((*args, *kwargs.values()))
@@ -346,6 +346,10 @@ class Recorder(TorchDispatchMode):
         del self._storage_of[address], self._watched[storage]
         for key in self._keys_of.pop(address, ()):
             self._value_of.pop(key, None)
+
+    def _args(self, args: Any, before: dict[int, int], target: str) -> tuple[Arg, ...]:
+        found = tuple(self._arg(arg, before, target) for arg in args)
+        return found if self._trace is None or target != "aten.slice.Tensor" else self._trace.slice_args(found)
 
     def _arg(self, arg: Any, before: dict[int, int], target: str) -> Arg:
         if isinstance(arg, Tensor):

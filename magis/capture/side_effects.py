@@ -117,11 +117,12 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             return loss
 
         known = [each for each in stand.buffers.values() if not is_hollow(each)]
-        read = [
-            (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
-            for each in known
-            if (found := contents_of(each)) is not None
-        ]
+        with _disable_current_modes():  # storages are copied by operators
+            read = [
+                (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
+                for each in known
+                if (found := contents_of(each)) is not None
+            ]
         batches = cycle([(stand.inputs, stand.targets), other])
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = roots_of(stand.module, work.loss_fn)

@@ -201,6 +201,8 @@ class Trace:
         """Their present values."""
         self.draws: list[Draw] = []
         """What the step draws from Python's and numpy's generators, in order."""
+        self._bounds: tuple[Any, ...] = ()
+        self._hint: TracedNumber | None = None
         self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
         """How the tensors that Python reads numbers off are made of named ones, in order, and these names."""
         self.left: dict[str, Expression] = {}
@@ -279,6 +281,32 @@ class Trace:
         self.reads.append((made, sources))
         return self.stand_in(Expression("", (f"{READ}{len(self.reads) - 1}",)), number)
 
+    @contextmanager
+    def hinted(self, bounds: tuple[Any, ...], number: object) -> Iterator[None]:
+        """While it lasts, a slice with these bounds, or a tensor of this number, is made of the expressions behind."""
+        self._bounds = bounds
+        self._hint = number if isinstance(number, TracedNumber) else None
+        try:
+            yield
+        finally:
+            self._bounds, self._hint = (), None
+
+    def slice_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a slice, with named scalars for bounds that are traced."""
+        true = tuple(map(_true, self._bounds))
+        if not true or tuple(args[2:4]) != true:
+            return args
+        named = (self._whole(each) if isinstance(each, TracedNumber) else each for each in self._bounds)
+        return (*args[:2], *named, *args[4:])
+
+    def _whole(self, number: TracedNumber) -> int | Scalar:
+        if number.true in SPECIAL:
+            self.outcomes[number.expression] = number.true
+            return int(number.true)
+        name = self.named.setdefault(number.expression, f"{NUMBER}{len(self.named)}")
+        self.true[name] = number.true
+        return Scalar(name)
+
     def explains(self, before: HostGenerators) -> bool:
         """Whether the draws are all that has moved Python's and numpy's generators since then."""
         after = HostGenerators()
@@ -303,15 +331,21 @@ class Trace:
         known = self._known.get(value) or self._quotient(value)
         if known is None:
             return float(value)
-        if known[1] in SPECIAL and all(path in self._pinned or path.startswith(DRAWN) for path in known[0].paths()):
+        if known[1] in SPECIAL and self._stays(known[0]):
             self.outcomes[known[0]] = known[1]
             return known[1]
         if not (op_info(target).elementwise or name_of(target) in _SHAPELESS.split()):
             self.lost = self.lost or f"{target} takes it"
         return self._named(value, *known)
 
+    def _stays(self, expression: Expression) -> bool:
+        """Whether a special number is an input all the same."""
+        return all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
+
     def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
         """The elements of a tensor that Python made of numbers, with named scalars for those that are stand-ins."""
+        if self._hint is not None and numbers == (self._hint.true,) and type(self._hint.true) is int:
+            return (self._whole(self._hint),)
         made = self._rounded(dtype)
         found = [(number, made.get(number) if isinstance(number, float) else None) for number in numbers]
         return tuple(number if known is None else self._named(number, *known) for number, known in found)
@@ -373,6 +407,43 @@ def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor],
     return trace.read_off(tensor, sources, number)
 
 
+def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: Any, *value: Any) -> Any:
+    """Index a tensor by numbers that are traced: one slice, of the same length at every step, among whole dimensions.
+
+    Other slices hold for the present numbers alone.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    places = [at for at, each in enumerate(parts) if isinstance(each, slice) and _traced_among(each.start, each.stop)]
+    if not places and not _traced_among(*value):
+        return plainly(tensor, index, *value)
+    bounds = [(parts[at].start, parts[at].stop) for at in places]
+    whole = all(each == slice(None) for at, each in enumerate(parts) if at not in places)
+    inputs: tuple[Any, ...] = ()
+    if len(places) == 1 and whole and parts[places[0]].step is None and None not in bounds[0]:
+        inputs = start, stop = bounds[0]
+        trace.read("ge", start, 0)
+        trace.read("le", stop, tensor.shape[places[0]])
+        length = trace.made("sub", stop, start)
+        trace.outcomes.update({length.expression: length.true} if isinstance(length, TracedNumber) else {})
+    else:
+        found = [each for pair in bounds for each in pair if isinstance(each, TracedNumber)]
+        trace.outcomes.update({each.expression: each.true for each in found})
+    true = tuple(
+        slice(*map(_true, (each.start, each.stop, each.step))) if at in places else each
+        for at, each in enumerate(parts)
+    )
+    with trace.hinted(inputs, value[0] if value else None):
+        return plainly(tensor, true if isinstance(index, tuple) else true[0], *map(_true, value))
+
+
+def _true(item: Any) -> Any:
+    return item.true if isinstance(item, TracedNumber) else item
+
+
+def _traced_among(*items: object) -> bool:
+    return any(isinstance(each, TracedNumber) for each in items)
+
+
 class _AsBuiltin(type):
     """Of stand-ins for `int` and `float` in the namespaces of a user's code, which hand traced numbers on."""
 
@@ -431,6 +502,10 @@ def tracing(
         for name, function in _MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
+        for name in ("__getitem__", "__setitem__"):
+            index = getattr(Tensor, name)
+            setattr(Tensor, name, partialmethod(_indexed, trace, index))
+            stack.callback(setattr, Tensor, name, index)
         for namespace in places.namespaces:
             for name, kind in (("int", _Int), ("float", _Float)):
                 if name not in namespace:
