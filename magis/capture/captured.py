@@ -21,18 +21,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
-from magis.capture.contents import Made, copies, hollow_like
+from magis.capture.contents import Made, copies, hollow_like, is_readable
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_objects import find
 from magis.capture.python_state import (
-    CACHED,
     CACHES,
     Kept,
     WritesUndone,
     attributes_kept,
-    cached_memory,
     caches_kept,
     changed,
     tensors_left,
@@ -53,7 +51,7 @@ from magis.capture.refusals import (
     shapes,
 )
 from magis.capture.schemas import tensors_in
-from magis.capture.stand_ins import StandIns, stand_ins
+from magis.capture.stand_ins import StandIns, finder, stand_ins
 from magis.capture.traced_numbers import TRACE
 from magis.capture.workload import roots_of
 from magis.errors import CaptureError
@@ -67,7 +65,6 @@ from magis.ops.optimizer_forms import Weight, by_lists, update
 
 LISTS = 16
 """A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
-READABLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ def _watched(
     batch norms that average. Tensors of caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
-    find = _finder(stand, step.loss_fn, cached)
+    find = finder(stand, step.loss_fn, cached)
     recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, told=told)
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
@@ -240,8 +237,8 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         check_averages(found.graph)
         check_replaced(stand, memory, left.values(), settled=settled)
         check_products(found.graph)
-        finder = partial(find, {"module": stand.module, "loss": step.loss_fn})
-        names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
+        holders = {"module": stand.module, "loss": step.loss_fn}
+        names = {name: find(holders, tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
         contents = {names.get(name, name) for name in mode.read}
         moved = read_and_written(found.graph, contents | cached.keys())
         if not results or any(not name.startswith("buffer:") for name in moved):
@@ -294,28 +291,6 @@ def record_eager(
         with Listener(expects=expects) as listener, within or nullcontext():
             found = _recorded(step, recorder, stand, seen=seen)
         return replace(found, heard=listener.heard(), seen=tuple(seen))
-
-
-def _finder(
-    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
-) -> Callable[[Tensor], str | None]:
-    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
-    roots = {"module": stand.module, "loss": loss_fn}
-
-    def found(tensor: Tensor) -> str | None:
-        owner = stand.owner_of(tensor)
-        if owner is not None:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
-                hint="make the view in the forward, or register it as a buffer",
-            )
-        name = find(roots, tensor)
-        if name is None and tensor.untyped_storage()._cdata in cached_memory():
-            name = f"{CACHED}{len(cached)}"
-            cached[name] = tensor.detach()
-        return name
-
-    return found
 
 
 def _recorded(
@@ -382,15 +357,6 @@ def _recorded(
                 weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
-
-
-def is_readable(name: str, tensor: Tensor) -> bool:
-    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
-    return (
-        not name.startswith("parameter:")
-        and not (tensor.is_floating_point() or tensor.is_complex())
-        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
-    )
 
 
 def _register_states(

@@ -18,6 +18,7 @@ from magis.capture.untouched_memory import untouched
 
 MARK = "_magis_contents"
 TWIN = "twin"
+READABLE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -70,6 +71,15 @@ def is_hollow(tensor: Tensor) -> bool:
 def contents_of(tensor: Tensor) -> Contents | None:
     """What is known of a tensor's memory; None: no mode has seen it."""
     return getattr(tensor.untyped_storage(), MARK, None)
+
+
+def is_readable(name: str, tensor: Tensor) -> bool:
+    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
+    return (
+        not name.startswith("parameter:")
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
+    )
 
 
 def hollow_like(

@@ -8,12 +8,6 @@ second call runs, the names that its code looks at are collected; a plan rests o
 
 from __future__ import annotations
 
-import builtins
-import dis
-import functools
-import gc
-import importlib.util
-import sys
 import types
 import warnings
 import weakref
@@ -31,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from magis.capture.autocast import autocast as casting
-from magis.capture.captured import is_readable
-from magis.capture.contents import Made, contents_of, hollow_like, is_hollow
+from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
+from magis.capture.names_read import reads_of, running
 from magis.capture.places import Places
-from magis.capture.python_objects import PLAIN, is_of_system, same
-from magis.capture.python_state import caches_kept, counting_loads, found_at, is_of_module, leave
+from magis.capture.python_objects import PLAIN, same
+from magis.capture.python_state import caches_kept, found_at, is_of_module, leave
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, looks
@@ -45,21 +39,11 @@ from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
-from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
+from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
 from magis.ops.held_tensors import told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
-_BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
-"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
-_MODULES = frozenset({"import_module", "__import__", "modules"})
-_ALWAYS = frozenset(
-    {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
-    | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
-    | {"_forward_hooks_always_called", "_is_full_backward_hook"}
-)
-_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
-"""Code below the forward's own: it runs operators, or watches them."""
 
 
 class DrawError(CaptureError):
@@ -198,14 +182,14 @@ def _observe(
     held = {path: looks(tensor) for path, tensor in start.tensors.values()}
     numbers = {path: found_at(roots, path) for path in moved}
     try:
-        with first, _running(codes, asked):
+        with first, running(codes, asked):
             one = call()
-        beyond = Snapshot({}, _reads(codes, asked))
+        beyond = Snapshot({}, reads_of(codes, asked))
         for path, number in numbers.items():
             leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
         second = _Traced((*known, *_at(roots, state)), _left_behind(first, start, between))
-        with second, _running(codes, asked):
+        with second, running(codes, asked):
             other = call()
         taken = second.taken - state
         if any(held.get(path) != _looks_at(roots, path) or not is_of_module(roots, path) for path in taken):
@@ -214,7 +198,7 @@ def _observe(
             )
         if taken:
             return taken, frozenset()
-        reads = replace(_reads(codes, asked), state=state, moved=moved)
+        reads = replace(reads_of(codes, asked), state=state, moved=moved)
         counts = partial(_only_counted, start, roots, reads)
         further = _moved(between, roots, counts) - moved
         if further:
@@ -389,89 +373,3 @@ def _address(tensor: Tensor) -> int:
 def _numbers(items: Any) -> tuple[str, ...]:
     """The plain arguments of a call."""
     return tuple(repr(item) for item in tree_iter(items) if type(item) in PLAIN)
-
-
-@contextmanager
-def _running(codes: dict[types.CodeType, dict[str, Any]], asked: set[str]) -> Iterator[None]:
-    """Collect the code of every Python function that is called, with its globals, and names that `getattr` is given.
-
-    Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is not part of the forward.
-    """
-    plain = {name: getattr(builtins, name) for name in ("getattr", "hasattr")}
-
-    def called(frame: types.FrameType, event: str, _arg: object) -> None:
-        if event == "call":
-            codes.setdefault(frame.f_code, frame.f_globals)
-
-    def asking(look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
-        if isinstance(name, str):
-            asked.add(name)
-        return look(item, name, *default)
-
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for name, look in plain.items():
-            setattr(builtins, name, partial(asking, look))
-        with called_first(called):
-            yield
-    finally:
-        for name, look in plain.items():
-            setattr(builtins, name, look)
-        if collecting:
-            gc.enable()
-
-
-def _reads(codes: Mapping[types.CodeType, dict[str, Any]], asked: Collection[str]) -> Reads:
-    names, user, imported, by_name = {*_ALWAYS, *asked}, {*asked}, set[str](), False
-    wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for code, namespace in codes.items():
-        module = str(namespace.get("__name__", ""))
-        if module.startswith(_BELOW):
-            continue
-        if is_of_system(module):
-            names.update(code.co_names)
-            if module == "os" and "_data" in code.co_names:
-                wanted[id(namespace)] = namespace, {"environ"}
-            continue
-        read, further = _names_read(code)
-        package = str(namespace.get("__package__") or module.rpartition(".")[0])
-        imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
-        user |= read
-        by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
-        anything = "globals" in code.co_names
-        here = {name for name in (namespace if anything else read) if name in namespace}
-        wanted.setdefault(id(namespace), (namespace, set()))[1].update(here)
-    found = frozenset(names | user)
-    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values())
-    every = None if by_name else found
-    loaded = tuple(sorted(name for name in imported if name in sys.modules))
-    return Reads(every, every, frozenset(user), spaces, loaded)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; and the
-    modules that are imported."""
-    counts, found, modules = counting_loads(code), set[str](), set[str]()
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    for at, one in enumerate(steps):
-        if one.opname == "IMPORT_NAME":
-            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
-            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
-        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
-            found |= set() if one.offset in counts else {str(one.argval)}
-    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
-    if not _MODULES.isdisjoint(code.co_names):
-        modules |= {item for item in strings if item in sys.modules}
-    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
-    return frozenset(found | parts), frozenset(modules)
-
-
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    """The constants of code, those within tuples, too: names that a `match` looks at."""
-    for item in items:
-        if isinstance(item, (tuple, frozenset)):
-            yield from _flat(item)
-        else:
-            yield item

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import operator
 import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from magis.capture.contents import made_again
 from magis.capture.number_places import NumberPlaces
-from magis.graph import NUMBER, Scalar
+from magis.graph import NUMBER, Arg, Scalar
 from magis.ops.generators import HostGenerators
 from magis.ops.operators import name_of, op_info
 
@@ -57,31 +56,20 @@ _READ: dict[str, Callable[..., Any]] = {
     "as_integer_ratio": lambda x: x.as_integer_ratio(), "is_integer": lambda x: float(x).is_integer(),
     "hex": lambda x: float(x).hex(),
 }  # fmt: skip
-_MATH = {name: function for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
+MATH = {name: function for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
 _IN_TORCH: dict[str, Callable[..., Any]] = {
     "-x": operator.neg, "1-x": lambda x: 1 - x, "x-1": lambda x: x - 1, "x+1": lambda x: x + 1,
     "1/x": lambda x: 1 / x, "1/(1-x)": lambda x: 1 / (1 - x), "x*x": lambda x: x * x, "2*x": lambda x: 2 * x,
     "sqrt(x)": math.sqrt,
 }  # fmt: skip
 """What torch's own code makes of a number before an operator takes it: scales of a dropout, derivatives."""
-_DRAWS = {
-    "random": """
-        random uniform triangular betavariate expovariate gammavariate gauss lognormvariate normalvariate
-        vonmisesvariate paretovariate weibullvariate
-    """,
-    "numpy.random": """
-        beta uniform normal random random_sample rand randn exponential gamma standard_normal lognormal laplace
-        triangular chisquare standard_gamma standard_exponential weibull pareto vonmises
-    """,
-}
-"""Functions that draw a number from Python's or numpy's generator."""
 DRAWN, READ = "draw:", "read:"
 """Begin the paths of such numbers, and of those that Python reads off tensors."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
     **_READ,
     **_IN_TORCH,
-    **{f"math.{name}": function for name, function in _MATH.items()},
+    **{f"math.{name}": function for name, function in MATH.items()},
 }
 
 
@@ -283,18 +271,21 @@ class Trace:
 
     @contextmanager
     def hinted(self, bounds: tuple[Any, ...], number: object) -> Iterator[None]:
-        """While it lasts, a slice with these bounds, or a tensor of this number, is made of the expressions behind."""
-        self._bounds = bounds
-        self._hint = number if isinstance(number, TracedNumber) else None
+        """While it lasts, a slice with these bounds, or a tensor of this whole number, is made of what they stand for.
+        Those that no operator takes so are constants."""
+        self._bounds, self._hint = bounds, number if isinstance(number, TracedNumber) else None
+        waiting = [each for each in (*bounds, self._hint) if isinstance(each, TracedNumber)]
         try:
             yield
         finally:
+            left = [each for each in waiting if each.expression not in self.named]
+            self.outcomes.update({each.expression: each.true for each in left})
             self._bounds, self._hint = (), None
 
-    def slice_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a slice, with named scalars for bounds that are traced."""
-        true = tuple(map(_true, self._bounds))
-        if not true or tuple(args[2:4]) != true:
+    def slice_args(self, target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+        """The arguments of an operator; of a slice with named scalars for bounds that are traced."""
+        true = tuple(map(true_of, self._bounds))
+        if target != "aten.slice.Tensor" or not true or args[2:4] != true:
             return args
         named = (self._whole(each) if isinstance(each, TracedNumber) else each for each in self._bounds)
         return (*args[:2], *named, *args[4:])
@@ -380,6 +371,14 @@ class Trace:
 TRACE: ContextVar[Trace | None] = ContextVar("numbers that are traced", default=None)
 
 
+def begun() -> Trace | None:
+    """The trace that a run of the step begins with; None where nothing is traced."""
+    trace = TRACE.get()
+    if trace is not None:
+        trace.begin()
+    return trace
+
+
 def traced_among(given: Any) -> frozenset[str]:
     """The source of contents that are computed of stand-ins among the arguments of an operator."""
     trace = TRACE.get()
@@ -407,68 +406,9 @@ def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor],
     return trace.read_off(tensor, sources, number)
 
 
-def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: Any, *value: Any) -> Any:
-    """Index a tensor by numbers that are traced: one slice, of the same length at every step, among whole dimensions.
-
-    Other slices hold for the present numbers alone.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    places = [at for at, each in enumerate(parts) if isinstance(each, slice) and _traced_among(each.start, each.stop)]
-    if not places and not _traced_among(*value):
-        return plainly(tensor, index, *value)
-    bounds = [(parts[at].start, parts[at].stop) for at in places]
-    whole = all(each == slice(None) for at, each in enumerate(parts) if at not in places)
-    inputs: tuple[Any, ...] = ()
-    if len(places) == 1 and whole and parts[places[0]].step is None and None not in bounds[0]:
-        inputs = start, stop = bounds[0]
-        trace.read("ge", start, 0)
-        trace.read("le", stop, tensor.shape[places[0]])
-        length = trace.made("sub", stop, start)
-        trace.outcomes.update({length.expression: length.true} if isinstance(length, TracedNumber) else {})
-    else:
-        found = [each for pair in bounds for each in pair if isinstance(each, TracedNumber)]
-        trace.outcomes.update({each.expression: each.true for each in found})
-    true = tuple(
-        slice(*map(_true, (each.start, each.stop, each.step))) if at in places else each
-        for at, each in enumerate(parts)
-    )
-    with trace.hinted(inputs, value[0] if value else None):
-        return plainly(tensor, true if isinstance(index, tuple) else true[0], *map(_true, value))
-
-
-def _true(item: Any) -> Any:
+def true_of(item: Any) -> Any:
+    """The number that a stand-in stands for; anything else as it is."""
     return item.true if isinstance(item, TracedNumber) else item
-
-
-def _traced_among(*items: object) -> bool:
-    return any(isinstance(each, TracedNumber) for each in items)
-
-
-class _AsBuiltin(type):
-    """Of stand-ins for `int` and `float` in the namespaces of a user's code, which hand traced numbers on."""
-
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, cls.__mro__[1])
-
-    def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, cls.__mro__[1])
-
-    def __call__(cls, item: Any = 0, *more: Any, **named: Any) -> Any:
-        kind: Any = cls.__mro__[1]
-        item = item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
-        if not isinstance(item, TracedNumber):
-            return kind(item, *more, **named)
-        if type(item.true) is kind:
-            return item
-        return item.trace.made("float", item) if kind is float else item.trace.read("int", item)
-
-
-class _Int(int, metaclass=_AsBuiltin):
-    pass
-
-
-class _Float(float, metaclass=_AsBuiltin):
-    pass
 
 
 def none_traced(sources: frozenset[str]) -> frozenset[str]:
@@ -477,64 +417,3 @@ def none_traced(sources: frozenset[str]) -> frozenset[str]:
     if trace is not None and NUMBER in sources:
         trace.lost = "Python reads a tensor that is made of it"
     return sources - {NUMBER}
-
-
-@contextmanager
-def tracing(
-    places: NumberPlaces,
-    paths: Collection[str],
-    seed: int,
-    *,
-    far: bool,
-    moved: Collection[str] = (),
-    wanted: Collection[str] = (),
-) -> Iterator[Trace]:
-    """While it lasts, the numbers at these paths, and those that are drawn, are stand-ins. The step changes those that
-    are `moved`, and Python reads numbers off the tensors `wanted`, by name."""
-    trace = Trace(seed, far=far, pinned=moved, wanted=wanted)
-    trace.look = partial(trace.note_left, places, paths)
-    token = TRACE.set(trace)
-    with ExitStack() as stack:
-        stack.callback(TRACE.reset, token)
-        watched: dict[int, Callable[..., Any]]
-        watched = {id(function): partial(_of_math, name, function) for name, function in _MATH.items()}
-        drawing: list[Any] = []  # methods: each look at a module's attribute is the same object
-        for name, function in _MATH.items():
-            setattr(math, name, watched[id(function)])
-            stack.callback(setattr, math, name, function)
-        for name in ("__getitem__", "__setitem__"):
-            index = getattr(Tensor, name)
-            setattr(Tensor, name, partialmethod(_indexed, trace, index))
-            stack.callback(setattr, Tensor, name, index)
-        for namespace in places.namespaces:
-            for name, kind in (("int", _Int), ("float", _Float)):
-                if name not in namespace:
-                    namespace[name] = kind
-                    stack.callback(namespace.pop, name)
-        for name, functions in _DRAWS.items():
-            module = sys.modules.get(name)
-            for each in functions.split() if module is not None else ():
-                function = getattr(module, each)
-                watched[id(function)] = partial(trace.drawn, function)
-                setattr(module, each, watched[id(function)])
-                stack.callback(setattr, module, each, function)
-                drawing.append(function)
-        for path, function in places.holding([*_MATH.values(), *drawing]).items():
-            places.write(path, watched[id(function)])
-            stack.callback(places.write, path, function)
-        for path in sorted(paths):
-            true = places.read(path)
-            places.write(path, trace.stand_in(Expression("", (path,)), true))
-            stack.callback(places.write, path, true)
-        yield trace
-
-
-def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """A function of `math`, which reads stand-ins unseen."""
-    trace = next((each.trace for each in given if isinstance(each, TracedNumber)), None)
-    if trace is None or keywords:
-        return function(*given, **keywords)
-    result = function(*(each.true if isinstance(each, TracedNumber) else each for each in given))
-    make = trace.made if type(result) is float else trace.read
-    found = make(f"math.{name}", *given)
-    return result if found is NotImplemented else found

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from magis.capture.number_places import OFF, NumberPlaces
+from magis.capture.number_tracing import tracing
 from magis.capture.python_objects import same
-from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, Draw, Expression, Trace, tracing
+from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, Draw, Expression, Trace
 from magis.errors import MagisError
 from magis.graph import Graph, Op, Scalar, digest, with_scalars
 from magis.ops.generators import HostGenerators
