@@ -199,7 +199,7 @@ def module_paths(roots: Mapping[str, object]) -> dict[int, str]:
     """The paths to all modules in `roots`, by identity."""
     return {
         id(part): name + "".join(f"/._modules/{{{each}" for each in path.split(".") if each)
-        for name, root in reversed(roots.items())
+        for name, root in reversed([*roots.items()])
         if isinstance(root, nn.Module)
         for path, part in root.named_modules()
     }

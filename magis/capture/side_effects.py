@@ -123,6 +123,12 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
     return reads
 
 
+def check_stateless(reads: Reads) -> None:
+    """Raise CaptureError where a forward takes tensors or numbers from one step to the next."""
+    for path in sorted(reads.moved | reads.state):
+        raise CaptureError(f"every forward changes {told(path)}, which the next one reads", hint=BUFFER)
+
+
 @contextmanager
 def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
     """Begin the block without gradients of the tensors that the loss depends on and further ones; put them back."""

@@ -110,7 +110,8 @@ class TracedNumber(float):
     __array_ufunc__ = None  # numpy would read it unseen
     trace: Trace
     expression: Expression
-    true: float
+    true: Any
+    """A float or an int."""
 
     def _made(self, name: str, *others: object) -> Any:
         return self.trace.made(name, self, *others)
@@ -158,7 +159,7 @@ for _name in ("as_integer_ratio", "is_integer", "hex"):
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawCall:
     """A call that draws a number."""
 
     function: Callable[..., Any]
@@ -166,7 +167,7 @@ class Draw:
     keywords: tuple[tuple[str, Any], ...]
 
     def again(self) -> float:
-        """Draw the next number."""
+        """DrawCall the next number."""
         return float(self.function(*self.given, **dict(self.keywords)))
 
 
@@ -187,7 +188,7 @@ class Trace:
         """Numbers that operators take, and the names of their scalars."""
         self.true: dict[str, float] = {}
         """Their present values."""
-        self.draws: list[Draw] = []
+        self.draws: list[DrawCall] = []
         """What the step draws from Python's and numpy's generators, in order."""
         self._bounds: tuple[Any, ...] = ()
         self._hint: TracedNumber | None = None
@@ -255,7 +256,7 @@ class Trace:
     def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
         """The stand-in for a number that is drawn."""
         number = function(*given, **keywords)
-        self.draws.append(Draw(function, given, tuple(keywords.items())))
+        self.draws.append(DrawCall(function, given, tuple(keywords.items())))
         if type(number) is not float or any(isinstance(each, TracedNumber) for each in given):
             self.lost = self.lost or "the step draws what is no number, or by another number"
             return number

@@ -14,7 +14,7 @@ from torch import Tensor
 from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.number_tracing import tracing
 from magis.capture.python_objects import same
-from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, Draw, Expression, Trace
+from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, DrawCall, Expression, Trace
 from magis.errors import MagisError
 from magis.graph import Graph, Op, Scalar, digest, with_scalars
 from magis.ops.generators import HostGenerators
@@ -53,7 +53,7 @@ class NumberInputs:
     outcomes: Mapping[Expression, object]
     """What Python decided by them."""
     negative: Mapping[str, bool]
-    draws: tuple[Draw, ...] = ()
+    draws: tuple[DrawCall, ...] = ()
     """What is drawn from Python's and numpy's generators, in order."""
     reads: tuple[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]], ...] = ()
     """How tensors that Python reads numbers off are made of named ones, in order, and these names."""

@@ -42,6 +42,7 @@ from magis.ops.optimizers import scalars
 from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
+from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
 from magis.strategies.rank_step import World
 
@@ -100,6 +101,7 @@ class OptimizedStep:
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
+        loss: Tensor
         if entry.given is not None:
             step.given = entry.given.numbers
             draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
@@ -118,7 +120,7 @@ class OptimizedStep:
             self._raise_as_eager(given, error, late=operator.phase == "backward")
         finally:
             step.release()
-        if any(path.endswith(DATA) for path in entry.plan.results):
+        if any(path.endswith(DATA) for path in entry.plan.results) and not merged_inputs(entry.plan.graph):
             self._memory = MemoryGuard(self._whole)
         return loss
 
