@@ -127,39 +127,51 @@ def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | Non
     return made
 
 
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """In the place of a tensor among arguments, which it does not keep alive."""
+
+    make: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def _again(items: Any) -> Any:
+    """Arguments with what makes their tensors again; None where that is not known of one."""
+    makes = [made_again(item) for item in tree_iter(items) if isinstance(item, Tensor)]
+    return None if None in makes else tree_map_only(Tensor, lambda each: _Again(made_again(each)), items)  # type: ignore[arg-type]
+
+
+def _live(items: Any, live: Mapping[str, Tensor]) -> Any:
+    return tree_map_only(_Again, lambda each: each.make(live), items)
+
+
 def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Recipe | None:
     """How the result of an operator on known tensors is made again; None where that is not known."""
-    given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-    makes = {id(tensor): made_again(tensor) for tensor in given}
-    if not isinstance(out, Tensor) or not given or None in makes.values():
+    if not isinstance(out, Tensor):
         return None
-    keep, start = given, int(out.storage_offset())  # held: their identities are names here
+    given, start = _again((args, kwargs)), int(out.storage_offset())
 
     def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        again = {id(tensor): makes[id(tensor)] for tensor in keep}
-        args_now, kwargs_now = tree_map_only(Tensor, lambda each: again[id(each)](live), (args, kwargs))  # type: ignore[misc]
+        args_now, kwargs_now = _live(given, live)
         return func(*args_now, **kwargs_now), start
 
-    return recipe
+    return None if given is None else recipe
 
 
 def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
     """How the memory of an operator's first argument, the only one that it writes, is made again."""
-    before = contents_of(args[0])
+    target, given = args[0], _again((args[1:], kwargs))
+    before = contents_of(target)
     old = None if before is None else before.recipe
-    rest = [item for item in tree_iter((args[1:], kwargs)) if isinstance(item, Tensor)]
-    makes = {id(tensor): made_again(tensor) for tensor in rest}
-    if old is None or None in makes.values():
+    if old is None or given is None:
         return None
-    target, start = args[0], int(args[0].storage_offset())
-    shape, stride, keep = target.shape, target.stride(), rest
+    shape, stride, start = target.shape, target.stride(), int(target.storage_offset())
+    del target  # which is not kept alive
 
     def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        again = {id(tensor): makes[id(tensor)] for tensor in keep}
-        given, named = tree_map_only(Tensor, lambda each: again[id(each)](live), (args[1:], kwargs))  # type: ignore[misc]
+        args_now, kwargs_now = _live(given, live)
         whole, offset = old(live)
         whole = whole.clone(memory_format=torch.preserve_format)
-        func(whole.as_strided(shape, stride, start - offset), *given, **named)
+        func(whole.as_strided(shape, stride, start - offset), *args_now, **kwargs_now)
         return whole, offset
 
     return recipe
