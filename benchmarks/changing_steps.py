@@ -46,6 +46,9 @@ class Net(nn.Module):
         super().__init__()
         self.one, self.two, self.between = nn.Linear(16, 64), nn.Linear(64, 5), between
         self.number, self.weights = 1.0, {"first": 1.0, "second": 0.3}
+        self.center = torch.zeros(64)
+        self.register_buffer("queue", torch.zeros(320, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.between(self, torch.tanh(self.one(x)))
@@ -75,6 +78,40 @@ def divergence(net: Net, hidden: Tensor) -> Tensor:
     return torch.cat((sampled, net.number * (mean.pow(2) + spread.exp() - spread - 1)), -1)
 
 
+def mixed(_net: Net, hidden: Tensor) -> Tensor:
+    """Mixup of what a layer gives, with a share drawn on the host."""
+    share = random.betavariate(0.4, 0.4)
+    return share * hidden + (1 - share) * hidden.flip(0)
+
+
+def counted(net: Net, hidden: Tensor) -> Tensor:
+    """A weight that a counter of the forward's own warms up."""
+    net.number += 1.0
+    return hidden * (net.number / (net.number + 50))
+
+
+def centered(net: Net, hidden: Tensor) -> Tensor:
+    """A running centre, replaced by every forward."""
+    shifted = hidden - net.center
+    net.center = net.center * 0.9 + hidden.detach().mean(0) * 0.1
+    return shifted
+
+
+def queued(net: Net, hidden: Tensor) -> Tensor:
+    """Keys of the last batches in a ring, whose place is a buffer."""
+    start = int(net.place)
+    net.queue[start : start + 32] = hidden.detach()
+    net.place[0] = (start + 32) % 320
+    return hidden + net.queue.mean(0)
+
+
+def checked(net: Net, hidden: Tensor) -> Tensor:
+    """A check of a number read off integers."""
+    if int(net.place.max()) >= 320:
+        raise ValueError("out of range")
+    return hidden
+
+
 @dataclass(frozen=True)
 class Row:
     """What stands between the layers, what changes before each step, and how large its batch is."""
@@ -84,6 +121,7 @@ class Row:
     size: Callable[[int], int] = lambda _step: 32
 
 
+OTHER = torch.optim.SGD([torch.zeros(1)], lr=0.9)
 LENGTHS = random.Random(0).sample(range(8, 200), 40)
 ROWS = {
     "annealed temperature": Row(lambda net, hidden: hidden / net.number, annealed),
@@ -93,6 +131,15 @@ ROWS = {
         lambda net, hidden: net.weights["first"] * hidden + net.weights["second"] * hidden.pow(2), weighted
     ),
     "annealed dropout": Row(lambda net, hidden: functional.dropout(hidden, net.number / 2), annealed),
+    "drawn on the host": Row(mixed),
+    "counter of the forward": Row(counted),
+    "replaced centre": Row(centered),
+    "ring of keys": Row(queued),
+    "check of a number": Row(checked, lambda net, step: net.place.fill_(step)),
+    "rate of another optimizer": Row(
+        lambda _net, hidden: hidden * OTHER.param_groups[0]["lr"],
+        lambda _net, step: OTHER.param_groups[0].update(lr=0.9 * 0.99**step),
+    ),
     "six batch sizes in turn": Row(size=lambda step: 8 + 2 * (step % 6)),
     "40 random lengths": Row(size=lambda step: LENGTHS[step % 40]),
 }
@@ -129,10 +176,12 @@ def line(name: str, row: Row, steps: int) -> str:
                 row.change(net, index)
             before = counts["captured_step"]
             torch.manual_seed(index)
+            random.seed(index)
             started = time.process_time()
             loss = step(x, y)
             took = time.process_time() - started
             torch.manual_seed(index)
+            random.seed(index)
             started = time.process_time()
             optimizers[1].zero_grad()
             eager = functional.cross_entropy(theirs(x), y)

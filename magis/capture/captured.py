@@ -21,28 +21,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
-from magis.capture.contents import Made, copies, hollow_like
+from magis.capture.contents import Made, copies, hollow_like, is_readable
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
-from magis.capture.python_state import CACHED, CACHES, WritesUndone, cached_memory, caches_kept
+from magis.capture.python_state import CACHES, WritesUndone, caches_kept, tensors_left
 from magis.capture.recorder import Recorder
 from magis.capture.refusals import (
     INFERENCE,
     check_batch,
-    check_buffers,
     check_contents,
     check_loss,
     check_products,
+    check_replaced,
     check_shapes,
     check_tensors,
     clear_errors,
     no_gradient_for,
+    read_and_written,
     shapes,
 )
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Snapshot, objects_kept
-from magis.capture.stand_ins import StandIns, stand_ins
+from magis.capture.stand_ins import StandIns, finder, stand_ins
+from magis.capture.traced_numbers import TRACE
+from magis.capture.workload import roots_of
 from magis.errors import CaptureError
 from magis.graph import Graph
 from magis.ops import optimizers
@@ -51,11 +54,10 @@ from magis.ops.collectives import is_message
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizer_forms import Weight, by_lists, update
-from magis.ops.python_objects import find, holder_of
+from magis.ops.python_objects import find
 
 LISTS = 16
 """A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
-READABLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,14 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    moved: frozenset[str] = frozenset()
+    """Those of them that it writes: their numbers are to become inputs."""
     kept: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Those of them to which no path leads."""
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Tensors that caches of functions hold, by their names in the graph."""
     results: tuple[str, ...] = ()
-    """Paths of attributes of modules in which the forward leaves tensors that it made: results, behind the loss."""
+    """Paths to attributes, buffers and data in which the forward leaves tensors: results behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
@@ -168,10 +172,6 @@ class _Step:
     autocast: str | None
     device: str = "cpu"
 
-    def roots(self, stand: StandIns) -> dict[str, object]:
-        """Where paths to Python's objects begin."""
-        return {"module": stand.module, "loss": self.loss_fn}
-
     @property
     def trained(self) -> tuple[str, ...]:
         """Names of the parameters that the step trains."""
@@ -195,12 +195,12 @@ def _watched(
     check of batch norms that average. Tensors of caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
-    find = _finder(stand, step.roots(stand), cached)
+    find = finder(stand, step.loss_fn, cached)
     recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, told=told)
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
-        kept = stack.enter_context(objects_kept(step.roots(stand)))
+        kept = stack.enter_context(objects_kept(roots_of(stand.module, step.loss_fn)))
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         # To the end of the backward: activation checkpointing runs parts of the forward again in it.
@@ -218,26 +218,32 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         twin = partial(hollow_like, known=is_readable, made=twins)
         stand = stack.enter_context(stand_ins(step.module, step.inputs, step.targets, step.trained, twin))
         given, cached = shapes(stand), dict[str, Tensor]()
+        memory = {id(each): each.untyped_storage()._cdata for each in stand.named().values()}
+        roots, left = roots_of(stand.module, step.loss_fn), dict[str, Tensor]()
         watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
         with hollow(mode):
-            found = _recorded(
-                step, recorder, stand, partial(_tensors_left, step.roots(stand), kept) if results else dict
-            )
+            look = partial(tensors_left, roots, kept, memory) if results else dict
+            found = _recorded(step, recorder, stand, look, left)
         check_shapes(given, stand)
         check_batch(stand)
         check_averages(found.graph)
-        if settled:
-            check_buffers(stand)
+        check_replaced(stand, memory, left.values(), settled=settled)
         check_products(found.graph)
-        finder = partial(find, step.roots(stand))
-        names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
+        holders = {"module": stand.module, "loss": step.loss_fn}
+        names = {name: find(holders, tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
         contents = {names.get(name, name) for name in mode.read}
-        check_contents(found.graph, contents | cached.keys())
-        drawn = mode.drawn or hosts.moved()
+        moved = read_and_written(found.graph, contents | cached.keys())
+        if not results or any(not name.startswith("buffer:") for name in moved):
+            check_contents(moved)
+        trace, drawn = TRACE.get(), mode.drawn or hosts.moved()
+        if trace is not None:
+            trace.look()
+            drawn = mode.drawn or not trace.explains(hosts)
         return replace(
             found,
             contents=frozenset(contents),
+            moved=moved,
             kept={name: tensor.detach() for name, tensor in mode.kept.items() if name in contents},
             left=tuple(path for path, *_ in kept.left()),
             cached=cached,
@@ -280,33 +286,16 @@ def record_eager(
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 
-def _finder(stand: StandIns, roots: Mapping[str, object], cached: dict[str, Tensor]) -> Callable[[Tensor], str | None]:
-    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
-
-    def found(tensor: Tensor) -> str | None:
-        owner = stand.owner_of(tensor)
-        if owner is not None:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
-                hint="make the view in the forward, or register it as a buffer",
-            )
-        name = find(roots, tensor)
-        if name is None and tensor.untyped_storage()._cdata in cached_memory():
-            name = f"{CACHED}{len(cached)}"
-            cached[name] = tensor.detach()
-        return name
-
-    return found
-
-
 def _recorded(
     step: _Step,
     recorder: Recorder,
     stand: StandIns,
     attributes: Callable[[], Mapping[str, Tensor]] = dict,
+    left: dict[str, Tensor] | None = None,
     seen: list[Tensor] | None = None,
 ) -> Captured:
-    """Run the step on the stand-ins; `attributes` are tensors that its forward left there, `seen` gets its results."""
+    """Run the step on the stand-ins. `left` gets those of the `attributes`, tensors that its forward left somewhere,
+    that are results of it; `seen` gets all results."""
     rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
@@ -333,7 +322,8 @@ def _recorded(
                 grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
-        left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
+        left = {} if left is None else left
+        left.update({name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)})
         if seen is not None:
             seen += [tensor.detach() for tensor in (*tensors_in(result), *grads) if tensor is not None]
         returned = [*tensors_in(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
@@ -360,21 +350,6 @@ def _recorded(
                 weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
-
-
-def _tensors_left(roots: Mapping[str, object], kept: Snapshot) -> dict[str, Tensor]:
-    """Tensors that are attributes of modules by now where other values were, by path."""
-    left = ((path, now, holder_of(roots, path)) for path, _, now in kept.left() if isinstance(now, Tensor))
-    return {path: now for path, now, found in left if found is not None and isinstance(found[0], nn.Module)}
-
-
-def is_readable(name: str, tensor: Tensor) -> bool:
-    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
-    return (
-        not name.startswith("parameter:")
-        and not (tensor.is_floating_point() or tensor.is_complex())
-        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
-    )
 
 
 def _register_states(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.untouched_memory import untouched
 
 MARK = "_magis_contents"
 TWIN = "twin"
+READABLE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -31,10 +34,14 @@ class Contents:
     """Whether they are random numbers, or made of these and known ones alone."""
     unit: bool = False
     """Whether they are random numbers from [0, 1) as they were drawn."""
+    recipe: Recipe | None = None
+    """How they come of the contents of named tensors; None where that is not known."""
     meta: torch.UntypedStorage | None = None
     fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
 
 
+Recipe: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
+"""Makes known contents again, of live tensors by name: a tensor on them, and the offset that it had in its storage."""
 Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
 
 
@@ -66,6 +73,15 @@ def contents_of(tensor: Tensor) -> Contents | None:
     return getattr(tensor.untyped_storage(), MARK, None)
 
 
+def is_readable(name: str, tensor: Tensor) -> bool:
+    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
+    return (
+        not name.startswith("parameter:")
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
+    )
+
+
 def hollow_like(
     tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool], made: Made | None = None
 ) -> dict[str, Tensor]:
@@ -84,9 +100,81 @@ def hollow_like(
                 made.add(contents)
             memory[storage._cdata] = twin = empty_storage(storage.nbytes(), contents)
             if keep:
+                contents.recipe = partial(_of_live, name, int(tensor.storage_offset()))
                 twin.copy_(storage)
         twins[name] = on_storage(memory[storage._cdata], tensor.detach())
     return twins
+
+
+def _of_live(name: str, offset: int, live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return live[name], offset
+
+
+def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+    """How a known tensor comes of live ones by name; None where that is not known."""
+    contents = contents_of(tensor)
+    recipe = None if contents is None else contents.recipe
+    if recipe is None or tensor.is_conj() or tensor.is_neg():
+        return None
+    shape, stride, start, dtype = tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+
+    def made(live: Mapping[str, Tensor]) -> Tensor:
+        whole, offset = recipe(live)
+        if whole.dtype != dtype:
+            raise TypeError(f"{whole.dtype} where {dtype} is expected")
+        return whole.as_strided(shape, stride, whole.storage_offset() + start - offset)
+
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """In the place of a tensor among arguments, which it does not keep alive."""
+
+    make: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def _again(items: Any) -> Any:
+    """Arguments with what makes their tensors again; None where that is not known of one."""
+    makes = [made_again(item) for item in tree_iter(items) if isinstance(item, Tensor)]
+    return None if None in makes else tree_map_only(Tensor, lambda each: _Again(made_again(each)), items)  # type: ignore[arg-type]
+
+
+def _live(items: Any, live: Mapping[str, Tensor]) -> Any:
+    return tree_map_only(_Again, lambda each: each.make(live), items)
+
+
+def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Recipe | None:
+    """How the result of an operator on known tensors is made again; None where that is not known."""
+    if not isinstance(out, Tensor):
+        return None
+    given, start = _again((args, kwargs)), int(out.storage_offset())
+
+    def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        args_now, kwargs_now = _live(given, live)
+        return func(*args_now, **kwargs_now), start
+
+    return None if given is None else recipe
+
+
+def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
+    """How the memory of an operator's first argument, the only one that it writes, is made again."""
+    target, given = args[0], _again((args[1:], kwargs))
+    before = contents_of(target)
+    old = None if before is None else before.recipe
+    if old is None or given is None:
+        return None
+    shape, stride, start = target.shape, target.stride(), int(target.storage_offset())
+    del target  # which is not kept alive
+
+    def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        args_now, kwargs_now = _live(given, live)
+        whole, offset = old(live)
+        whole = whole.clone(memory_format=torch.preserve_format)
+        func(whole.as_strided(shape, stride, start - offset), *args_now, **kwargs_now)
+        return whole, offset
+
+    return recipe
 
 
 def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:

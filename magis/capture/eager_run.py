@@ -141,12 +141,13 @@ def _layout(tensor: Tensor) -> _Layout:
 # Methods of tensors that hand Python their contents past the dispatcher, where no mode sees it.
 
 Reader: TypeAlias = Callable[..., Any]
+READERS = ("tolist", "numpy", "__array__", "item")
 
 
 @contextmanager
 def readers_replaced(form: Callable[[str, Reader], Reader]) -> Iterator[None]:
     """In the block such methods are what ``form`` makes of a name and the method."""
-    readers = {name: (name in vars(Tensor), getattr(Tensor, name)) for name in ("tolist", "numpy", "__array__")}
+    readers = {name: (name in vars(Tensor), getattr(Tensor, name)) for name in READERS}
     for name, (_, read) in readers.items():
         setattr(Tensor, name, form(name, read))
     try:

@@ -28,10 +28,20 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from magis.capture.contents import MARK, TWIN, Contents, Made, contents_under, empty_storage, on_storage
+from magis.capture.contents import (
+    MARK,
+    TWIN,
+    Contents,
+    Made,
+    contents_under,
+    empty_storage,
+    on_storage,
+    recipe_of,
+    recipe_of_written,
+)
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
-from magis.capture.traced_numbers import none_traced, traced_among, traced_within
+from magis.capture.traced_numbers import none_traced, trace_read, traced_among, traced_within
 from magis.capture.workload import no_reports
 from magis.ops.call import EXPECT, as_mixed
 from magis.ops.collectives import is_message, is_wait, propagated_apart, wrapped
@@ -181,10 +191,12 @@ class Hollow(TorchDispatchMode):
     ) -> Any:
         sources = traced_among((args, kwargs)).union(*(contents_under(tensor).sources for tensor in given))
         drawn = any(contents_under(tensor).drawn for tensor in given)
+        recipe = recipe_of_written(func, args, kwargs) if written and written[0] is args[0] else None
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:
             contents = contents_under(tensor, self._own())
             contents.known, contents.drawn, contents.sources = True, drawn, contents.sources | sources
+            contents.recipe = recipe if written else recipe_of(func, args, kwargs, out)
         return out
 
     def _random(
@@ -352,7 +364,11 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
             contents, whole = contents_under(self), not (self.is_floating_point() or self.is_complex())
             if name == "tolist" and whole and not (contents.known or contents.drawn):
                 raise UnknownTruth(ITEM)
-            mode.read_by(self)
+            found = trace_read(self, contents.sources, read) if name == "item" and contents.known else None
+            if found is not None:
+                return found
+            if name != "item":
+                mode.read_by(self)
             return read(self, *args, **kwargs)
 
         return by_element(name, asked) if mode.follower.expects else asked

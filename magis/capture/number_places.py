@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from magis.capture import snapshot as snapshots
 from magis.capture.snapshot import Snapshot
-from magis.ops.python_objects import function_state, same, slot_values
+from magis.ops.python_objects import function_state, is_of_system, same, scheduled, slot_values
+
+CONTENTS = ("input:", "target:", "buffer:", "held:", "kept:")
+"""Begin the names of tensors that Python reads numbers off."""
+OFF = "off "
+"""Begins the paths of these numbers, whichever they are."""
 
 
 def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[str] | None:
@@ -17,10 +25,15 @@ def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[
     found = set()
     for path, then, now in changes:
         pairs = [(path, then, now)]
-        if isinstance(then, tuple) and isinstance(now, tuple) and len(then) == len(now):
+        if isinstance(then, (tuple, list)) and type(then) is type(now) and len(then) == len(now):
             each = zip(count(), then, now, strict=False)
             pairs = [(f"{path}[{index}]", a, b) for index, a, b in each if not same(a, b)]
+        elif isinstance(then, dict) and isinstance(now, dict) and [*then] == [*now]:
+            pairs = [(f"{path}/{{{key}", a, now[key]) for key, a in then.items() if not same(a, now[key])]
         for place, a, b in pairs:
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and path.startswith(CONTENTS):
+                found.add(f"{OFF}{path}")
+                continue
             if type(a) is not type(b) or type(b) not in (int, float):
                 return None
             found.add(place)
@@ -33,6 +46,12 @@ class NumberPlaces:
     def __init__(self, watched: Snapshot) -> None:
         self._watched = watched
         self._found: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def namespaces(self) -> list[dict[str, Any]]:
+        """Those in which code of the user's own looks names up."""
+        spaces = (namespace for namespace, _ in self._watched._reads.globals)
+        return [each for each in spaces if not is_of_system(str(each.get("__name__", "")))]
 
     def has(self, path: str) -> bool:
         """Whether the number at a path can be read and replaced."""
@@ -76,7 +95,8 @@ class NumberPlaces:
     def _all(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
         watched: Any = self._watched
         for held in watched._held:
-            yield from ((f"{held.path}/{held.step}{key}", (held.holder, key)) for key in held.watched)
+            for key, value in zip(held.watched, held.values, strict=True):
+                yield from _with_parts(f"{held.path}/{held.step}{key}", held.holder, key, value)
         for path, items, then in watched._lists:
             if isinstance(items, list):
                 yield from ((f"{path}[{index}]", (items, index)) for index in range(len(then)))
@@ -89,12 +109,38 @@ class NumberPlaces:
                 yield from ((f"{path}[{index}]", (cell, _Attribute("cell_contents"))) for index, cell in cells)
             elif function is slot_values:
                 yield from ((f"{path}[{n}]", (given[0], _Attribute(name))) for n, name in enumerate(given[1]))
+            elif function is scheduled:
+                rates = ((each, key) for each in given[0].param_groups for key in each if key != "params")
+                yield from ((f"{path}[{index}]", place) for index, place in enumerate(rates))
             elif function is snapshots._several:
                 for index, key in enumerate(given[1]):
                     if isinstance(given[0], dict):
                         yield f"{path}[{index}]", (given[0], key)
                     elif path in classes:
                         yield f"{path}[{index}]", (classes[path], _Attribute(key))
+
+
+def _with_parts(path: str, holder: Any, key: Any, value: object) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """A place, and those in the list or dictionary that stands there: each step may bring another one."""
+    yield path, (holder, key)
+    if isinstance(value, list):
+        yield from ((f"{path}[{index}]", (_Within(holder, key), index)) for index in range(len(value)))
+    elif isinstance(value, dict):
+        yield from ((f"{path}/{{{each}", (_Within(holder, key), each)) for each in value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Within:
+    """The list or dictionary that stands at a key now."""
+
+    holder: Any
+    key: Any
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.holder[self.key][key]
+
+    def __setitem__(self, key: Any, number: Any) -> None:
+        self.holder[self.key][key] = number
 
 
 class _Attribute(str):

@@ -32,7 +32,7 @@ from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.python_objects import CACHE, cached, holder_of
+from magis.ops.python_objects import CACHE, DATA, cached, holder_of, is_of_module, leave
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -198,11 +198,15 @@ def settle(
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
+    data = [(each, each.data) for each in (*work.module.parameters(), *work.module.buffers())]
     known = held_generators(work.module, work.loss_fn)
     try:
         with generators_kept(), own_kept(known), mode:
             work.loss_fn(work.module(*work.inputs), *work.targets)
     finally:
+        for tensor, before in data:
+            if tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
+                tensor.data = before
         with torch.no_grad():
             for buffer, contents in kept:
                 if not torch.equal(buffer, contents):  # no schema says that batch norm writes to its averages
@@ -246,10 +250,28 @@ def _memory(items: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> None:
-    """Set the whole numbers that every forward changes (`paths`) to what they were: a settling call does not count."""
-    changed = frozenset(paths)
-    for path, then, _ in before.left():
-        found = holder_of(roots, path)
-        if path in changed and isinstance(then, int) and found is not None:
-            setattr(*found, then)
+def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> bool:
+    """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
+    count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
+    changed, numbers = frozenset(paths), False
+    for path, then, now in [*before.left()]:
+        if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
+            continue
+        if isinstance(then, (int, float)):
+            leave(roots, path, then)
+            numbers = True
+        elif isinstance(then, Tensor) and isinstance(now, Tensor) and now.shape == then.shape:
+            leave(roots, path, then)
+    return numbers
+
+
+def tensors_left(roots: Mapping[str, object], kept: Snapshot, memory: Mapping[int, int]) -> dict[str, Tensor]:
+    """Tensors that modules hold by now where they held others, by the paths to them: attributes, buffers, and the data
+    of parameters and buffers, whose `memory` was at these addresses (by the identity of the tensor)."""
+    left = ((path, now) for path, _, now in kept.left() if isinstance(now, Tensor) and is_of_module(roots, path))
+    data = (
+        (f"{path}/{DATA}", tensor)
+        for key, (path, tensor) in kept.tensors.items()
+        if memory.get(key) not in (None, tensor.untyped_storage()._cdata)
+    )
+    return {**dict(left), **dict(data)}

@@ -22,7 +22,7 @@ from magis.capture.eager_run import is_of_batch
 from magis.capture.number_lifetimes import Numbers, kinds, takes_number
 from magis.capture.places import Places
 from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, looks_of, tensors_in, window, written_by
-from magis.capture.traced_numbers import TRACE
+from magis.capture.traced_numbers import begun
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
@@ -51,11 +51,12 @@ class Recorder(TorchDispatchMode):
         """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
         Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sentinels, self._find, self._trace = scalars, find, TRACE.get()
+        self._sentinels, self._find, self._trace = scalars, find, begun()
         self._own = Own({} if generators is None else generators)  # more may be made
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
+        self._sliced = self._trace.slice_args if self._trace is not None else lambda _target, args: args
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
         self._values: dict[int, Value] = {}
@@ -103,8 +104,7 @@ class Recorder(TorchDispatchMode):
         if tensor.requires_grad:  # which nothing may reach from the loss
             self.graded[id(tensor)] = tensor, f"{what} and requires a gradient is used {where}"
         if name is None:
-            hint = "register it as a buffer of the module, so that it moves with it"
-            raise CaptureError(f"{what} is used {where}", hint=hint)
+            raise CaptureError(f"{what} is used {where}", hint="register it as a buffer of the module")
         self.register(tensor, "buffer", name)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
         sets = target in STATE_OPERATORS and target != GET_STATE
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
-        graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before, target) for arg in args)
+        graph_args = self._sliced(target, tuple(self._arg(arg, before, target) for arg in args))
         graph_kwargs = tuple((name, self._arg(arg, before, target)) for name, arg in sorted(kwargs.items()))
         random = draws(func, args, kwargs)
         source = self._drawn_from((*args, *kwargs.values()))
@@ -353,7 +353,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(arg, float) and arg in self._sentinels:
             return Scalar(self._sentinels[arg])
         if isinstance(arg, float) and self._trace is not None:
-            return self._trace.scalar(arg, target) or from_torch(float(arg))
+            return self._trace.scalar(arg, target)
         if isinstance(arg, torch.Generator):
             name = self._own.name_of(arg, self.places.module)
             return Const("generator", name) if name else None

@@ -73,12 +73,19 @@ def _check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
             raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
 
 
-def check_buffers(stand: StandIns) -> None:
-    """Raise where the forward has put another tensor in a buffer's place."""
-    for name, buffer in stand.module.named_buffers():
-        if buffer is not stand.buffers.get(name):
+def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collection[Tensor], *, settled: bool) -> None:
+    """Raise where the forward has put another tensor, or other data, in the place of a parameter or a buffer, which are
+    no `results` of the step. `memory` were the addresses of all of them, by identity."""
+    after = {storage.untyped_storage()._cdata for storage in results}
+    found = {**stand.named(), **{f"buffer:{name}": buffer for name, buffer in stand.module.named_buffers()}}
+    for name, tensor in found.items():
+        known = memory.get(id(tensor))
+        address = tensor.untyped_storage()._cdata
+        if known == address or name.startswith(("input:", "target:")) or (known is None and not settled):
+            continue
+        if address not in after or (tensor.requires_grad and known is not None):
             raise CaptureError(
-                f"the forward replaces buffer {name!r}: the next step would not see that",
+                f"the forward replaces {name.replace(':', ' ', 1)}: the next step would not see that",
                 hint="update it in place, with copy_ say",
             )
 
@@ -122,16 +129,20 @@ def check_products(graph: Graph) -> None:
             )
 
 
-def check_contents(graph: Graph, read: Collection[str]) -> None:
-    """Raise where Python reads numbers off a tensor that the step changes: the next step would read others."""
+def check_contents(changed: Collection[str]) -> None:
+    """Raise where Python reads numbers off tensors that the step changes: the next step would read others."""
+    for name in sorted(changed):
+        raise CaptureError(
+            f"the step reads numbers off {name}, which it changes: they would be others in the next step",
+            hint="compute with the tensor instead",
+        )
+
+
+def read_and_written(graph: Graph, read: Collection[str]) -> frozenset[str]:
+    """Those of the inputs, which Python reads numbers off, that the step writes."""
     written = {storage for op in graph.ops for storage, _ in op.writes}
-    for value in graph.inputs:
-        name, storage = graph.values[value].name, graph.values[value].storage
-        if name in read and storage in written:
-            raise CaptureError(
-                f"the step reads numbers off {name}, which it changes: they would be others in the next step",
-                hint="compute with the tensor instead",
-            )
+    found = (graph.values[value] for value in graph.inputs)
+    return frozenset(value.name for value in found if value.name in read and value.storage in written)
 
 
 def check_loss(loss: Any) -> None:

@@ -8,12 +8,6 @@ second call runs, the names that its code looks at are collected; a plan rests o
 
 from __future__ import annotations
 
-import builtins
-import dis
-import functools
-import gc
-import importlib.util
-import sys
 import types
 import warnings
 import weakref
@@ -21,44 +15,34 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from magis.capture.autocast import autocast as casting
-from magis.capture.captured import is_readable
-from magis.capture.contents import Made, hollow_like
+from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
+from magis.capture.names_read import reads_of, running
 from magis.capture.places import Places
-from magis.capture.python_state import caches_kept, counting_loads
+from magis.capture.python_state import caches_kept
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
-from magis.capture.snapshot import Reads, Snapshot, objects_kept
+from magis.capture.snapshot import Reads, Snapshot, looks, objects_kept
 from magis.capture.stand_ins import stand_ins
-from magis.capture.workload import Workload, batch_by_name
+from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
-from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
-from magis.ops.python_objects import PLAIN, holder_of, is_of_system, same, told
+from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
+from magis.ops.python_objects import PLAIN, found_at, is_of_module, leave, same, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
-_BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
-"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
-_MODULES = frozenset({"import_module", "__import__", "modules"})
-_ALWAYS = frozenset(
-    {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
-    | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
-    | {"_forward_hooks_always_called", "_is_full_backward_hook"}
-)
-_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
-"""Code below the forward's own: it runs operators, or watches them."""
 
 
 class DrawError(CaptureError):
@@ -96,10 +80,14 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
 
         def step() -> object:
             mode.follower.rewind()
+            with _disable_current_modes():
+                for contents, storage, before, recipe in read:  # a step's numbers are those of the first one
+                    storage.copy_(before)
+                    contents.known, contents.recipe = True, recipe
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
-            inputs, targets = batches.pop(0)
+            inputs, targets = next(batches)
             with torch.enable_grad(), casting(autocast):
                 loss = work.loss_fn(stand.module(*inputs), *targets)
             if loss.requires_grad and loss.numel() == 1:
@@ -113,9 +101,16 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        batches = [(stand.inputs, stand.targets), (other[:count], other[count:])]
+        known = [each for each in stand.buffers.values() if not is_hollow(each)]
+        with _disable_current_modes():  # storages are copied by operators
+            read = [
+                (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
+                for each in known
+                if (found := contents_of(each)) is not None
+            ]
+        batches = cycle([(stand.inputs, stand.targets), (other[:count], other[count:])])
         state, drawn = HostGenerators(), torch.default_generator.get_state()
-        roots = {"model": stand.module, "loss": work.loss_fn}
+        roots = roots_of(stand.module, work.loss_fn)
         try:
             reads = observe(step, roots, [*stand.named().values(), *other], draws=draws)
         except DrawError:
@@ -127,6 +122,12 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
     if mode.drawn and not draws:
         raise DrawError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
     return reads
+
+
+def check_stateless(reads: Reads) -> None:
+    """Raise CaptureError where a forward takes tensors or numbers from one step to the next."""
+    for path in sorted(reads.moved | reads.state):
+        raise CaptureError(f"every forward changes {told(path)}, which the next one reads", hint=BUFFER)
 
 
 @contextmanager
@@ -158,22 +159,61 @@ def observe(
     `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
-    known, codes, asked = tuple(tensors), dict[types.CodeType, dict[str, Any]](), set[str]()
+    known, state, moved = tuple(tensors), frozenset[str](), frozenset[str]()
+    while True:  # until it is known which attributes take a tensor or a number from one step to the next
+        found = _observe(call, roots, known, state, moved, draws=draws)
+        if isinstance(found, Reads):
+            return found
+        state, moved = state | found[0], moved | found[1]
+
+
+def _observe(
+    call: Callable[[], object],
+    roots: Mapping[str, object],
+    known: tuple[Tensor, ...],
+    state: frozenset[str],
+    moved: frozenset[str],
+    *,
+    draws: bool,
+) -> Reads | tuple[frozenset[str], frozenset[str]]:
+    """The same, where the tensors at the paths `state` are replaced by every forward and the numbers at `moved` are
+    changed by it, so that the second call begins with the first one's; or further such paths."""
+    codes, asked = dict[types.CodeType, dict[str, Any]](), set[str]()
     with objects_kept(roots) as start:
-        first = _Traced(known)
-        with first, _running(codes, asked):
+        held = {path: looks(tensor) for path, tensor in start.tensors.values()}
+        numbers = {path: found_at(roots, path) for path in moved}
+        first = _Traced((*known, *_at(roots, state)))
+        with first, running(codes, asked):
             one = call()
-        between, beyond = Snapshot(roots), Snapshot({}, _reads(codes, asked))
+        beyond = Snapshot({}, reads_of(codes, asked))
+        for path, number in numbers.items():
+            leave(roots, path, number)
+        between, drawn = Snapshot(roots), HostGenerators()
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
-        drawn = HostGenerators()
-        second = _Traced(known, {_address(tensor): path for path, tensor in new if first.depends(tensor)})
-        with second, _running(codes, asked):
+        left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
+        second = _Traced((*known, *_at(roots, state)), left)
+        with second, running(codes, asked):
             other = call()
-        if second.taken:
-            what = f"the forward takes the tensor {told(second.taken)} from one step to the next"
+        taken = second.taken - state
+        if any(held.get(path) != _looks_at(roots, path) or not is_of_module(roots, path) for path in taken):
+            what = f"the forward takes the tensor {told(min(taken))} from one step to the next"
             raise CaptureError(what, hint=BUFFER)
-        changes = chain(between.changes(), beyond.changes())
-        reads = _with_changes(_reads(codes, asked), changes, start, roots, draws=draws)
+        if taken:
+            return taken, frozenset()
+        reads = replace(reads_of(codes, asked), state=state, moved=moved)
+        begun = {path: then for path, then, _ in start.changes()}
+        counts = partial(_only_counted, roots, reads, begun)
+        changes = [*between.changes()]
+        further = {
+            path
+            for path, then, now in changes
+            if type(then) is type(now)
+            and (isinstance(now, float) or (type(now) is int and not counts(path, then, now)))
+            if is_of_module(roots, path)
+        }
+        if further - moved:
+            return frozenset(), frozenset(further - moved)
+        reads = _with_changes(reads, chain(changes, beyond.changes()), roots, counts, draws=draws)
         if drawn.moved() and not draws:
             what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
             raise DrawError(what, hint=WHERE)
@@ -191,33 +231,53 @@ def observe(
 def _with_changes(
     reads: Reads,
     changes: Iterable[tuple[str, Any, Any]],
-    start: Snapshot,
     roots: Mapping[str, object],
+    counts: Callable[[str, Any, Any], bool],
     *,
     draws: bool,
 ) -> Reads:
     """With what the second call has counted on, and where it left tensors; CaptureError for all else that differs from
     what the first one left."""
     counted, results, stale = [], set(), []
-    begun = {path: then for path, then, _ in start.changes()}
     for path, then, now in changes:
-        of_module = _is_of_module(roots, path)
-        unread = of_module and reads.own is not None and path.rpartition(".")[2] not in reads.own
-        # No code looks at it but to add to it, and both calls have added the same.
-        if not draws and unread and type(then) is type(now) is int and begun.get(path) == 2 * then - now:
+        if path in reads.moved:
+            continue
+        if not draws and counts(path, then, now):
             counted.append((path, now - then))
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
-        elif isinstance(now, Tensor) and isinstance(then, Tensor) and of_module:
+        elif isinstance(now, Tensor) and isinstance(then, Tensor) and is_of_module(roots, path):
             results.add(path)
         else:
             stale.append(told(path))
+            _check_apart(roots, reads.state, now)
     return replace(reads, counted=tuple(counted), results=frozenset(results), stale=tuple(stale))
 
 
-def _is_of_module(roots: Mapping[str, object], path: str) -> bool:
-    found = holder_of(roots, path)
-    return found is not None and isinstance(found[0], nn.Module)
+def _only_counted(
+    roots: Mapping[str, object], reads: Reads, begun: Mapping[str, Any], path: str, then: Any, now: Any
+) -> bool:
+    """Whether no code looks at an attribute but to add to it, and both calls, the first to `begun`, added the same."""
+    unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and is_of_module(roots, path)
+    return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
+
+
+def _check_apart(roots: Mapping[str, object], state: Collection[str], left: object) -> None:
+    """Raise CaptureError where a tensor that is taken to the next step lies in a list or dictionary, too."""
+    for path in state:
+        if any(each is found_at(roots, path) for each in tree_iter(left)):
+            what = f"the forward takes the tensor {told(path)} from one step to the next, and keeps it elsewhere"
+            raise CaptureError(what, hint=BUFFER)
+
+
+def _at(roots: Mapping[str, object], paths: Iterable[str]) -> list[Tensor]:
+    """The tensors at some paths."""
+    return [found for path in paths if isinstance(found := found_at(roots, path), Tensor)]
+
+
+def _looks_at(roots: Mapping[str, object], path: str) -> tuple[Any, ...] | None:
+    found = found_at(roots, path)
+    return looks(found) if isinstance(found, Tensor) else None
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
@@ -242,7 +302,8 @@ class _Traced(TorchDispatchMode):
     def __init__(self, tensors: tuple[Tensor, ...], left: Mapping[int, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, ...]] = []
-        self.taken = ""
+        self.taken = frozenset[str]()
+        """Paths to those that were."""
         self._dependent: dict[int, weakref.ref[Any]] = {}
         self._left = left or {}
         for tensor in tensors:
@@ -270,8 +331,7 @@ class _Traced(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         given, made = list(tensors_in((args, tuple((kwargs or {}).values())))), list(tensors_in(out))
-        for tensor in given:
-            self.taken = self.taken or self._left.get(_address(tensor), "")
+        self.taken |= {self._left[address] for address in map(_address, given) if address in self._left}
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
             # The share of a batch norm that averages over all batches is a number that the runtime counts on.
@@ -285,89 +345,3 @@ class _Traced(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-@contextmanager
-def _running(codes: dict[types.CodeType, dict[str, Any]], asked: set[str]) -> Iterator[None]:
-    """Collect the code of every Python function that is called, with its globals, and names that `getattr` is given.
-
-    Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is not part of the forward.
-    """
-    plain = {name: getattr(builtins, name) for name in ("getattr", "hasattr")}
-
-    def called(frame: types.FrameType, event: str, _arg: object) -> None:
-        if event == "call":
-            codes.setdefault(frame.f_code, frame.f_globals)
-
-    def asking(look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
-        if isinstance(name, str):
-            asked.add(name)
-        return look(item, name, *default)
-
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for name, look in plain.items():
-            setattr(builtins, name, partial(asking, look))
-        with called_first(called):
-            yield
-    finally:
-        for name, look in plain.items():
-            setattr(builtins, name, look)
-        if collecting:
-            gc.enable()
-
-
-def _reads(codes: Mapping[types.CodeType, dict[str, Any]], asked: Collection[str]) -> Reads:
-    names, user, imported, by_name = {*_ALWAYS, *asked}, {*asked}, set[str](), False
-    wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for code, namespace in codes.items():
-        module = str(namespace.get("__name__", ""))
-        if module.startswith(_BELOW):
-            continue
-        if is_of_system(module):
-            names.update(code.co_names)
-            if module == "os" and "_data" in code.co_names:
-                wanted[id(namespace)] = namespace, {"environ"}
-            continue
-        read, further = _names_read(code)
-        package = str(namespace.get("__package__") or module.rpartition(".")[0])
-        imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
-        user |= read
-        by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
-        anything = "globals" in code.co_names
-        here = {name for name in (namespace if anything else read) if name in namespace}
-        wanted.setdefault(id(namespace), (namespace, set()))[1].update(here)
-    found = frozenset(names | user)
-    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
-    every = None if by_name else found
-    loaded = tuple(sorted(name for name in imported if name in sys.modules))
-    return Reads(every, every, frozenset(user), spaces, loaded)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; and the
-    modules that are imported."""
-    counts, found, modules = counting_loads(code), set[str](), set[str]()
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    for at, one in enumerate(steps):
-        if one.opname == "IMPORT_NAME":
-            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
-            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
-        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
-            found |= set() if one.offset in counts else {str(one.argval)}
-    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
-    if not _MODULES.isdisjoint(code.co_names):
-        modules |= {item for item in strings if item in sys.modules}
-    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
-    return frozenset(found | parts), frozenset(modules)
-
-
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    """The constants of code, those within tuples, too: names that a `match` looks at."""
-    for item in items:
-        if isinstance(item, (tuple, frozenset)):
-            yield from _flat(item)
-        else:
-            yield item

@@ -42,6 +42,7 @@ from magis.ops.python_objects import (
     names_of_getter,
     parts,
     same,
+    scheduled,
     slot_values,
     slots,
 )
@@ -68,6 +69,10 @@ class Reads:
     """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
     results: frozenset[str] = frozenset()
     """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
+    state: frozenset[str] = frozenset()
+    """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
+    moved: frozenset[str] = frozenset()
+    """Numbers in attributes of modules that every forward reads and changes."""
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
@@ -122,7 +127,7 @@ class Snapshot:
         self._known: dict[int, object] = {}
         self._queue: deque[tuple[str, object]] = deque()
         self._take(roots)
-        self._looks = [(path, tensor, _looks(tensor)) for path, tensor in self.tensors.values()]
+        self._looks = [(path, tensor, looks(tensor)) for path, tensor in self.tensors.values()]
 
     def _take(self, roots: Mapping[str, object]) -> None:
         more: set[str] = set()
@@ -157,9 +162,9 @@ class Snapshot:
         for path, item, kind in self._kinds:
             if type(item) is not kind:
                 yield path, kind, type(item)
-        for path, tensor, looks in self._looks:
-            if _looks(tensor) != looks:
-                yield path, looks, _looks(tensor)
+        for path, tensor, then in self._looks:
+            if (now := looks(tensor)) != then:
+                yield path, then, now
 
     def left(self) -> Iterator[tuple[str, object, object]]:
         """Those of them that lie in attributes and containers."""
@@ -216,7 +221,9 @@ class Snapshot:
                 self.tensors[id(item)] = (path, item)
                 if self._reads.names is not None and type(item) in (Tensor, nn.Parameter):
                     self._hold(path, vars(item), self._reads.names, ".")
-        elif not isinstance(item, LEAVES) and not type(item).__module__.startswith(_OURS):
+        elif not isinstance(item, LEAVES) and (
+            isinstance(item, nn.Module) or not type(item).__module__.startswith(_OURS)
+        ):
             self._known[id(item)] = item
             self._queue.append((path, item))
 
@@ -257,7 +264,7 @@ class Snapshot:
             self._ask(path, lambda: tuple(value for _, value in parts(item, names)))
         elif isinstance(item, Optimizer):
             if names is None or "param_groups" in names:
-                self._ask(path, lambda: tuple(each for _, group in parts(item) for each in group.values()))
+                self._ask(path, functools.partial(scheduled, item))
         elif not isinstance(item, (functools.partial, types.MethodType, types.BuiltinFunctionType)):
             self._hidden(path, item)
         held = getattr(item, "__dict__", None)
@@ -325,7 +332,8 @@ class Snapshot:
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
+def looks(tensor: Tensor) -> tuple[Any, ...]:
+    """What a step rests on of a tensor besides its contents."""
     return (
         tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,

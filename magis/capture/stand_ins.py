@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from magis.capture.python_state import CACHED, cached_memory
 from magis.capture.workload import batch_by_name
+from magis.errors import CaptureError
+from magis.ops.python_objects import find
 
 Twins = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Other tensors for given ones, by name, that share memory where these do."""
@@ -95,3 +98,25 @@ def _of_plain_tensors(module: nn.Module) -> nn.Module:
         plain = torch.empty(0, dtype=tensor.dtype)
         made[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
     return copy.deepcopy(module, made)
+
+
+def finder(
+    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
+) -> Callable[[Tensor], str | None]:
+    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
+    roots = {"module": stand.module, "loss": loss_fn}
+
+    def found(tensor: Tensor) -> str | None:
+        owner = stand.owner_of(tensor)
+        if owner is not None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
+                hint="make the view in the forward, or register it as a buffer",
+            )
+        name = find(roots, tensor)
+        if name is None and tensor.untyped_storage()._cdata in cached_memory():
+            name = f"{CACHED}{len(cached)}"
+            cached[name] = tensor.detach()
+        return name
+
+    return found

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from magis.capture.contents import made_again
 from magis.capture.number_places import NumberPlaces
-from magis.graph import NUMBER, Scalar
+from magis.graph import NUMBER, Arg, Scalar
+from magis.ops.generators import HostGenerators
 from magis.ops.operators import name_of, op_info
 
+SPECIAL = frozenset({0, 1, -1, 2})
+"""For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
 MOST_PARTS = 64
 """Of one expression: a number that a loop makes of itself is not traced further."""
 _SHAPELESS = """
@@ -52,18 +56,20 @@ _READ: dict[str, Callable[..., Any]] = {
     "as_integer_ratio": lambda x: x.as_integer_ratio(), "is_integer": lambda x: float(x).is_integer(),
     "hex": lambda x: float(x).hex(),
 }  # fmt: skip
-_MATH = {name: function for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
+MATH = {name: function for name, function in vars(math).items() if callable(function) and not name.startswith("_")}
 _IN_TORCH: dict[str, Callable[..., Any]] = {
     "-x": operator.neg, "1-x": lambda x: 1 - x, "x-1": lambda x: x - 1, "x+1": lambda x: x + 1,
     "1/x": lambda x: 1 / x, "1/(1-x)": lambda x: 1 / (1 - x), "x*x": lambda x: x * x, "2*x": lambda x: 2 * x,
     "sqrt(x)": math.sqrt,
 }  # fmt: skip
 """What torch's own code makes of a number before an operator takes it: scales of a dropout, derivatives."""
+DRAWN, READ = "draw:", "read:"
+"""Begin the paths of such numbers, and of those that Python reads off tensors."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
     **_READ,
     **_IN_TORCH,
-    **{f"math.{name}": function for name, function in _MATH.items()},
+    **{f"math.{name}": function for name, function in MATH.items()},
 }
 
 
@@ -104,7 +110,8 @@ class TracedNumber(float):
     __array_ufunc__ = None  # numpy would read it unseen
     trace: Trace
     expression: Expression
-    true: float
+    true: Any
+    """A float or an int."""
 
     def _made(self, name: str, *others: object) -> Any:
         return self.trace.made(name, self, *others)
@@ -151,11 +158,28 @@ for _name in ("as_integer_ratio", "is_integer", "hex"):
     setattr(TracedNumber, _name, partialmethod(TracedNumber._read, _name))
 
 
+@dataclass(frozen=True)
+class DrawCall:
+    """A call that draws a number."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def again(self) -> float:
+        """DrawCall the next number."""
+        return float(self.function(*self.given, **dict(self.keywords)))
+
+
 class Trace:
     """The stand-ins of one capture: near the true numbers, or `far` from them, which tells what is rounded unseen."""
 
-    def __init__(self, seed: int, *, far: bool) -> None:
+    def __init__(self, seed: int, *, far: bool, pinned: Collection[str] = (), wanted: Collection[str] = ()) -> None:
         self._far = far
+        self._wanted = frozenset(wanted)
+        """Tensors, by name, whose numbers are inputs."""
+        self._pinned = frozenset(pinned)
+        """Paths of numbers that stay inputs where an operator takes a special one: it is a constant then."""
         self._random = random.Random(seed)  # noqa: S311 (numbers that nobody else has, no secret)
         self._known: dict[float, tuple[Expression, float]] = {}
         self._made: dict[float, tuple[Expression, float]] = {}
@@ -164,6 +188,16 @@ class Trace:
         """Numbers that operators take, and the names of their scalars."""
         self.true: dict[str, float] = {}
         """Their present values."""
+        self.draws: list[DrawCall] = []
+        """What the step draws from Python's and numpy's generators, in order."""
+        self._bounds: tuple[Any, ...] = ()
+        self._hint: TracedNumber | None = None
+        self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
+        """How the tensors that Python reads numbers off are made of named ones, in order, and these names."""
+        self.left: dict[str, Expression] = {}
+        """Numbers that the step leaves at the paths, computed of those that it found there."""
+        self.look: Callable[[], None] = lambda: None
+        """Notes what the step leaves, at its end."""
         self.lost = ""
         """Why the capture holds for the present numbers alone; empty: it does not."""
 
@@ -214,17 +248,96 @@ class Trace:
         size = 1 + sum(each.parts for each in parts if isinstance(each, Expression))
         return plain, Expression(name, parts, size, repr([each for each in parts if not isinstance(each, Expression)]))
 
-    def scalar(self, value: float, target: str) -> Scalar | None:
-        """The named scalar that an argument of an operator is; None for a constant."""
+    def begin(self) -> None:
+        """Forget what an earlier run of the step has drawn, read, decided and left."""
+        for found in (self.draws, self.reads, self.left, self.outcomes, self.named, self.true):
+            found.clear()
+
+    def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+        """The stand-in for a number that is drawn."""
+        number = function(*given, **keywords)
+        self.draws.append(DrawCall(function, given, tuple(keywords.items())))
+        if type(number) is not float or any(isinstance(each, TracedNumber) for each in given):
+            self.lost = self.lost or "the step draws what is no number, or by another number"
+            return number
+        return self.stand_in(Expression("", (f"{DRAWN}{len(self.draws) - 1}",)), number)
+
+    def read_off(self, tensor: Tensor, sources: frozenset[str], number: float) -> TracedNumber | None:
+        """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+        made = made_again(tensor)
+        if made is None or not sources or not sources <= self._wanted:
+            return None
+        self.reads.append((made, sources))
+        return self.stand_in(Expression("", (f"{READ}{len(self.reads) - 1}",)), number)
+
+    @contextmanager
+    def hinted(self, bounds: tuple[Any, ...], number: object) -> Iterator[None]:
+        """While it lasts, a slice with these bounds, or a tensor of this whole number, is made of what they stand for.
+        Those that no operator takes so are constants."""
+        self._bounds, self._hint = bounds, number if isinstance(number, TracedNumber) else None
+        waiting = [each for each in (*bounds, self._hint) if isinstance(each, TracedNumber)]
+        try:
+            yield
+        finally:
+            left = [each for each in waiting if each.expression not in self.named]
+            self.outcomes.update({each.expression: each.true for each in left})
+            self._bounds, self._hint = (), None
+
+    def slice_args(self, target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+        """The arguments of an operator; of a slice with named scalars for bounds that are traced."""
+        true = tuple(map(true_of, self._bounds))
+        if target != "aten.slice.Tensor" or not true or args[2:4] != true:
+            return args
+        named = (self._whole(each) if isinstance(each, TracedNumber) else each for each in self._bounds)
+        return (*args[:2], *named, *args[4:])
+
+    def _whole(self, number: TracedNumber) -> int | Scalar:
+        if number.true in SPECIAL:
+            self.outcomes[number.expression] = number.true
+            return int(number.true)
+        name = self.named.setdefault(number.expression, f"{NUMBER}{len(self.named)}")
+        self.true[name] = number.true
+        return Scalar(name)
+
+    def explains(self, before: HostGenerators) -> bool:
+        """Whether the draws are all that has moved Python's and numpy's generators since then."""
+        after = HostGenerators()
+        before.restore()
+        for draw in self.draws:
+            draw.again()
+        same = not after.moved()
+        after.restore()
+        return same
+
+    def note_left(self, places: NumberPlaces, paths: Iterable[str]) -> None:
+        """Note what stands at these paths at the end of the step."""
+        for path in paths:
+            found = places.read(path)
+            if not isinstance(found, TracedNumber):
+                self.lost = self.lost or f"the step leaves another number at {path}"
+            elif found.expression != Expression("", (path,)):
+                self.left[path] = found.expression
+
+    def scalar(self, value: float, target: str) -> float | Scalar:
+        """The argument of an operator: a named scalar, or a constant."""
         known = self._known.get(value) or self._quotient(value)
         if known is None:
-            return None
+            return float(value)
+        if known[1] in SPECIAL and self._stays(known[0]):
+            self.outcomes[known[0]] = known[1]
+            return known[1]
         if not (op_info(target).elementwise or name_of(target) in _SHAPELESS.split()):
             self.lost = self.lost or f"{target} takes it"
         return self._named(value, *known)
 
+    def _stays(self, expression: Expression) -> bool:
+        """Whether a special number is an input all the same."""
+        return all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
+
     def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
         """The elements of a tensor that Python made of numbers, with named scalars for those that are stand-ins."""
+        if self._hint is not None and numbers == (self._hint.true,) and type(self._hint.true) is int:
+            return (self._whole(self._hint),)
         made = self._rounded(dtype)
         found = [(number, made.get(number) if isinstance(number, float) else None) for number in numbers]
         return tuple(number if known is None else self._named(number, *known) for number, known in found)
@@ -259,6 +372,14 @@ class Trace:
 TRACE: ContextVar[Trace | None] = ContextVar("numbers that are traced", default=None)
 
 
+def begun() -> Trace | None:
+    """The trace that a run of the step begins with; None where nothing is traced."""
+    trace = TRACE.get()
+    if trace is not None:
+        trace.begin()
+    return trace
+
+
 def traced_among(given: Any) -> frozenset[str]:
     """The source of contents that are computed of stand-ins among the arguments of an operator."""
     trace = TRACE.get()
@@ -276,41 +397,24 @@ def traced_within(tensor: Tensor) -> frozenset[str]:
     return frozenset({NUMBER} if any(named) else ())
 
 
+def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor], Any]) -> TracedNumber | None:
+    """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+    trace = TRACE.get()
+    if trace is None or tensor.numel() != 1 or tensor.dtype == torch.bool or tensor.is_complex():
+        return None
+    with _disable_current_modes():
+        number = read(tensor)
+    return trace.read_off(tensor, sources, number)
+
+
+def true_of(item: Any) -> Any:
+    """The number that a stand-in stands for; anything else as it is."""
+    return item.true if isinstance(item, TracedNumber) else item
+
+
 def none_traced(sources: frozenset[str]) -> frozenset[str]:
     """The sources of contents that Python reads: the numbers among them are known no further than that."""
     trace = TRACE.get()
     if trace is not None and NUMBER in sources:
         trace.lost = "Python reads a tensor that is made of it"
     return sources - {NUMBER}
-
-
-@contextmanager
-def tracing(places: NumberPlaces, paths: Iterable[str], seed: int, *, far: bool) -> Iterator[Trace]:
-    """While it lasts, the numbers at these paths are stand-ins."""
-    trace = Trace(seed, far=far)
-    token = TRACE.set(trace)
-    with ExitStack() as stack:
-        stack.callback(TRACE.reset, token)
-        watched = {id(function): partial(_of_math, name, function) for name, function in _MATH.items()}
-        for name, function in _MATH.items():
-            setattr(math, name, watched[id(function)])
-            stack.callback(setattr, math, name, function)
-        for path, function in places.holding(_MATH.values()).items():
-            places.write(path, watched[id(function)])
-            stack.callback(places.write, path, function)
-        for path in sorted(paths):
-            true = places.read(path)
-            places.write(path, trace.stand_in(Expression("", (path,)), true))
-            stack.callback(places.write, path, true)
-        yield trace
-
-
-def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """A function of `math`, which reads stand-ins unseen."""
-    trace = next((each.trace for each in given if isinstance(each, TracedNumber)), None)
-    if trace is None or keywords:
-        return function(*given, **keywords)
-    result = function(*(each.true if isinstance(each, TracedNumber) else each for each in given))
-    make = trace.made if type(result) is float else trace.read
-    found = make(f"math.{name}", *given)
-    return result if found is NotImplemented else found

@@ -306,6 +306,11 @@ def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
     return _Called(module, batch.names, batch.form) if batch.names or batch.form is not None else module
 
 
+def roots_of(module: nn.Module, loss_fn: object) -> dict[str, object]:
+    """The module and the loss as the user has them, by the names that paths to what they hold begin with."""
+    return {"model": module.module if isinstance(module, _Called) else module, "loss": loss_fn}
+
+
 def with_targets(loss_fn: Callable[..., Tensor] | None, batch: Batch) -> Callable[..., Tensor] | None:
     """The loss function as it takes the targets' tensors one after another."""
     if loss_fn is None or batch.target_form is None:
@@ -338,13 +343,18 @@ def _applied(given: tuple[nn.Module, Any], *targets: Tensor) -> Any:
 def with_loss(
     module: nn.Module, loss_fn: Callable[..., Tensor] | None
 ) -> tuple[nn.Module, Callable[..., Tensor] | None]:
-    """The module and the loss function; a loss that trains parameters of its own becomes a part of the module."""
+    """The module and the loss function; a loss with tensors of its own becomes a part of the module."""
     if not isinstance(loss_fn, nn.Module):
         return module, loss_fn
     known = {id(parameter) for parameter in module.parameters()}
-    if not any(parameter.requires_grad and id(parameter) not in known for parameter in loss_fn.parameters()):
-        return module, loss_fn
-    return _WithLoss(module, loss_fn), _applied
+    trains = any(parameter.requires_grad and id(parameter) not in known for parameter in loss_fn.parameters())
+    return (_WithLoss(module, loss_fn), _applied) if trains or _keeps_tensors(loss_fn) else (module, loss_fn)
+
+
+def _keeps_tensors(loss: nn.Module) -> bool:
+    """Whether a loss of a user's own has tensors that it may replace: the centre of DINO's, a running mean."""
+    parts = [part for part in loss.modules() if not type(part).__module__.startswith("torch.")]
+    return any(isinstance(each, Tensor) for part in parts for each in (*part.buffers(), *vars(part).values()))
 
 
 def own_loss(output: Any, *targets: Tensor) -> Tensor:

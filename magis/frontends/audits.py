@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture import OptimizerSpec, capture
-from magis.capture.captured import is_readable
+from magis.capture.contents import is_readable
 from magis.capture.snapshot import Snapshot
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import Batch, own_loss, with_keywords, with_targets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from magis.capture import OptimizerSpec
@@ -12,6 +13,7 @@ from magis.capture.optimizer_rule import Update
 from magis.capture.workload import Batch
 from magis.errors import CaptureError
 from magis.frontends.audits import Audits
+from magis.frontends.number_inputs import Given
 from magis.frontends.planned import Planned
 from magis.ops.call import follows_data
 
@@ -22,7 +24,11 @@ KINDS = 64
 KEPT_OPERATORS = 100_000
 """Operators of all plans that are kept, at about 2.5 KiB each; `KEPT` plans are kept however many they have."""
 VAIN = 3
-"""Times that a number is tried as an input of the graph in vain."""
+"""Times that a number is tried as an input of the graph in vain, or a plan for another way at branches on data."""
+MISSED = 2
+"""Steps in a row that take another way than their plan, after which that is made anew."""
+PROVEN = 16
+"""Steps after which a plan counts as one that was not made in vain."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +53,41 @@ class KeptStep:
     audits: Audits
     bound: Any = None
     """What runs it on the present tensors, once that has been made."""
-    given: Mapping[str, float] = field(default_factory=dict)
-    """Values of the numbers that are inputs of its graph, at the step to come."""
+    given: Given | None = None
+    """What the step to come is given, where numbers are inputs of its graph."""
     steps: int = 0
     """For how many it was used."""
+    missed: int = 0
+    """How many of the last steps took another way than the plan."""
+    vain: int = 0
+    """How many plans before this one were given up for that."""
     variants: dict[str, KeptStep] = field(default_factory=dict)
     """By the outlines of their graphs, where forwards draw on the host."""
+
+    def ran(self, *, planned: bool) -> None:
+        """Note a step that ran as `planned`, or took another way."""
+        self.missed = 0 if planned else self.missed + 1
+        if planned and self.steps > PROVEN:
+            self.vain = 0
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Those that the step to come is given."""
+        return {} if self.given is None else self.given.numbers
+
+    @property
+    def given_up(self) -> bool:
+        """Whether steps take another way for good: a branch on a state that the first steps alone are in, say."""
+        return self.missed >= MISSED and self.vain < VAIN
 
     def holds(self, batch: Batch) -> bool:
         """Whether it is a plan for a step on this batch, with all that the step rests on as it is now."""
         inputs = self.plan.inputs
         if inputs is None:
             return self.plan.guards.hold(batch)
-        given = inputs.now()
+        given = self.given = inputs.now(partial(self.plan.guards.tensors, batch))
         changed = None if given is None else changed_numbers(self.plan.guards.changes(batch))
-        self.given = given or {}
-        return changed is not None and changed <= inputs.kinds.keys()
+        return changed is not None and changed <= inputs.paths
 
 
 class KeptSteps(list[KeptStep]):
@@ -98,6 +123,12 @@ class KeptSteps(list[KeptStep]):
             raise doubt
         return doubt
 
+    def give_up(self, key: Any) -> int:
+        """Drop the plans for one kind of batch whose steps take another way; how many were given up so far."""
+        gone = [entry for entry in self if entry.key == key and entry.given_up]
+        self[:] = [entry for entry in self if entry not in gone]
+        return max((entry.vain + 1 for entry in gone), default=0)
+
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
         """Paths of the user's own numbers that change from step to step, if nothing else does."""
         changed = (changed_numbers(entry.plan.guards.changes(batch)) for entry in reversed(self) if entry.key == key)
@@ -106,7 +137,7 @@ class KeptSteps(list[KeptStep]):
 
     def note_inputs(self, asked: Collection[str], found: KeptStep) -> None:
         """Leave numbers constants that cannot become inputs of the graph, or whose plans serve one step each."""
-        inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.kinds)
+        inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.paths)
         once = any(entry.steps == 1 for entry in self if entry.key == found.key and entry.plan.inputs is not None)
         for path in asked:
             self._vain[path] = self._vain.get(path, 0) + 1 if once or path not in inputs else 0

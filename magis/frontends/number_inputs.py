@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from magis.capture.number_places import NumberPlaces
-from magis.capture.traced_numbers import Expression, Trace, tracing
+from magis.capture.number_places import OFF, NumberPlaces
+from magis.capture.number_tracing import tracing
+from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, DrawCall, Expression, Trace
 from magis.errors import MagisError
 from magis.graph import Graph, Op, Scalar, digest, with_scalars
+from magis.ops.generators import HostGenerators
 from magis.ops.python_objects import same
 from magis.planner.subject import Subject
 
-SPECIAL = frozenset({0, 1, -1, 2})
-"""For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
+MOST_DECIDED = 4
+"""Decisions by numbers that are drawn, for which plans are kept."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 """What code may raise that is given a stand-in: one is no index, and no size."""
+
+
+Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
+"""The live tensors that a step reads numbers off, by name."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one step is given besides its batch."""
+
+    numbers: Mapping[str, float]
+    """Values of the scalars of its graph."""
+    left: Mapping[str, float]
+    """Numbers that it leaves, by path."""
+    after: HostGenerators | None = None
+    """Python's and numpy's generators as it leaves them, if it draws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +53,52 @@ class NumberInputs:
     outcomes: Mapping[Expression, object]
     """What Python decided by them."""
     negative: Mapping[str, bool]
+    draws: tuple[DrawCall, ...] = ()
+    """What is drawn from Python's and numpy's generators, in order."""
+    reads: tuple[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]], ...] = ()
+    """How tensors that Python reads numbers off are made of named ones, in order, and these names."""
+    left: Mapping[str, Expression] = field(default_factory=dict)
+    """The numbers that the step leaves at their paths."""
 
-    def now(self) -> dict[str, float] | None:
-        """Values of the scalars; None where the step is another one for the present numbers."""
+    @property
+    def paths(self) -> set[str]:
+        """Of all numbers that may change."""
+        return {*self.kinds, *(f"{OFF}{name}" for _, names in self.reads for name in names)}
+
+    def now(self, tensors: Tensors) -> Given | None:
+        """What the step to come is given, with these `tensors`; None where it is another one for the present numbers.
+        The generators stay as they are."""
+        live = tensors(sorted(set().union(*(names for _, names in self.reads)))) if self.reads else {}
+        before = HostGenerators() if self.draws else None
+        try:
+            drawn = {f"{DRAWN}{index}": draw.again() for index, draw in enumerate(self.draws)}
+            after = HostGenerators() if self.draws else None
+        finally:
+            if before is not None:
+                before.restore()
+        try:
+            read = {f"{READ}{index}": make(live).item() for index, (make, _) in enumerate(self.reads)}
+        except (RuntimeError, TypeError, IndexError):  # eager will say what is wrong
+            return None
+        found = self._values({**drawn, **read})
+        return None if found is None else Given(*found, after)
+
+    def leave(self, numbers: Mapping[str, float]) -> None:
+        """Put numbers where the step leaves them."""
+        for path, number in numbers.items():
+            self.places.write(path, number)
+
+    def _values(self, drawn: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Those of the scalars, and those that the step leaves."""
         try:
             live = {path: self.places.read(path) for path in self.kinds}
             if any((type(live[path]), live[path] == 0) != kind for path, kind in self.kinds.items()):
                 return None
+            live.update(drawn)
             if any(not same(each.value(live), then) for each, then in self.outcomes.items()):
                 return None
             found = {name: each.value(live) for name, each in self.named.items()}
+            left = {path: each.value(live) for path, each in self.left.items()}
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
             return None  # eager will say what is wrong with them
         usual = all(
@@ -50,17 +106,24 @@ class NumberInputs:
             and (value < 0) is self.negative[name]
             for name, value in found.items()
         )  # fmt: skip
-        return found if usual else None
+        return (found, left) if usual else None
 
 
 def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable[str]) -> NumberInputs | None:
     """What captures with other stand-ins agree on; None where they do not, or hold for one number alone."""
     one, other = traces
-    if one.lost or other.lost or one.named != other.named or one.outcomes != other.outcomes:
+    alike = all(getattr(one, each) == getattr(other, each) for each in ("named", "outcomes", "draws", "left"))
+    alike = alike and [names for _, names in one.reads] == [names for _, names in other.reads]
+    if one.lost or other.lost or not alike:
+        return None
+    if sum(any(path.startswith(DRAWN) for path in each.paths()) for each in one.outcomes) > MOST_DECIDED:
         return None
     named = {name: each for each, name in one.named.items()}
     kinds = {path: (type(number), number == 0) for path in paths for number in [places.read(path)]}
-    return NumberInputs(places, kinds, named, one.outcomes, {name: true < 0 for name, true in one.true.items()})
+    negative = {name: true < 0 for name, true in one.true.items()}
+    return NumberInputs(
+        places, kinds, named, one.outcomes, negative, tuple(one.draws), tuple(one.reads), dict(one.left)
+    )
 
 
 def special_paths(trace: Trace) -> set[str]:
@@ -86,19 +149,26 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
 
 
 def with_number_inputs(
-    look: Callable[[], Subject], plain: Subject, places: NumberPlaces, paths: Iterable[str]
+    look: Callable[[], Subject],
+    plain: Subject,
+    places: NumberPlaces,
+    paths: Collection[str],
+    moved: Collection[str],
+    tensors: Tensors,
 ) -> tuple[Subject, NumberInputs] | None:
-    """The step as ``look`` captures it, with the numbers at ``paths`` as named scalars, and what these are computed of.
+    """The step as ``look`` captures it, with the numbers at ``paths``, those that it moves itself (``moved``) and those
+    that it draws as named scalars, and what these are computed of.
 
     None where it is another one than the ``plain`` one, which has the present numbers as constants, or where it is good
     for them alone. Numbers for which torch may choose other operators stay constants.
     """
-    traced = partial(_traced, look, plain, places)
-    left = {path for path in paths if places.has(path)}
-    near = traced(left, 1, far=False) if left else None
+    wanted = {path.removeprefix(OFF) for path in paths if path.startswith(OFF)}
+    traced, drawn = partial(_traced, look, plain, places, moved, wanted), plain.captured.drawn or wanted
+    left = {path for path in (*paths, *moved) if places.has(path)}
+    near = traced(left, 1, far=False) if left or drawn else None
     while near is not None and (special := special_paths(near[1])):
         left -= special
-        near = traced(left, 1, far=False) if left else None
+        near = traced(left, 1, far=False) if left or drawn else None
     if near is None:
         return None
     subject, trace = near
@@ -109,21 +179,31 @@ def with_number_inputs(
         if far is None or any(not each.startswith(("float", "bfloat", "complex")) for each in whole):
             return None
     inputs = inputs_of((trace, far[1]), places, left)
-    now = None if inputs is None else inputs.now()
-    if inputs is None or now is None or subject.digest != far[0].digest:
+    now = None if inputs is None else inputs.now(tensors)
+    if inputs is None or now is None or subject.digest != far[0].digest or subject.captured.drawn:
+        return None
+    if not inputs.left.keys() >= {*moved}:
         return None
     captured, known = subject.captured, plain.captured
     pairs = (captured.graph, known.graph), (captured.original.graph, known.original.graph)
-    same = all(digest(with_numbers(traced, now)) == digest(constant) for traced, constant in pairs)
+    same = all(digest(with_numbers(traced, now.numbers)) == digest(constant) for traced, constant in pairs)
     return (subject, inputs) if same else None
 
 
 def _traced(
-    look: Callable[[], Subject], plain: Subject, places: NumberPlaces, paths: Iterable[str], seed: int, *, far: bool
+    look: Callable[[], Subject],
+    plain: Subject,
+    places: NumberPlaces,
+    moved: Collection[str],
+    wanted: Collection[str],
+    paths: Collection[str],
+    seed: int,
+    *,
+    far: bool,
 ) -> tuple[Subject, Trace] | None:
     """A capture with stand-ins; None where the code does not take these."""
     try:
-        with tracing(places, paths, seed, far=far) as trace:
+        with tracing(places, paths, seed, far=far, moved=moved, wanted=wanted) as trace:
             subject = look()
             subject.hear(plain.captured.heard)
             _ = subject.captured

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -17,17 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec
-from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
-from magis.capture.python_state import advance
-from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
+from magis.capture.optimizer_rule import fingerprint, update_of, why_apart
+from magis.capture.workload import Batch, as_batch, own_loss, roots_of, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends.audits import Audits, step_difference
+from magis.frontends.bound_plan import BoundPlan
 from magis.frontends.branching import Draw, constants_of, contents_kept, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
 from magis.frontends.optimizer_state import (
     MemoryGuard,
-    OptimizerState,
     adopted,
     check_hooks,
     check_mode,
@@ -36,18 +34,15 @@ from magis.frontends.optimizer_state import (
 )
 from magis.frontends.plan_files import SavedPlan, read_plan, write_plan
 from magis.frontends.planned import Planned, planned, subject_now
-from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
-from magis.ops.call import ExpectationError
-from magis.ops.generators import held_generators
-from magis.ops.optimizers import scalars
-from magis.ops.python_objects import follow, holder_of
+from magis.frontends.undoing import PartialUpdate, raise_as_eager, raises_again, undo_of
+from magis.ops.python_objects import DATA, follow
 from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
+from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
 from magis.strategies.rank_step import World
 
-OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
 """Plans for different draws of one step that are kept."""
@@ -102,18 +97,18 @@ class OptimizedStep:
             self._raise_as_eager(given, error)
         doubt: CaptureError | None = None
         if entry.audits.ran >= entry.audits.due:
-            looked_at = self._whole, self._loss_fn, given, entry.plan, entry.given, self._autocast
+            looked_at = self._whole, self._loss_fn, given, entry.plan, entry.numbers, self._autocast
             doubt = self._entries.audit(entry, self._number, partial(step_difference, *looked_at))
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
-        if entry.plan.inputs is not None:
-            step.given = entry.given
-            if made := constants_of(entry.plan.graph, entry.given, self._device):
-                step.feed(made)
+        if entry.given is not None:
+            step.given = entry.given.numbers
+            draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
         started = perf_counter()
         try:
-            loss: Tensor = entry.bound.run(given, draw)
+            loss, as_planned = entry.bound.run(given, draw, entry.given)
+            entry.ran(planned=as_planned)
         except BaseException as error:
             operator, updated = step.raised(error)
             if operator is None:
@@ -127,9 +122,11 @@ class OptimizedStep:
         finally:
             step.release()
             entry.audits.ran += perf_counter() - started
-        if doubt is not None and not entry.bound.strayed:
+        if doubt is not None and as_planned:
             self._entries.remove(entry)
             raise doubt
+        if any(path.endswith(DATA) for path in entry.plan.results) and not merged_inputs(entry.plan.graph):
+            self._memory = MemoryGuard(self._whole)
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
@@ -137,10 +134,12 @@ class OptimizedStep:
         check_mode(self._device)
         self._look_at_optimizer()
         self._look_at_memory()
+        vain = self._entries.give_up(self._key(batch))
         found = self._find(batch)
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch) or self._made(batch, plan)
+            found.vain = max(found.vain, vain)
         self._entries.keep(found)
         found.steps += 1
         return found
@@ -158,7 +157,7 @@ class OptimizedStep:
     def save(self, path: Path | str) -> None:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
         entry = self._entries[-1]
-        write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.given), self._limits.asked))
+        write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.numbers), self._limits.asked))
 
     def _drawn(self, batch: Batch, entry: KeptStep) -> tuple[KeptStep, Draw]:
         """The plan for what this step draws, and what that is."""
@@ -257,13 +256,14 @@ class OptimizedStep:
             self._decided.append(found.decisions)
         # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
         audited = self._device == "cpu" and self._world is None and not found.drawn
-        audits = Audits(found.capture_seconds if audited else math.inf, self._number)
-        given = found.inputs.now() or {} if found.inputs else {}
-        entry = KeptStep(self._key(batch), choice, found, audits, given=given)
+        entry = KeptStep(
+            self._key(batch), choice, found, Audits(found.capture_seconds if audited else math.inf, self._number)
+        )
+        entry.holds(batch)
         self._entries.note_inputs(numbers, entry)
         return entry
 
-    def _bind(self, batch: Batch, entry: KeptStep) -> _Bound:
+    def _bind(self, batch: Batch, entry: KeptStep) -> BoundPlan:
         module, loss_fn = with_keywords(self._whole, batch), with_targets(self._loss_fn, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
@@ -282,7 +282,10 @@ class OptimizedStep:
             raise
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
-        return _Bound(found, step, module, state, self._optimizer, loss_fn, self._eager, undo)
+        roots, names = roots_of(module, loss_fn), {id(each): name for name, each in module.named_buffers()}
+        homes = ((path, id(follow(roots, path))) for path in found.state)
+        replaced = {path: f"buffer:{names[number]}" for path, number in homes if number in names}
+        return BoundPlan(found, step, module, state, self._optimizer, loss_fn, self._eager, undo, roots, replaced)
 
     def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
         """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
@@ -306,124 +309,3 @@ class OptimizedStep:
 def _read(plan: Path | str | None) -> SavedPlan | None:
     """The plan of a file; none without a file."""
     return None if plan is None else read_plan(Path(plan))
-
-
-@dataclass(eq=False)
-class _Bound:
-    """A plan on the tensors of a module and an optimizer."""
-
-    plan: Planned
-    step: GraphStep
-    module: nn.Module
-    state: OptimizerState | None
-    optimizer: Optimizer | None
-    loss_fn: Callable[..., Tensor] | None
-    eager: Callable[[Batch], Tensor]
-    undo: Undo
-    strayed: bool = False  # whether the last batch took another way at a branch on data
-
-    def is_current(self, choice: Choice) -> bool:
-        known = self.step.generators
-        if known and known != held_generators(self.module, self.loss_fn):  # there are few steps that have some
-            return False
-        homes = None if choice.update is None else choice.update.homes
-        return self.state is None or (self.state.update.homes == homes and self.state.is_current())
-
-    def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
-        kept: ContentsBefore | None = None
-        self.strayed = False
-        try:
-            self.step.prepare()
-            if not self.undo.expects:  # eager may not make them where a branch goes another way
-                self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
-            self.step.feed(batch.by_name)
-            if draw is not None:
-                self.step.feed(draw.constants)
-            kept = self.undo.now()
-            loss = self._gradients() if self.state is None else self._updated(self.state)
-        except BaseException as error:
-            operator, updated = self.step.raised(error)
-            if kept is not None and operator is not None and not updated:  # not behind, in the optimizer's own step
-                kept.put_back()
-            if self.state is not None:
-                self.state.forget()
-            if not isinstance(error, ExpectationError):
-                raise
-            self.strayed = True
-            warnings.warn(OTHER_WAY, stacklevel=3)
-            return self._eagerly(batch)
-        if draw is not None and draw.after is not None:
-            draw.after.restore()
-        return loss
-
-    def _leave_behind(self, results: Sequence[Tensor]) -> None:
-        """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
-        self._leave(dict(zip(self.plan.results, results[1:], strict=False)))
-        advance(self._roots, self.plan.counted)
-
-    def _leave(self, results: Mapping[str, Tensor | None]) -> None:
-        """Tensors where the forward leaves them: in attributes of modules."""
-        for path, tensor in results.items():
-            found = holder_of(self._roots, path)
-            if found is not None:
-                vars(found[0])[found[1]] = tensor
-
-    @property
-    def _roots(self) -> dict[str, object]:
-        """Where paths to Python's objects begin."""
-        return {"model": self.module, "module": self.module, "loss": self.loss_fn}
-
-    def _eagerly(self, batch: Batch) -> Tensor:
-        """The step without a plan."""
-        self.step.prepare()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss = self.eager(batch)
-        for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            left = follow(self._roots, path)
-            self._leave({path: left.detach() if isinstance(left, Tensor) else left})
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _updated(self, state: OptimizerState) -> Tensor:
-        optimizer = state.optimizer
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        rule = with_rates(state.update, optimizer)
-        with state.step_to_come() as number:
-            loss = self.step.run_with(scalars(rule, number))
-        self.step.finish()
-        self._leave_behind(self.step.results())
-        self.step.prepare()
-        _mark_stepped(optimizer)
-        return loss
-
-    def _gradients(self) -> Tensor:
-        """Gradients to where autograd puts them; then the optimizer's own step, if there is one."""
-        parameters = dict(self.module.named_parameters())
-        gradient: Tensor | None = None
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss = self.step.run_with(scalars(self.plan.rule, 1))
-        self.step.finish()
-        found = self.step.results()
-        gradients = found[len(found) - len(self.plan.graded) :]
-        self._leave_behind(found)
-        self.step.prepare()
-        for name, gradient in zip(self.plan.graded, gradients, strict=True):
-            parameter = parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if self.optimizer is not None:
-            del found, gradients, gradient
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-
-def _mark_stepped(optimizer: Optimizer) -> None:
-    """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)

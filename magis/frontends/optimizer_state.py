@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,11 +16,11 @@ from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
-from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.snapshot import Reads, Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import new_state, state_names
-from magis.ops.python_objects import PREFIX, look_up, told
+from magis.ops.python_objects import PREFIX, found_at, look_up, told
 from magis.planner.bench import check_device
 
 
@@ -143,7 +144,9 @@ class Guards:
         self._module, self._loss_fn, self._kept = module, loss_fn, kept
         self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
         hooks = {name: found for name, found in vars(global_hooks).items() if name.startswith("_global_")}
-        self.watched = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
+        self._roots: dict[str, object] = {"model": module, "loss": loss_fn}
+        self.watched = Snapshot({**self._roots, **hooks}, reads)
+        self._state = {path: looks(found) for path, found in self._state_now(reads.state)}
         if self.watched.unwatched:
             raise CaptureError(
                 f"the step may read {told(self.watched.unwatched[0])}, and nobody sees when that changes",
@@ -158,10 +161,26 @@ class Guards:
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
         """What is not: its path, what it was, what it is."""
         yield from self.watched.changes()
+        for path, found in self._state_now(self._state):
+            if not isinstance(found, Tensor) or looks(found) != self._state[path]:
+                yield path, self._state[path], found
         if _settings() != self._settings:
             yield "torch's settings", self._settings, _settings()
         now = self._named(self._contents, batch)
         yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
+
+    def of_contents(self, names: Collection[str]) -> Guards:
+        """The same, without numbers that are read off other tensors."""
+        made = copy.copy(self)
+        vars(made)["_contents"] = {name: tensor for name, tensor in self._contents.items() if name in names}
+        return made
+
+    def tensors(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor]:
+        """The live tensors of these names."""
+        return self._named(names, batch)
+
+    def _state_now(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        return ((path, found_at(self._roots, path)) for path in paths)
 
     def _named(self, names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
         found = {}

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.eager_run import Heard
-from magis.capture.number_places import NumberPlaces
+from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.python_state import deep_copy
-from magis.capture.refusals import BranchError
-from magis.capture.side_effects import DrawError, observe_step
+from magis.capture.refusals import BranchError, check_contents
+from magis.capture.side_effects import BUFFER, DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
-from magis.errors import UsageError, VerifyError
+from magis.errors import CaptureError, UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.limits import AUTOCAST, Limits, PlanReport
@@ -65,7 +65,9 @@ class Planned:
     counted: tuple[tuple[str, int], ...]
     """Numbers that the forward counts on: path from its module (`model`) or loss (`loss`), and by how much."""
     results: tuple[str, ...]
-    """Attributes of modules in which the forward leaves tensors: results of the graph, behind the loss."""
+    """Paths to where the forward leaves tensors: results of the graph, behind the loss."""
+    state: frozenset[str]
+    """Those of attributes and buffers that the next step looks at."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
     captured: Graph
@@ -114,14 +116,15 @@ def planned(
     look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     capture = partial(captured_step, look, cast, alone=world is None)
-    compare = partial(compared_step, look, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
+    compare = partial(compared_step, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
     if world is not None:
         return _planned_together(capture, compare, world, saved, decided)
     seen = compare(capture())
-    if seen.drawn and rule.kind != "gradients":
-        return None
     if saved is None:
         seen = seen.with_inputs(look, numbers)
+    if seen.drawn and rule.kind != "gradients":
+        return None
+    seen.check_repeats(look)
     same = (known or {}).get(seen.digest)
     if same is not None:
         return seen.planned(same.graph, replace(same.report, update=seen.update), same.decisions)
@@ -162,16 +165,33 @@ class ComparedStep:
     update: str
     digest: str
     """Of the step; of its outline, where its forward draws on the host."""
+    batch: Batch
     inputs: NumberInputs | None = None
 
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
-        places = NumberPlaces(self.guards.watched)
-        found = None if self.drawn or not paths else with_number_inputs(look, self.subject, places, paths)
+        places, moved = NumberPlaces(self.guards.watched), self.reads.moved
+        paths = [*paths, *(f"{OFF}{name}" for name in self.subject.captured.moved)]
+        wanted = paths or moved or self.drawn
+        tensors = partial(self.guards.tensors, self.batch)
+        found = with_number_inputs(look, self.subject, places, paths, moved, tensors) if wanted else None
         if found is None:
             return self
         subject, inputs = found
-        return replace(self, subject=subject, digest=subject.digest, inputs=inputs)
+        guards = self.guards.of_contents(subject.captured.contents)
+        return replace(self, subject=subject, digest=subject.digest, inputs=inputs, guards=guards)
+
+    def check_repeats(self, look: Callable[[], Subject]) -> None:
+        """Raise CaptureError where every step would have other numbers, which could not become inputs."""
+        check_contents(self.subject.captured.moved)
+        if self.inputs is None and self.reads.moved:
+            raise CaptureError(
+                f"every forward changes {told(min(self.reads.moved))}, which a captured step would not", hint=BUFFER
+            )
+        if self.drawn:
+            with generators_kept():
+                seed_all(OTHER)
+                check_outlines(self.subject.captured.graph, look().captured.graph)
 
     @property
     def drawn(self) -> bool:
@@ -188,8 +208,8 @@ class ComparedStep:
         captured = self.subject.captured
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
-            captured.results, captured.drawn, captured.graph, captured.heard, self.subject.capture_seconds, decisions,
-            self.inputs,
+            captured.results, self.reads.state, captured.drawn, captured.graph, captured.heard,
+            self.subject.capture_seconds, decisions, self.inputs,
         )  # fmt: skip
 
     def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
@@ -276,9 +296,9 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     reads = _observed(subject, cast)
     step = subject.captured
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
-    if not alone and step.results:
+    if not alone and (step.results or reads.moved):
         raise UsageError(
-            f"the forward leaves a tensor in {told(step.results[0])}, and what is planned is a copy of the model",
+            f"the forward leaves {told([*step.results, *reads.moved][0])} changed, and what is planned is a copy",
             hint="return it instead",
         )
     if not alone and (step.drawn or of_batch or follows_data(step.graph)):
@@ -292,7 +312,6 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
 
 
 def compared_step(
-    look: Callable[[], Subject],
     module: nn.Module,
     loss_fn: Callable[..., Tensor] | None,
     batch: Batch,
@@ -308,13 +327,9 @@ def compared_step(
     found = subject.captured
     guards = Guards(module, loss_fn, batch, reads, found.contents, found.kept)
     rule = subject.traced.optimizer
-    if found.drawn and rule.kind == "gradients":
-        with generators_kept():
-            seed_all(OTHER)
-            check_outlines(found.graph, look().captured.graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     digest = outline(found.graph) if found.drawn else subject.digest
-    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
+    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest, batch)
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:

@@ -33,6 +33,8 @@ from magis.errors import CaptureError
 
 PREFIX = "held:"
 """Begins the names of tensors that Python holds beside parameters and buffers; a step looks them up at every run."""
+DATA = ".data"
+"""Ends the path to a parameter whose data are replaced: `weight.data = ...`."""
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, slice}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
@@ -43,6 +45,8 @@ LEAVES = (
     types.GenericAlias, types.UnionType, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 """Objects that decide nothing, never change, or (generators of torch) stand in the graph."""
+_PYTHONS = getattr(random.random, "__self__", None)
+"""Python's global generator."""
 CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""
@@ -91,6 +95,11 @@ def _of_function(item: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _of_optimizer(item: Optimizer) -> Iterator[tuple[str, Any]]:
     # A schedule may be read; parameters and state are tensors of a step.
     return _numbered({key: value for key, value in each.items() if key != "params"} for each in item.param_groups)
+
+
+def scheduled(item: Optimizer) -> tuple[Any, ...]:
+    """Return the settings of an optimizer's groups: learning rates, say."""
+    return tuple(each for _, group in _of_optimizer(item) for each in group.values())
 
 
 def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
@@ -237,9 +246,11 @@ def names_of_getter(item: Any) -> set[str]:
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""
+    numpy = sys.modules.get("numpy")
+    if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):
+        return None  # whose draws are looked at by themselves
     if isinstance(item, random.Random):
         return item.getstate, item.setstate
-    numpy = sys.modules.get("numpy")
     if numpy is not None:
         if isinstance(item, numpy.random.Generator):
             state = copy.deepcopy(item.bit_generator.state)
@@ -279,11 +290,33 @@ def look_up(roots: Mapping[str, object], name: str) -> Tensor:
 def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
     """Return the object whose attribute is at the end of a path, and the attribute's name; None without one."""
     outer, _, step = path.rpartition("/")
+    holder = found_at(roots, outer)
+    return (holder, step[1:]) if step[:1] == "." and hasattr(holder, "__dict__") else None
+
+
+def is_of_module(roots: Mapping[str, object], path: str) -> bool:
+    """Whether a path leads to an attribute of a module, or to one of its buffers."""
+    outer, _, step = path.rpartition("/")
+    outer = outer.removesuffix("/._buffers") if step[:1] == "{" else outer
+    return (step[:1] == "." or "/._buffers/{" in path) and isinstance(found_at(roots, outer), nn.Module)
+
+
+def leave(roots: Mapping[str, object], path: str, left: Any) -> None:
+    """Put a tensor or a number where a forward leaves it, by the path to that place."""
+    outer, _, step = path.rpartition("/")
+    holder = follow(roots, outer)
+    if isinstance(holder, Tensor):
+        holder.data = left
+    else:
+        (holder if isinstance(holder, dict) else vars(holder))[step[1:]] = left
+
+
+def found_at(roots: Mapping[str, object], path: str) -> object:
+    """Return the object at the end of a path; None where a step leads nowhere."""
     try:
-        holder = follow(roots, outer)
+        return follow(roots, path)
     except _LOST:
         return None
-    return (holder, step[1:]) if step[:1] == "." and hasattr(holder, "__dict__") else None
 
 
 def follow(roots: Mapping[str, object], path: str) -> Any:
@@ -297,7 +330,7 @@ def follow(roots: Mapping[str, object], path: str) -> Any:
 
 def told(path: str) -> str:
     """Return a path as a person writes it: `model.norm.calls`, `loss closure scale`."""
-    text = path
+    text = path.removesuffix(f"/{DATA}")
     for step in ("/._modules/{", "/._parameters/{", "/._buffers/{"):
         text = text.replace(step, ".")
     first, *steps = text.split("/")

@@ -20,6 +20,7 @@ from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back,
 from magis.capture.refusals import BranchError, of_contents
 from magis.capture.snapshot import Snapshot
 from magis.capture.with_optimizer import followed_by, joined
+from magis.capture.workload import roots_of
 from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError, FactoryError, UsageError
@@ -122,15 +123,20 @@ class TracedModel:
         self._settles = True
         if CACHES in found.left and not self.simulated_only:
             self.__dict__["traced"] = self.workload
-        roots = _roots(self.traced)
+        roots = roots_of(self.traced.module, self.traced.loss_fn)
         before = Snapshot(roots)
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
-            if self._heard is not None:
-                self._listen()
-            found = self._captured(self.traced)
-        put_back(roots, before, found.left)
+            found = self._heard_anew()
+            if put_back(roots, before, found.left):  # numbers that the first step has: another one may compute others
+                found = self._heard_anew()
         return found
+
+    def _heard_anew(self) -> Captured:
+        """A capture of a step that is not the module's first one, with what eager's run of it tells."""
+        if self._heard is not None:
+            self._listen()
+        return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
         """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
@@ -201,7 +207,7 @@ class TracedModel:
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
-            roots = _roots(work)
+            roots = roots_of(work.module, work.loss_fn)
             before = Snapshot(roots)
             settle(work)
             put_back(roots, before, left)
@@ -272,7 +278,7 @@ class TracedModel:
     @property
     def holders(self) -> Mapping[str, object]:
         """Where tensors are that Python holds, by the names that their paths begin with."""
-        return _roots(self._settled)
+        return {"module": self._settled.module, "loss": self._settled.loss_fn}
 
     def fresh(self) -> Workload:
         """A workload of its own, with the same weights and batch, on the device."""
@@ -306,10 +312,6 @@ class TracedModel:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
-
-
-def _roots(work: Workload) -> dict[str, object]:
-    return {"module": work.module, "loss": work.loss_fn}
 
 
 def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:

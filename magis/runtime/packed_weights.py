@@ -22,7 +22,7 @@ def place(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The merged weights of the graph by name; ``known`` are its parameters, which are moved where they do not lie
     side by side already. Needs memory for one merged weight at a time besides."""
     found = {}
-    for merged in _merged(graph):
+    for merged in merged_inputs(graph):
         parts = _parts(graph, merged)
         whole = _as_they_lie(merged, {key: known[key] for key in parts}, parts)
         if whole is None:
@@ -39,7 +39,7 @@ def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
 
     ``tensors`` are those of ``graph.inputs``.
     """
-    all_merged = _merged(graph)
+    all_merged = merged_inputs(graph)
     if not all_merged:
         return
     known = {graph.values[number].name: tensor for number, tensor in zip(graph.inputs, tensors, strict=True)}
@@ -53,7 +53,8 @@ def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
                 )
 
 
-def _merged(graph: Graph) -> list[Value]:
+def merged_inputs(graph: Graph) -> list[Value]:
+    """The inputs of a graph that lie on the memory of several weights."""
     inputs = (graph.values[number] for number in graph.inputs)
     return [value for value in inputs if value.name.partition(":")[0] == MERGED]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.refusals import check_tensors
-from magis.capture.side_effects import DrawError, observe_step
+from magis.capture.side_effects import DrawError, check_stateless, observe_step
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, UsageError
 from magis.frontends.checkpointing.policy import (
@@ -159,9 +159,10 @@ class _PolicySearch:
         self._autocast = None if autocast is None else str(autocast).removeprefix("torch.")
         self._tries = 0
         try:
-            observe_step(work, self._autocast)
+            reads = observe_step(work, self._autocast)
         except DrawError:  # outside of blocks that may run again, that does no harm
-            observe_step(work, self._autocast, draws=True)
+            reads = observe_step(work, self._autocast, draws=True)
+        check_stateless(reads)
         self.left: dict[str, str] = {}
         """Blocks that stay as they are, and why."""
         with drawing(module, blocks, self.left):
