@@ -20,7 +20,7 @@ from magis.graph import Graph
 from magis.ops.collectives import is_message
 from magis.simulate.simulator import replay
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 3 << 28
 """Of the peak of a step that is run for no other purpose than to look at it."""
 MOST_SECONDS = 5.0
 """The same of its predicted time."""
