@@ -101,7 +101,7 @@ class _SlowWork:
             if self._column is not None and self._place.columns is not None:
                 up = f"\x1b[A\x1b[{self._column}C" if self._column else ""
                 self._place.write(f"{ERASE}{up}")
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # not where an interrupt cut its start short
             self._thread.join(1.0)  # one that hangs in a blocked pipe is left behind
 
     def _show(self) -> None:

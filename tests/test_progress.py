@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -86,3 +86,12 @@ def test_a_command_without_a_standard_error_says_nothing(
     monkeypatch.setattr("sys.stderr", None)
     with shown_if_slow(on_stderr(), "net") as tell:
         tell("searching")
+
+
+def test_an_interrupt_while_the_thread_starts_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt), shown_if_slow(ProgressPlace([].append), "net") as tell:
+        tell("capturing")

@@ -11,18 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from magis.capture.hollow import UnknownTruth
 from magis.capture.places import Places
 from magis.capture.schemas import ONLY_DENSE, layout_problem
 from magis.capture.stand_ins import StandIns
-from magis.errors import CaptureError, MagisError
+from magis.errors import CaptureError, MagisError, UsageError
 from magis.graph import Graph
 from magis.ops.call import CallError
 from magis.ops.operators import op_info
 
 INFERENCE = "use optimizer kind 'none' for inference"
 EAGER_FIRST = "the step must run eagerly before it can be captured"
+
+
+def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
+    """Raise for parts of a step that are something else: a class, a function, a scheduler, a lazy module."""
+    for what, given in (("model", module), ("loss function", loss_fn), ("optimizer", optimizer)):
+        if isinstance(given, type):
+            arguments = "model.parameters()" if issubclass(given, Optimizer) else ""
+            raise UsageError(
+                f"the {what} is the class {given.__name__}", hint=f"call it: {given.__name__}({arguments})"
+            )
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"the model is of type {type(module).__name__}", hint="give a torch.nn.Module")
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"the loss function is of type {type(loss_fn).__name__}", hint="give a function, or None")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+        hint = "give the optimizer that it drives" if own else "give a torch.optim.Optimizer, or None"
+        raise UsageError(f"the optimizer is of type {type(optimizer).__name__}", hint=hint)
+    lazy = next((name for name, each in module.named_parameters() if is_lazy(each)), None)
+    if lazy is not None:
+        raise UsageError(f"parameter {lazy} is lazy, and has no shape yet", hint="call the model once on a batch")
 
 
 def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from magis.capture.schemas import ONLY_DENSE, layout_problem
 from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import OptimizerSpec
 
@@ -203,10 +204,13 @@ def as_batch(given: Any) -> Batch:
         what = f"{len(given)} values" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
         raise UsageError(f"a batch of {what}", hint=EXPECTED)
     for role, tensors in (("inputs", found.inputs), ("targets", found.targets)):
-        if any(tensor.requires_grad for tensor in tensors):
-            raise UsageError(
-                f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
-            )
+        for tensor in tensors:
+            if tensor.requires_grad:
+                raise UsageError(
+                    f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
+                )
+            if tensor.layout is not torch.strided and (problem := layout_problem(tensor)):
+                raise UsageError(f"{role} hold a tensor that is {problem}", hint=ONLY_DENSE)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,10 @@ from magis.capture import OptimizerSpec
 from magis.capture.number_places import changed_numbers
 from magis.capture.optimizer_rule import Update
 from magis.capture.workload import Batch
+from magis.errors import CaptureError
+from magis.frontends.audits import Audits
 from magis.frontends.planned import Planned
+from magis.ops.call import follows_data
 
 KEPT = 4
 """Plans for one kind of batch, with modules in different states, that are kept."""
@@ -41,6 +44,7 @@ class KeptStep:
     key: Any
     choice: Choice
     plan: Planned
+    audits: Audits
     bound: Any = None
     """What runs it on the present tensors, once that has been made."""
     given: Mapping[str, float] = field(default_factory=dict)
@@ -82,6 +86,17 @@ class KeptSteps(list[KeptStep]):
             if id(entry) not in gone and len(kept) < (KINDS if operators <= KEPT_OPERATORS else KEPT):
                 kept.append(entry)
         self[:] = kept[::-1]
+
+    def audit(self, entry: KeptStep, number: int, difference: Callable[[], str]) -> CaptureError | None:
+        """Audit the step to come. CaptureError where it is another one than was planned: the next one is planned anew.
+
+        The error is returned where a batch may take another way at a branch on data, which the step itself will find.
+        """
+        doubt = entry.audits.check(number, difference)
+        if doubt is not None and not follows_data(entry.plan.graph):
+            self.remove(entry)
+            raise doubt
+        return doubt
 
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
         """Paths of the user's own numbers that change from step to step, if nothing else does."""

@@ -27,6 +27,8 @@ class Limits:
     budget: int | None = None
     seconds: float | None = None
     slack: float = Case.slack
+    granted: int = 0
+    """Bytes that plans for other batches may need: a smaller batch whose own limit no plan keeps may need as many."""
 
     @property
     def asked(self) -> dict[str, float]:

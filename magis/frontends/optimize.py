@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture.refusals import check_layouts
+from magis.capture.refusals import check_layouts, check_parts
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
 from magis.frontends.limits import AUTOCAST, limits_of
@@ -80,9 +80,12 @@ def optimize(
         if autocast not in AUTOCAST:
             raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
         check_layouts(model)
+        if plan is not None and not isinstance(plan, str | Path):
+            raise UsageError(f"the plan is of type {type(plan).__name__}", hint="give the path of a saved plan")
         step = kind(model, loss_fn, optimizer, limits, device_of(model, device), autocast)
         return step, as_batch(example_batch), repr(limits)
 
+    check_parts(model, loss_fn, optimizer)
     kind = _kind_of_step(model)
     if kind is OptimizedStep:
         step, batch, _ = made()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +20,8 @@ from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
-from magis.errors import MagisError
+from magis.errors import CaptureError, MagisError, UsageError
+from magis.frontends.audits import Audits, step_difference
 from magis.frontends.branching import Draw, constants_of, contents_kept, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
@@ -74,13 +77,13 @@ class OptimizedStep:
         self._autocast = autocast
         self._memory = MemoryGuard(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
-        self._restless = 0
-        self._apart = ""
+        self._restless, self._apart = 0, ""
         self._choice = Choice("left to the caller", None)
         self._entries = KeptSteps()
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
         self._decided: deque[Decisions] = deque(maxlen=KINDS)
+        self._number = 0  # of the step that runs, counted from 1
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
@@ -88,6 +91,7 @@ class OptimizedStep:
             self._partial.check(self._whole, self._optimizer)
             self._partial = None
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        self._number += 1
         try:
             entry, draw = self.prepare(given), None
             if entry.plan.drawn:
@@ -96,14 +100,18 @@ class OptimizedStep:
             if isinstance(error, MagisError) and (error.__cause__ is None or isinstance(error.__cause__, MagisError)):
                 raise  # a refusal
             self._raise_as_eager(given, error)
+        doubt: CaptureError | None = None
+        if entry.audits.ran >= entry.audits.due:
+            looked_at = self._whole, self._loss_fn, given, entry.plan, entry.given, self._autocast
+            doubt = self._entries.audit(entry, self._number, partial(step_difference, *looked_at))
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
         if entry.plan.inputs is not None:
             step.given = entry.given
-            made = constants_of(entry.plan.graph, entry.given, self._device)
-            if made:
+            if made := constants_of(entry.plan.graph, entry.given, self._device):
                 step.feed(made)
+        started = perf_counter()
         try:
             loss: Tensor = entry.bound.run(given, draw)
         except BaseException as error:
@@ -118,6 +126,10 @@ class OptimizedStep:
             self._raise_as_eager(given, error, late=operator.phase == "backward")
         finally:
             step.release()
+            entry.audits.ran += perf_counter() - started
+        if doubt is not None and not entry.bound.strayed:
+            self._entries.remove(entry)
+            raise doubt
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
@@ -132,6 +144,12 @@ class OptimizedStep:
         self._entries.keep(found)
         found.steps += 1
         return found
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a planned step is bound to its model and optimizer, and cannot be copied or pickled",
+            hint="copy these and call magis.optimize on the copies, with plan=, a file of its save()",
+        )
 
     def report(self) -> PlanReport:
         """What the step that ran last was planned to need."""
@@ -219,9 +237,10 @@ class OptimizedStep:
         read = partial(_read, plan)
         numbers = self._entries.changing(self._key(batch), batch) if self._world is None else ()
         saved = read() if self._world is None else all_or_none("plan file", read, self._world)
+        granted = max((known.report.limit_bytes or 0 for known in self._plans.values()), default=0)
         with contents_kept(self._whole, self._loss_fn), collector_spared(collect=False):
             found = planned(
-                self._whole, with_targets(self._loss_fn, batch), batch, rule, self._limits,
+                self._whole, with_targets(self._loss_fn, batch), batch, rule, replace(self._limits, granted=granted),
                 device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
                 known=self._plans, decided=self._decided, numbers=numbers,
                 optimizer=None if choice.update is not None else self._optimizer, world=self._world,
@@ -236,7 +255,11 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        entry = KeptStep(self._key(batch), choice, found, given=found.inputs.now() or {} if found.inputs else {})
+        # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
+        audited = self._device == "cpu" and self._world is None and not found.drawn
+        audits = Audits(found.capture_seconds if audited else math.inf, self._number)
+        given = found.inputs.now() or {} if found.inputs else {}
+        entry = KeptStep(self._key(batch), choice, found, audits, given=given)
         self._entries.note_inputs(numbers, entry)
         return entry
 
@@ -285,7 +308,7 @@ def _read(plan: Path | str | None) -> SavedPlan | None:
     return None if plan is None else read_plan(Path(plan))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Bound:
     """A plan on the tensors of a module and an optimizer."""
 
@@ -297,6 +320,7 @@ class _Bound:
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
     undo: Undo
+    strayed: bool = False  # whether the last batch took another way at a branch on data
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
@@ -307,6 +331,7 @@ class _Bound:
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
         kept: ContentsBefore | None = None
+        self.strayed = False
         try:
             self.step.prepare()
             if not self.undo.expects:  # eager may not make them where a branch goes another way
@@ -324,6 +349,7 @@ class _Bound:
                 self.state.forget()
             if not isinstance(error, ExpectationError):
                 raise
+            self.strayed = True
             warnings.warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch)
         if draw is not None and draw.after is not None:

@@ -29,7 +29,7 @@ from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import SavedPlan
 from magis.graph import Graph, digest, verify
-from magis.ops.call import EXPECT, shaped_by_contents
+from magis.ops.call import follows_data
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.python_objects import told
 from magis.ops.raising import torn_by, undone, updates_last
@@ -68,16 +68,19 @@ class Planned:
     """Attributes of modules in which the forward leaves tensors: results of the graph, behind the loss."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
+    captured: Graph
+    """The captured step: a saved plan has its number inputs as constants, and audits compare with it."""
+    heard: Heard | None
+    """What eager's run told it."""
+    capture_seconds: float
     decisions: Decisions | None = None
     """For steps that differ in sizes or numbers alone; None where a part of the step runs as a loop."""
     inputs: NumberInputs | None = None
     """The user's own numbers that are inputs of the graph; None where all are constants of it."""
-    captured: Graph | None = None
-    """The captured step, where some are: a saved plan has them as constants."""
 
     def constant(self, numbers: Mapping[str, float]) -> tuple[Graph, str]:
         """The plan with these numbers as constants, and the digest of its step."""
-        if self.captured is None:
+        if self.inputs is None:
             return self.graph, self.digest
         return with_numbers(self.graph, numbers), digest(with_numbers(self.captured, numbers))
 
@@ -185,7 +188,8 @@ class ComparedStep:
         captured = self.subject.captured
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
-            captured.results, captured.drawn, decisions, self.inputs, captured.graph if self.inputs else None,
+            captured.results, captured.drawn, captured.graph, captured.heard, self.subject.capture_seconds, decisions,
+            self.inputs,
         )  # fmt: skip
 
     def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
@@ -235,8 +239,11 @@ class ComparedStep:
             known=decided,
         )
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
+        kept = limit is None or (found.feasible and peak <= limit)
+        if not kept and peak <= limits.granted:
+            kept, limit = True, limits.granted
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
-        if limit is not None and (peak > limit or not found.feasible):
+        if limit is not None and not kept:
             raise UsageError(
                 f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
                 f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
@@ -274,8 +281,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
             f"the forward leaves a tensor in {told(step.results[0])}, and what is planned is a copy of the model",
             hint="return it instead",
         )
-    branches = any(op.target == EXPECT or shaped_by_contents(op, step.graph.values) for op in step.graph.ops)
-    if not alone and (step.drawn or of_batch or branches):
+    if not alone and (step.drawn or of_batch or follows_data(step.graph)):
         raise UsageError(
             "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
             hint="leave that out of the model, or train it without magis.optimize",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from magis.errors import PartialUpdateError
 from magis.graph import Graph
-from magis.ops.call import EXPECT, shaped_by_contents
+from magis.ops.call import follows_data
 from magis.ops.generators import HostGenerators, generator_of, held_generators
 from magis.ops.raising import undone
 from magis.runtime.measure import is_out_of_memory
@@ -65,11 +65,10 @@ def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo:
     names = undone(graph)
     if names is None:
         return Undo(step, (), ())
-    expects = any(op.target == EXPECT or shaped_by_contents(op, graph.values) for op in graph.ops)
     positions = (at for at, value in enumerate(graph.inputs) if graph.values[value].name in names)
     draws = any(graph.storages[storage].kind == "generator" for op in graph.ops for storage, _ in op.writes)
     generators = (generator_of(device), *step.generators.values()) if draws else ()
-    return Undo(step, tuple(positions), generators, expects)
+    return Undo(step, tuple(positions), generators, follows_data(graph))
 
 
 def raise_as_eager(

@@ -215,6 +215,11 @@ def shaped_by_contents(op: Op, values: Mapping[int, Value]) -> bool:
     return op.target != "aten.index.Tensor" or any(values[n].dtype in ("bool", "uint8") for n in op.inputs()[1:])
 
 
+def follows_data(graph: Graph) -> bool:
+    """Whether a graph holds for batches alone that take the same way at branches on data."""
+    return any(op.target == EXPECT or shaped_by_contents(op, graph.values) for op in graph.ops)
+
+
 def _nothing(value: Tensor, expected: float, other: Tensor | None = None, *, how: str = "==") -> None:
     """Memory without contents is expected to hold nothing."""
 

@@ -38,18 +38,21 @@ def check_conforms(captured: Graph, eager: Graph) -> None:
         )
 
 
-def first_difference(captured: Graph, eager: Graph, *, strictly: bool = True) -> str:
-    """In words, where two recordings of a step part before the update; empty if they are one."""
+def first_difference(
+    captured: Graph, eager: Graph, *, strictly: bool = True, sides: tuple[str, str] = ("in eager", "captured")
+) -> str:
+    """In words, where two recordings of a step part before the update; empty if they are one. `sides` tell the second
+    and the first apart."""
     pairs = zip(_steps(captured), _steps(eager), strict=False)
     for ours, theirs in pairs:
         if ours != theirs and (strictly or _looks(ours) != _looks(theirs)):
             there, here = _told(theirs), _told(ours)
             if there == here:
                 there, here = f"{there}, {_given(eager, theirs[0])},", _given(captured, ours[0])
-            return f"{there} in eager, {here} captured"
+            return f"{there} {sides[0]}, {here} {sides[1]}"
     rest = len([*_steps(eager)]) - len([*_steps(captured)])
     if rest:
-        return f"{abs(rest)} operators {'more' if rest > 0 else 'fewer'} in eager"
+        return f"{abs(rest)} operators {'more' if rest > 0 else 'fewer'} {sides[0]}"
     return ""
 
 

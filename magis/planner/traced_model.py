@@ -55,6 +55,8 @@ class TracedModel:
         self.tell: Progress = lambda _text: None
         """Is told what is going on."""
         self._heard: Heard | None = None
+        self.capture_seconds = 0.0
+        """That the last capture took."""
 
     @cached_property
     def source(self) -> Source:
@@ -214,6 +216,7 @@ class TracedModel:
         return self._variants[strategy.name]
 
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
+        begun = time.perf_counter()
         with generators_kept():
             self._asked.start()
             found = capture(
@@ -228,6 +231,7 @@ class TracedModel:
             found = self.followed(found, workload)
         verify(found.graph)
         verify(found.original.graph)
+        self.capture_seconds = time.perf_counter() - begun
         return found
 
     def expected_seconds(self, graph: Graph, most: float) -> float:

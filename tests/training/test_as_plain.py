@@ -192,6 +192,7 @@ def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
 
 def loops(name: str) -> Loops:
     forward, loss_fn = CASES[name]
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile turns it off for the process
     torch.manual_seed(2)
     parts = {"body": nn.Linear(16, 16), "head": nn.Linear(16, CLASSES)}
     if name in ENCODERS:

@@ -141,6 +141,22 @@ def test_batches_of_other_kinds_by_turns() -> None:
     loops.same()
 
 
+def test_a_smaller_batch_may_need_what_a_larger_one_was_allowed() -> None:
+    """An epoch's last batch, whose weights leave nothing to give up: the limit of the loop is kept all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 5))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5)
+    batches = {rows: (torch.randn(rows, 16), torch.randint(0, 5, (rows,))) for rows in (256, 8)}
+    with pytest.raises(UsageError, match="no plan found that needs at most"):
+        optimize(model, nn.functional.cross_entropy, optimizer, batches[8], memory_ratio=0.9, budget=BUDGET)
+    step = optimize(model, nn.functional.cross_entropy, optimizer, batches[256], memory_ratio=0.9, budget=BUDGET)
+    limit = step.report().limit_bytes
+    loss = nn.functional.cross_entropy(model(batches[8][0]), batches[8][1])
+    assert torch.equal(step(*batches[8]), loss.detach())
+    assert step.report().planned_bytes <= step.report().original_bytes
+    assert step.report().limit_bytes == limit
+
+
 @pytest.mark.parametrize("wrong", [object(), {1, 2}, {rows(0): 1}, {object(): 1}, torch.Generator(), net])
 def test_what_is_no_constant_is_refused_in_one_line(wrong: Any) -> None:
     for given in ((wrong, rows(0)), ((rows(0), [wrong]), rows(0)), (rows(0), {"a": wrong}), {"x": wrong}):

@@ -346,3 +346,38 @@ def test_hooks_on_gradients_are_refused() -> None:
     module[0].weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(UsageError, match=r"0.weight has a hook on its gradient"):
         optimize(module, loss_of, None, batch(), memory_ratio=0.8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": nn.Linear}, "the model is the class Linear; call it: Linear()"),
+        ({"model": torch.tanh}, "the model is of type builtin_function_or_method; give a torch.nn.Module"),
+        ({"model": nn.LazyLinear(3)}, "parameter weight is lazy, and has no shape yet; call the model once on a batch"),
+        ({"loss_fn": nn.MSELoss}, "the loss function is the class MSELoss; call it: MSELoss()"),
+        ({"loss_fn": 3}, "the loss function is of type int; give a function, or None"),
+        ({"optimizer": SGD}, "the optimizer is the class SGD; call it: SGD(model.parameters())"),
+        ({"optimizer": 3}, "the optimizer is of type int; give a torch.optim.Optimizer, or None"),
+        ({"plan": 3}, "the plan is of type int; give the path of a saved plan"),
+    ],
+)
+def test_what_is_no_part_of_a_step_is_one_line(wrong: dict[str, Any], said: str) -> None:
+    model = nn.Linear(3, 3)
+    parts = {"model": model, "loss_fn": nn.functional.mse_loss, "optimizer": SGD(model.parameters(), lr=0.1)} | wrong
+    with pytest.raises(UsageError) as error:
+        optimize(**parts, example_batch=(torch.ones(2, 3), torch.ones(2, 3)), memory_ratio=1.0)  # type: ignore[arg-type]
+    assert str(error.value) == said
+
+
+def test_a_scheduler_is_no_optimizer_and_a_step_is_no_copy() -> None:
+    model, batch = nn.Linear(3, 3), (torch.ones(2, 3), torch.ones(2, 3))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UsageError, match="of type StepLR; give the optimizer that it drives"):
+        optimize(model, nn.functional.mse_loss, scheduler, batch, memory_ratio=1.0)
+    step = optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            copied(step)
+    with pytest.raises(UsageError, match="inputs hold a tensor that is sparse_coo"):
+        step(batch[0].to_sparse(), batch[1])

@@ -1,0 +1,168 @@
+"""Audits: a planned step is captured again now and then, in case something has changed that its guards do not see."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from magis.capture import OptimizerSpec, capture
+from magis.capture.captured import is_readable
+from magis.capture.snapshot import Snapshot
+from magis.capture.untouched_memory import untouched
+from magis.capture.workload import Batch, own_loss, with_keywords, with_targets
+from magis.dtypes import autocast_type
+from magis.errors import CaptureError
+from magis.frontends.limits import AUTOCAST
+from magis.frontends.number_inputs import with_numbers
+from magis.frontends.planned import Planned
+from magis.graph import Graph, Value, digest, dump
+from magis.ops.held_tensors import PREFIX, look_up
+from magis.planner.conformance import first_difference
+
+SHARE = 0.01
+"""The largest share of the seconds of a step's runs that its audits take."""
+RARER = 1.1
+"""An audit comes when the step has run so many times as long as at the one before: then what it finds lies back a tenth
+of the training at most."""
+
+
+@dataclass(eq=False)
+class Audits:
+    """The times at which a planned step is audited, in seconds of its runs."""
+
+    costs: float
+    """Of the dearest audit so far; expected ones of the first."""
+    agreed: int
+    """Number of the last step that was found to be the planned one."""
+    ran: float = 0.0
+    spent: float = 0.0
+    due: float = 0.0
+    """When the next one comes, in seconds of `ran`."""
+
+    def __post_init__(self) -> None:
+        self._schedule()
+
+    def check(self, number: int, difference: Callable[[], str]) -> CaptureError | None:
+        """Audit the step of this number, which is to come: the error of one that differs, twice in the same way."""
+        started = perf_counter()
+        try:
+            found = difference()
+            again = found and difference()
+        finally:
+            took = perf_counter() - started
+            self.costs = max(self.costs, took) if self.spent else took
+            self.spent += took
+            self._schedule()
+        if not found:
+            self.agreed = number
+        if not found or found != again:
+            return None
+        since = self.agreed + 1
+        when = f"at step {number:,}" if since == number else f"at some step from {since:,} to {number:,}"
+        return CaptureError(
+            f"the step has become another one than was planned, {when}: {found}",
+            hint="something that it reads changes where nobody sees it: keep that in an attribute of the model, and go"
+            f" on from a state of before step {since:,}",
+        )
+
+    def _schedule(self) -> None:
+        self.due = max((self.spent + self.costs) / SHARE, RARER * self.ran)
+
+
+def step_difference(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    batch: Batch,
+    plan: Planned,
+    given: Mapping[str, float],
+    autocast: torch.dtype | None,
+) -> str:
+    """In words, where the step as it is now parts from the one that was planned, for `given` numbers; empty if they
+    are one.
+
+    It is captured on hollow tensors on the CPU; nothing is computed, and everything is left as it was.
+    """
+    module, loss_fn = with_keywords(module, batch), with_targets(loss_fn, batch) or own_loss
+    tensors = _laid_out(batch, plan.captured)
+    inputs, targets = tensors[: len(batch.inputs)], tensors[len(batch.inputs) :]
+    before, cast = Snapshot({"model": module, "loss": loss_fn}), autocast_type(AUTOCAST[autocast])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # given when the step was planned
+            now = capture(
+                module, inputs, targets, loss_fn, OptimizerSpec("gradients"),
+                autocast=cast, settled=False, heard=plan.heard, results=True,
+            ).graph  # fmt: skip
+    except CaptureError as error:
+        return f"it is refused, {error}"
+    finally:
+        before.restore()
+    count = 1 + len(plan.results)
+    known = _before_update(plan.captured if plan.inputs is None else with_numbers(plan.captured, given), count)
+    now = _named_alike(_before_update(now, count), known, {"module": module, "loss": loss_fn})
+    if digest(now) == digest(known):
+        return ""
+    pairs = zip(dump(now).splitlines(), dump(known).splitlines(), strict=False)
+    return first_difference(known, now, sides=("now", "planned")) or next(
+        (f"{ours!r} now, {theirs!r} planned" for ours, theirs in pairs if ours != theirs), "it ends elsewhere"
+    )
+
+
+def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
+    """The tensors of a batch on memory such as a known graph has them on: they may be windows of something larger.
+
+    Those that move are hollow, but for the contents that Python may read numbers off.
+    """
+    values = {known.values[number].name: known.values[number] for number in known.inputs}
+    memory, found = dict[int, torch.UntypedStorage](), dict[object, Tensor]()
+
+    def moved(name: str, tensor: Tensor) -> Tensor:
+        value = values[name]
+        storage, looks = known.storages[value.storage], (tensor.untyped_storage().nbytes(), tensor.storage_offset())
+        if storage.kind != "batch" or looks == (storage.nbytes, value.offset):
+            return tensor
+        if storage.id not in memory:
+            memory[storage.id] = untouched(storage.nbytes)
+        twin = tensor.new_empty(0).set_(memory[storage.id], value.offset, value.shape, value.stride)
+        if is_readable(name, twin):
+            once = tuple(slice(0, 1) if not step else slice(None) for step in value.stride)  # of repeated elements
+            twin[once].copy_(tensor[once])
+        return twin
+
+    for name, tensor in batch.by_name.items():
+        same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # has one name in the graph
+        found[name] = found[same] = moved(name, tensor) if name in values else found.get(same, tensor)
+    return [found[name] for name in batch.by_name]
+
+
+def _before_update(graph: Graph, returned: int) -> Graph:
+    """Forward and backward alone, which return so many values; guards see all that the update hangs on."""
+    ops, outputs = tuple(op for op in graph.ops if op.phase != "update"), graph.outputs[:returned]
+    used = {value for op in ops for value in (*op.inputs(), *op.made())} | {*outputs}
+    values = {number: value for number, value in graph.values.items() if number in used}
+    held = {value.storage for value in values.values()}
+    return Graph(
+        storages={number: storage for number, storage in graph.storages.items() if number in held},
+        values=values,
+        ops=ops,
+        inputs=tuple(number for number in graph.inputs if number in used),
+        outputs=outputs,
+        constants={number: data for number, data in graph.constants.items() if number in used},
+    )
+
+
+def _named_alike(now: Graph, known: Graph, roots: Mapping[str, object]) -> Graph:
+    """The graph with the names of a known one for tensors that several paths lead to: the shortest may be a new one."""
+
+    def named(value: Value) -> Value:
+        name = known.values[value.id].name if value.id in known.values else ""
+        alias = value.name != name and value.name.startswith(PREFIX) and name.startswith(PREFIX)
+        same = alias and look_up(roots, value.name) is look_up(roots, name)
+        return replace(value, name=name) if same else value
+
+    return replace(now, values={number: named(value) for number, value in now.values.items()})
