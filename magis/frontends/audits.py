@@ -21,7 +21,7 @@ from magis.frontends.limits import AUTOCAST
 from magis.frontends.number_inputs import with_numbers
 from magis.frontends.planned import Planned
 from magis.graph import Graph, Value, digest, dump
-from magis.ops.held_tensors import PREFIX, look_up
+from magis.ops.python_objects import PREFIX, look_up
 from magis.planner.conformance import first_difference
 
 SHARE = 0.01

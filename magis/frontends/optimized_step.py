@@ -40,7 +40,7 @@ from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_a
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
-from magis.ops.python_objects import follow, holder_of
+from magis.ops.python_objects import holder_of
 from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
@@ -380,7 +380,8 @@ class _Bound:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.eager(batch)
         for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            left = follow(self._roots, path)
+            found = holder_of(self._roots, path)
+            left = None if found is None else getattr(*found, None)
             self._leave({path: left.detach() if isinstance(left, Tensor) else left})
         if self.optimizer is not None:
             self.optimizer.step()
