@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from operator import is_not, itemgetter
 from typing import Any
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from magis.ops.python_objects import (
-    CACHE,
+    ASKED,
     CONTAINERS,
     GETTERS,
     LEAVES,
@@ -35,10 +34,12 @@ from magis.ops.python_objects import (
     MOST_HOLDERS,
     PLAIN,
     SAVING,
+    attributes,
     function_state,
     hidden_state,
     is_of_system,
     is_of_torch,
+    is_opaque,
     names_of_getter,
     parts,
     same,
@@ -63,7 +64,11 @@ class Reads:
     user: frozenset[str] = frozenset()
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
     imported: tuple[str, ...] = ()
-    """Modules that functions import when they run."""
+    """Modules that functions import when they run, those included that are not there."""
+    functions: tuple[types.FunctionType, ...] = ()
+    """A user's own functions that ran: to some of them no path leads but through a class, or from C."""
+    asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
+    """Settings of the process that the code asked for: they are watched by asking again."""
     counted: tuple[tuple[str, int], ...] = ()
     """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
     results: frozenset[str] = frozenset()
@@ -131,7 +136,12 @@ class Snapshot:
         for namespace, names in self._reads.globals:
             self._bindings(str(namespace.get("__name__", "globals")), namespace, names)
         for name in self._reads.imported:
-            self._meet(name, sys.modules.get(name))
+            self._meet(name, self._ask(name, functools.partial(sys.modules.get, name)))
+        for function in self._reads.functions:
+            self._meet(function.__qualname__, function)
+        for name, ask in self._reads.asked:
+            self._ask(name, ask)
+        self._class(Tensor)
         while self._queue:
             path, item = self._queue.popleft()
             if len(self._known) > MOST_HOLDERS:
@@ -140,6 +150,7 @@ class Snapshot:
             more.update(names_of_getter(item) if isinstance(item, GETTERS) else ())
             self._visit(path, item)
         self._queue.clear()
+        self._known.clear()  # which would keep alive what is held by weak references alone
         if more - self._reads.user:  # names that only such an object knows: once more, with these
             self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
 
@@ -211,14 +222,25 @@ class Snapshot:
     def _meet(self, path: str, item: object) -> None:
         if type(item) in PLAIN or id(item) in self._known or item is MISSING:
             return
-        if isinstance(item, Tensor):
+        if is_opaque(item):
+            self.unwatched.append(f"{path}, which has no attributes that others can read")
+        elif isinstance(item, Tensor):
             if id(item) not in self.tensors:
                 self.tensors[id(item)] = (path, item)
-                if self._reads.names is not None and type(item) in (Tensor, nn.Parameter):
-                    self._hold(path, vars(item), self._reads.names, ".")
+                self._tensor(path, item)
         elif not isinstance(item, LEAVES) and not type(item).__module__.startswith(_OURS):
             self._known[id(item)] = item
             self._queue.append((path, item))
+
+    def _tensor(self, path: str, item: Tensor) -> None:
+        if type(item) not in (Tensor, nn.Parameter):
+            self._meet(type(item).__qualname__, type(item))
+        elif self._reads.names is not None:
+            self._hold(path, vars(item), self._reads.names, ".")
+        if "_version" in self._reads.user:
+            self.unwatched.append(f"{path}/._version")
+        if "grad" in self._reads.user and item.is_leaf and item.requires_grad and not isinstance(item, nn.Parameter):
+            self._meet(f"{path}/.grad", self._ask(f"{path}/.grad", functools.partial(getattr, item, "grad")))
 
     def _visit(self, path: str, item: Any) -> None:
         names = self._reads.own if isinstance(item, nn.Module) else self._reads.names
@@ -230,6 +252,9 @@ class Snapshot:
             self._class(item)
             return
         if isinstance(item, types.FunctionType) and is_of_torch(item.__module__):
+            return
+        if isinstance(item, weakref.ref):  # what it refers to is watched as far as that does not keep it alive
+            self._weak(path, item)
             return
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
             return
@@ -253,22 +278,37 @@ class Snapshot:
                 self._lists.append((path, item, tuple(item)))
         elif isinstance(item, types.FunctionType):
             self._ask(path, functools.partial(function_state, item))
-        elif isinstance(item, (weakref.ref, ContextVar, CACHE, types.MappingProxyType)):
+        elif isinstance(item, ASKED):
             self._ask(path, lambda: tuple(value for _, value in parts(item, names)))
         elif isinstance(item, Optimizer):
+            if not self._reads.user.isdisjoint(("state", "state_dict")):
+                self.unwatched.append(f"{path}/.state")
             if names is None or "param_groups" in names:
                 self._ask(path, lambda: tuple(each for _, group in parts(item) for each in group.values()))
-        elif not isinstance(item, (functools.partial, types.MethodType, types.BuiltinFunctionType)):
+        elif not isinstance(item, (types.MethodType, types.BuiltinFunctionType)):
             self._hidden(path, item)
-        held = getattr(item, "__dict__", None)
-        if isinstance(held, dict) and not isinstance(item, Optimizer):
+        held = attributes(item)
+        if held is not None and not isinstance(item, Optimizer):
             self._hold(path, held, names, ".")
         slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
-        if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slotted):
+        if not isinstance(item, types.FunctionType) and (held is not None or slotted):
             self._kinds.append((f"{path}/.__class__", item, type(item)))
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))
+
+    def _weak(self, path: str, item: weakref.ref[Any]) -> None:
+        target = item()
+        self._ask(path, lambda: item() is None)
+        held = attributes(target)
+        if held is None or isinstance(target, (Tensor, type, types.FunctionType, *CONTAINERS)) or slots(type(target)):
+            self._meet(f"{path}/()", target)
+            return
+        names = self._reads.own if isinstance(target, nn.Module) else self._reads.names
+        self._meet(type(target).__qualname__, type(target))
+        self._hold(f"{path}/()", held, names, ".")
+        for step, value in parts(target, names):
+            self._meet(f"{path}/()/{step}", value)
 
     def _ask(self, path: str, ask: Callable[[], Any]) -> Any:
         then = ask()
@@ -289,30 +329,29 @@ class Snapshot:
             self._puts.append(functools.partial(put, then))
 
     def _class(self, item: type) -> None:
-        for base in item.__mro__:
+        for base in (*item.__mro__, *type(item).__mro__):
             known = base is not item and id(base) in self._known
             if known or base in _COUNT_OBJECTS or base.__module__ in ("builtins", "abc", "typing"):
                 continue
             self._known[id(base)] = base
-            names = self._reads.names
-            keys = tuple(
-                key for key, value in vars(base).items()
-                if (not key.startswith("__") or key in _SPECIAL) and not isinstance(value, types.MemberDescriptorType)
-                and (names is None or key in names or key in _SPECIAL)
-            )  # fmt: skip
+            names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
+            keys = _names_of(base, names)
+            self._ask(base.__qualname__, functools.partial(_order, base, names, keys, len(vars(base))))
             then = self._ask(base.__qualname__, functools.partial(_several, vars(base), keys))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
-                    self._meet(f"{base.__qualname__}/.{key}", value)
+                    if not _is_called(key, value):  # of these, those that ran are among the functions
+                        self._meet(f"{base.__qualname__}/.{key}", value)
 
     def _bindings(
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
-        """Names that code reads off a namespace; with `theirs`, of torch or Python itself, only modules are entered."""
+        """Names that code reads off a namespace; with `theirs`, of torch or Python itself, functions are not entered."""
         for name, value in zip(names, self._ask(path, functools.partial(_several, namespace, names)), strict=True):
-            system = isinstance(value, (type, types.FunctionType)) and is_of_torch(getattr(value, "__module__", None))
-            if isinstance(value, types.ModuleType) if theirs else not system:
+            torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
+            entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
+            if entered and value is not sys.modules:
                 self._meet(f"{path}/.{name}", value)
 
     def _hold(self, path: str, item: dict[Any, Any], names: frozenset[str] | None, step: str) -> None:
@@ -323,6 +362,28 @@ class Snapshot:
         )  # fmt: skip
         get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
+
+
+def _names_of(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
+    """The attributes of a class that matter: those that are read by name, and methods that Python calls by itself."""
+    ours = not is_of_system(kind.__module__)
+    return tuple(
+        key for key, value in vars(kind).items()
+        if not isinstance(value, types.MemberDescriptorType)
+        and (key in _SPECIAL or (ours and _is_called(key, value)) or (names is None and key[:2] != "__")
+             or (names is not None and key in names and (ours or key[:2] != "__")))
+    )  # fmt: skip
+
+
+def _is_called(key: str, value: object) -> bool:
+    return key[:2] == "__" and callable(value) and key not in _SPECIAL
+
+
+def _order(kind: type, names: frozenset[str] | None, keys: tuple[str, ...], count: int) -> tuple[Any, ...]:
+    """Where a class looks for names: its bases, and names that have come to be, which hide those of its bases."""
+    if len(vars(kind)) == count:
+        return (kind.__mro__,)
+    return (kind.__mro__, *sorted({*_names_of(kind, names)} - {*keys}))
 
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:

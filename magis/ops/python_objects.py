@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import logging
 import operator
 import random
@@ -47,6 +48,9 @@ CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""
 CACHE = type(functools.lru_cache(lambda: None))
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+ASKED = (ContextVar, CACHE, types.MappingProxyType, functools.partial, BaseException)
+"""Objects that are watched by what they hold, asked anew."""
 GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
 _LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
@@ -63,11 +67,27 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
-    held = getattr(item, "__dict__", None)
-    for name, value in held.items() if isinstance(held, dict) else ():
+    for name, value in (attributes(item) or {}).items():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
     yield from _named(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
+
+
+def attributes(item: Any) -> dict[str, Any] | None:
+    """Return the dictionary of an object's attributes; None without one. Nothing of a user's own is called for it."""
+    try:
+        held = object.__getattribute__(item, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether an object's own `__getattribute__` does not even tell its class."""
+    try:
+        return not isinstance(item.__class__, type)
+    except Exception:  # noqa: BLE001 (it is the user's own code that raises)
+        return True
 
 
 def _of_mapping(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -94,13 +114,22 @@ def _of_optimizer(item: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    return ((f".{name}", getattr(item, name, MISSING)) for name in names)
+    return ((f".{name}", _attribute(item, name)) for name in names)
+
+
+def _attribute(item: Any, name: str) -> Any:
+    try:
+        return getattr(item, name, MISSING)
+    except _LOST:  # as a `__getattr__` of a user's may raise them
+        return MISSING
 
 
 _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
     ((dict, types.MappingProxyType), _of_mapping),
     ((list, tuple, deque, set, frozenset), _numbered),
     (functools.partial, lambda item: _named(item, "func", "args", "keywords")),
+    (VIEWS, lambda item: _named(item, "mapping")),
+    (BaseException, lambda item: _named(item, "args", "__cause__", "__context__")),
     (types.MethodType, lambda item: _named(item, "__self__", "__func__")),
     (types.BuiltinFunctionType, lambda item: _named(item, "__self__")),
     (types.FunctionType, _of_function),
@@ -117,7 +146,7 @@ def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[st
     waiting, seen = deque(roots.items()), dict[int, object]()  # held, so that no address is given to another object
     while waiting and len(seen) < MOST_HOLDERS:
         path, item = waiting.popleft()
-        if id(item) not in seen:
+        if id(item) not in seen and not is_opaque(item):
             seen[id(item)] = item
             yield path, item
             for step, part in further(item):
@@ -203,7 +232,7 @@ def slots(kind: type) -> tuple[str, ...]:
 
 def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of slots; MISSING for empty ones."""
-    return tuple(getattr(item, name, MISSING) for name in names)
+    return tuple(_attribute(item, name) for name in names)
 
 
 def function_state(item: types.FunctionType) -> tuple[Any, ...]:
@@ -249,8 +278,9 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
             return lambda: repr(item.get_state()), lambda _: item.set_state(kept)
         if isinstance(item, numpy.ndarray) and item.nbytes <= MOST_BYTES:
             return lambda: (item.shape, str(item.dtype), item.tobytes()), None
-    if hasattr(item, "__length_hint__") or type(item).__module__ == "itertools":
-        return lambda: (repr(item), operator.length_hint(item, -1)), None
+    if hasattr(type(item), "__next__") and is_of_system(type(item).__module__) and attributes(item) is None:
+        counts = isinstance(item, (itertools.count, itertools.repeat)) or hasattr(type(item), "__length_hint__")
+        return (lambda: (repr(item), operator.length_hint(item, -1)), None) if counts else (None, None)
     if isinstance(item, (int, float, complex, str, bytes)):
         return None
     try:
@@ -258,7 +288,7 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
             return lambda: memoryview(item).tobytes(), None
     except (TypeError, BufferError):  # its memory, if it has any, is not open to others
         kind = type(item)
-        plain = hasattr(item, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__)
+        plain = attributes(item) is not None or any("__slots__" in vars(each) for each in kind.__mro__)
         streams = isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase))
         if not streams and (plain or is_of_system(kind.__module__)):
             return None

@@ -1,0 +1,204 @@
+"""The code that a step runs: what it is, what it calls in C, and what of the process it asks for.
+
+Values that code finds by a name are watched (`magis.capture.snapshot`). A function in C may look elsewhere: at files,
+clocks, locks, settings of the process. Those that a user's own code calls, by itself or through Python's library, are
+functions of their arguments alone, are watched by calling them again, or are refused. Libraries of others are trusted:
+they log, and look at clocks for that.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import logging
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from magis.errors import CaptureError
+from magis.ops.generators import called_first
+from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_torch
+
+_CLOCKS = tuple(
+    name + unit for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time") for unit in ("", "_ns")
+)
+LATER = 86_400 * 365
+"""Seconds by which clocks are put forward, to see whether the step computes with them."""
+_QUIET = frozenset({"logging", "warnings", "traceback", "importlib", "linecache", "tokenize", "pdb", "contextlib"})
+"""Parts of Python's library that look around for themselves: what they find is in no number of a step."""
+_SAFE = frozenset({
+    "builtins", "math", "cmath", "operator", "itertools", "functools", "collections", "re", "struct", "random",
+    "copyreg", "typing", "abc", "weakref", "array", "decimal", "datetime", "fractions", "statistics", "bisect", "heapq",
+    "json", "sre", "string", "codecs", "csv", "pickle", "zlib", "binascii", "hashlib", "sha1", "sha2", "sha256",
+    "sha512", "md5", "blake2", "contextvars", "locale", "ast", "opcode", "symtable", "inspect", "types", "enum",
+    "unicodedata", "ctypes", "stat", "tracemalloc", "copy", "asyncio", "imp", "warnings",
+})  # fmt: skip
+"""Python's modules whose functions, and methods of whose objects, are functions of what others can watch."""
+_HARMLESS = frozenset({
+    "sleep", "fspath", "fsencode", "fsdecode", "getpid", "exc_info", "_getframe", "intern", "getsizeof", "exit", "write",
+    "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv", "unsetenv",
+    "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put", "allocate_lock", "RLock",
+})  # fmt: skip
+"""Functions of other modules whose results say nothing, or nothing that changes."""
+_REFUSED = frozenset({"open", "input", "now", "today", "utcnow", "locked"})
+_LEVELS = {logging.Logger.isEnabledFor.__code__, logging.Logger.getEffectiveLevel.__code__}
+_OF_LIBRARY = {"os": ("_data", "environ"), "threading": ("_active", "_active"), "linecache": ("cache", "cache")}
+"""By module of Python's: a name in functions that read its state, and the global that holds that."""
+_NAMED: dict[str, Callable[[], Any]] = {
+    "Decimal": lambda: repr(sys.modules["decimal"].getcontext()),
+    "geterr": lambda: repr(sys.modules["numpy"].geterr()),
+    "fill_uninitialized_memory": torch._C._get_deterministic_fill_uninitialized_memory,
+    "set_printoptions": lambda: repr(vars(sys.modules["torch._tensor_str"].PRINT_OPTS)),
+}
+"""Settings that operators and properties read, by the name with which code comes to them."""
+
+
+class Ran:
+    """The code that ran in a block, and what it asked of the process."""
+
+    def __init__(self) -> None:
+        self.codes: dict[types.CodeType, dict[str, Any]] = {}
+        """With the globals of each."""
+        self.names: set[str] = set()
+        """Given to `getattr` and `hasattr`."""
+        self.asked: dict[str, Callable[[], Any]] = {}
+        self.refused = ""
+        self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
+        self._homes: dict[types.CodeType, str] = {}
+
+    def check(self) -> None:
+        """Raise CaptureError for what was called and cannot be watched."""
+        if self.refused:
+            raise CaptureError(
+                f"the step calls {self.refused}, and nobody sees when its result changes",
+                hint="call it before the step, and keep the number or a tensor in an attribute",
+            )
+
+    @contextmanager
+    def listening(self, later: int = 0) -> Iterator[None]:
+        """Collect the code of every Python function that is called, with clocks some seconds ``later``.
+
+        Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is no part of the step.
+        """
+        replaced: list[tuple[Any, str, Any, Any]] = [
+            (builtins, name, getattr(builtins, name), partial(self._asking, getattr(builtins, name)))
+            for name in ("getattr", "hasattr")
+        ]
+        for name in _CLOCKS if later else ():
+            clock, unit = getattr(time, name), 10**9 if name.endswith("_ns") else 1
+            replaced.append((time, name, clock, partial(_put_forward, clock, later * unit)))
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            for place, name, _, new in replaced:
+                setattr(place, name, new)
+            with called_first(self._hear):
+                yield
+        finally:
+            for place, name, old, _ in replaced:
+                setattr(place, name, old)
+            if collecting:
+                gc.enable()
+
+    def functions(self) -> tuple[types.FunctionType, ...]:
+        """The user's own functions that ran, as far as they are there still."""
+        ours = {code for code, home in self._homes.items() if home in ("user", "library") and code in self.codes}
+        found: dict[types.CodeType, list[types.FunctionType]] = {}
+        for item in gc.get_objects():
+            if type(item) is types.FunctionType and item.__code__ in ours:
+                found.setdefault(item.__code__, []).append(item)
+        return tuple(
+            item for code, some in found.items() for item in some
+            if len(some) == 1 or tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
+        )  # fmt: skip
+
+    def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
+        """What was asked for, with what code asks for by these names."""
+        return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in names))
+
+    def of_library(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Globals of Python's library that its functions have read."""
+        for code, namespace in self.codes.items():
+            read, held = _OF_LIBRARY.get(str(namespace.get("__name__")), ("", ""))
+            if read and read in code.co_names and (read == "_data" or code in self._homes):
+                yield namespace, held
+
+    # -- while it runs ------------------------------------------------------------------------------------------
+
+    def _asking(self, look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
+        if isinstance(name, str):
+            self.names.add(name)
+        return look(item, name, *default)
+
+    def _hear(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            self.codes.setdefault(code, frame.f_globals)
+            home = self._home(frame)
+            if home in ("user", "library"):
+                cells = tuple(id(frame.f_locals.get(name, MISSING)) for name in code.co_freevars)
+                self._cells.setdefault(code, set()).add(cells)
+            elif code in _LEVELS and frame.f_back is not None and self._home(frame.f_back) == "user":
+                logger = frame.f_locals["self"]
+                self.asked[f"the level of {logger.name}"] = lambda: (logger.getEffectiveLevel(), logger.disabled)
+        elif event == "c_call" and not self.refused and self._is_of_user(frame):
+            self._call(called)
+
+    def _home(self, frame: types.FrameType) -> str:
+        """Whose code it is that runs: "user", "library" of somebody else, "python", or "torch", with ours and numpy."""
+        code = frame.f_code
+        if code not in self._homes:
+            module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if module in ("torch", "numpy", "magis") or module in _QUIET:
+                home = "torch"
+            elif module in SYSTEM:
+                home = "python"
+            else:
+                home = "library" if "-packages" in code.co_filename else "user"
+            self._homes[code] = home
+        return self._homes[code]
+
+    def _is_of_user(self, frame: types.FrameType) -> bool:
+        caller: types.FrameType | None = frame
+        while caller is not None and self._home(caller) == "python":
+            caller = caller.f_back
+        return caller is not None and self._home(caller) == "user"
+
+    def _call(self, called: Any) -> None:
+        name, owner = str(getattr(called, "__name__", "")), getattr(called, "__self__", None)
+        of_module = owner is None or isinstance(owner, types.ModuleType)
+        kind = owner if isinstance(owner, type) else type(owner)
+        home = (
+            str(getattr(called, "__module__", None) or getattr(owner, "__name__", "")) if of_module else kind.__module__
+        )
+        home = home.partition(".")[0].lstrip("_")
+        if is_of_torch(home) or name in _HARMLESS or home not in _PYTHONS:
+            if not (is_of_torch(home) and of_module and name.lstrip("_").startswith(("is_", "get_"))):
+                return
+        elif home in _SAFE and name not in _REFUSED:
+            return
+        if of_module and name.startswith(("is", "get")) and _answers(called):
+            self.asked[f"{home}.{name}()"] = called
+        elif not is_of_torch(home):
+            self.refused = f"{home}.{name}" if of_module else f"{name} of a {kind.__module__}.{kind.__qualname__}"
+
+
+_PYTHONS = frozenset(name.lstrip("_") for name in sys.stdlib_module_names) | {"torch"}
+
+
+def _answers(called: Callable[[], Any]) -> bool:
+    try:
+        called()
+    except Exception:  # noqa: BLE001 (it wants arguments, or has no answer now)
+        return False
+    return True
+
+
+def _put_forward(clock: Callable[[], Any], later: int) -> Any:
+    return clock() + later
