@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from magis.capture.python_state import objects_of
 from magis.errors import CaptureError
 from magis.ops.generators import called_first
 from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_torch
@@ -110,8 +111,8 @@ class Ran:
         """The user's own functions that ran, as far as they are there still."""
         ours = {code for code, home in self._homes.items() if home in ("user", "library") and code in self.codes}
         found: dict[types.CodeType, list[types.FunctionType]] = {}
-        for item in gc.get_objects():
-            if type(item) is types.FunctionType and item.__code__ in ours:
+        for item in objects_of(types.FunctionType):
+            if item.__code__ in ours:
                 found.setdefault(item.__code__, []).append(item)
         return tuple(
             item for code, some in found.items() for item in some

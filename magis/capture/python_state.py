@@ -81,7 +81,7 @@ def cached_memory() -> set[int]:
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
-def _objects_of(kind: type) -> list[Any]:
+def objects_of(kind: type) -> list[Any]:
     """All that Python keeps track of, those included that collections are told to pass over."""
     seen = len(gc.get_objects())
     gc.unfreeze()
@@ -92,7 +92,7 @@ def _objects_of(kind: type) -> list[Any]:
 
 
 def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
-    for cache in _objects_of(CACHE):
+    for cache in objects_of(CACHE):
         if not cache.cache_info().currsize:
             continue
         held = [item for item in cached(cache) if isinstance(item, (Tensor, tuple, list))]

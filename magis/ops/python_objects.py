@@ -74,10 +74,10 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
 
 
 def attributes(item: Any) -> dict[str, Any] | None:
-    """Return the dictionary of an object's attributes; None without one. Nothing of a user's own is called for it."""
+    """Return the dictionary of an object's attributes; None without one."""
     try:
-        held = object.__getattribute__(item, "__dict__")
-    except (AttributeError, TypeError):
+        held = item.__dict__
+    except Exception:  # noqa: BLE001 (it may be the user's own code that raises)
         return None
     return held if isinstance(held, dict) else None
 
