@@ -9,11 +9,15 @@ they log, and look at clocks for that.
 from __future__ import annotations
 
 import builtins
+import dis
+import functools
 import gc
+import importlib.util
 import logging
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +26,10 @@ from typing import Any
 import torch
 
 from magis.capture.python_state import objects_of
+from magis.capture.snapshot import Reads
 from magis.errors import CaptureError
 from magis.ops.generators import called_first
-from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_torch
+from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_system, is_of_torch
 
 _CLOCKS = tuple(
     name + unit for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time") for unit in ("", "_ns")
@@ -42,9 +47,10 @@ _SAFE = frozenset({
 })  # fmt: skip
 """Python's modules whose functions, and methods of whose objects, are functions of what others can watch."""
 _HARMLESS = frozenset({
-    "sleep", "fspath", "fsencode", "fsdecode", "getpid", "exc_info", "_getframe", "intern", "getsizeof", "exit", "write",
-    "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv", "unsetenv",
-    "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put", "allocate_lock", "RLock",
+    "sleep", "fspath", "fsencode", "fsdecode", "getpid", "exc_info", "_getframe", "intern", "getsizeof", "exit",
+    "write", "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv", "unsetenv",
+    "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put", "allocate_lock",
+    "RLock",
 })  # fmt: skip
 """Functions of other modules whose results say nothing, or nothing that changes."""
 _REFUSED = frozenset({"open", "input", "now", "today", "utcnow", "locked"})
@@ -55,9 +61,22 @@ _NAMED: dict[str, Callable[[], Any]] = {
     "Decimal": lambda: repr(sys.modules["decimal"].getcontext()),
     "geterr": lambda: repr(sys.modules["numpy"].geterr()),
     "fill_uninitialized_memory": torch._C._get_deterministic_fill_uninitialized_memory,
-    "set_printoptions": lambda: repr(vars(sys.modules["torch._tensor_str"].PRINT_OPTS)),
+    "catch_warnings": lambda: tuple(sys.modules["warnings"].filters),
+    "torch._tensor_str": lambda: repr(vars(sys.modules["torch._tensor_str"].PRINT_OPTS)),
 }
-"""Settings that operators and properties read, by the name with which code comes to them."""
+"""Settings that operators and properties read, by a name in code that comes to them, or the module of functions."""
+
+_BY_NAME = frozenset({"vars", "dir", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
+"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
+_MODULES = frozenset({"import_module", "__import__", "modules"})
+_ALWAYS = frozenset(
+    {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+    | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+    | {"_forward_hooks_always_called", "_is_full_backward_hook"}
+    | {"_backward_fn", "_setup_context_fn", "_backends_to_fns"}  # of custom operators
+)
+_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
+"""Code below the forward's own: it runs operators, or watches them."""
 
 
 class Ran:
@@ -107,6 +126,37 @@ class Ran:
             if collecting:
                 gc.enable()
 
+    def reads(self) -> Reads:
+        """What the code that ran looks up."""
+        names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), False
+        wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for namespace, name in self.of_library():
+            wanted.setdefault(id(namespace), (namespace, set()))[1].add(name)
+        for code, namespace in self.codes.items():
+            module = str(namespace.get("__name__", ""))
+            if module.startswith(_BELOW):
+                continue
+            if is_of_system(module):
+                names.update(code.co_names)
+                continue
+            read, bare, further = _names_read(code)
+            package = str(namespace.get("__package__") or module.rpartition(".")[0])
+            imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
+            user |= read
+            by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
+            anything = "globals" in code.co_names
+            here = {name for name in (namespace if anything else read) if name in namespace}
+            wanted.setdefault(id(namespace), (namespace, set()))[1].update(here, bare)
+        found = frozenset(names | user)
+        bare = {name for _, read in wanted.values() for name in read if hasattr(builtins, name)}
+        wanted[id(builtins)] = vars(builtins), bare
+        spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
+        every = None if by_name else found
+        return Reads(
+            every, every, frozenset(user), spaces, tuple(sorted(imported)),
+            functions=self.functions(), asked=self.settings(user),
+        )  # fmt: skip
+
     def functions(self) -> tuple[types.FunctionType, ...]:
         """The user's own functions that ran, as far as they are there still."""
         ours = {code for code, home in self._homes.items() if home in ("user", "library") and code in self.codes}
@@ -121,7 +171,8 @@ class Ran:
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
         """What was asked for, with what code asks for by these names."""
-        return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in names))
+        known = {*names, *(str(namespace.get("__name__")) for namespace in self.codes.values())}
+        return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
 
     def of_library(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Globals of Python's library that its functions have read."""
@@ -203,3 +254,71 @@ def _answers(called: Callable[[], Any]) -> bool:
 
 def _put_forward(clock: Callable[[], Any], later: int) -> Any:
     return clock() + later
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; those of
+    globals; and the modules that are imported."""
+    counts, found, bare, modules = counting_loads(code), set[str](), set[str](), set[str]()
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    for at, one in enumerate(steps):
+        if one.opname == "IMPORT_NAME":
+            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
+            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
+        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
+            found |= set() if one.offset in counts else {str(one.argval)}
+            bare |= {str(one.argval)} if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") else set()
+    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
+    if not _MODULES.isdisjoint(code.co_names):
+        modules |= {item for item in strings if all(map(str.isidentifier, item.split(".")))}
+    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
+    return frozenset(found | parts), frozenset(bare), frozenset(modules)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    """The constants of code, those within tuples, too: names that a `match` looks at."""
+    for item in items:
+        if isinstance(item, (tuple, frozenset)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+_ADDS = ("+", "+=")
+
+
+@functools.lru_cache(maxsize=4096)
+def counting_loads(code: types.CodeType) -> frozenset[int]:
+    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    loads: dict[str, list[int]] = {}
+    stores: Counter[str] = Counter()
+    found: set[int] = set()
+    for at, one in enumerate(steps):
+        if one.opname == "LOAD_ATTR" and at and steps[at - 1].opname in ("COPY", "DUP_TOP"):
+            loads.setdefault(str(one.argval), []).append(one.offset)
+        elif one.opname == "STORE_ATTR" and at > 1:
+            if steps[at - 1].opname == "SWAP" and steps[at - 2].argrepr == "+=":
+                stores[str(one.argval)] += 1
+            elif _adds(steps, at):
+                found.add(steps[at - 4].offset)
+    for name, offsets in loads.items():
+        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
+            found.update(offsets)
+    return frozenset(found)
+
+
+def _adds(steps: list[dis.Instruction], at: int) -> bool:
+    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    if at < 5:
+        return False
+    holder, load, number, total, again = steps[at - 5 : at]
+    return (
+        load.opname == "LOAD_ATTR"
+        and load.argval == steps[at].argval
+        and number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and total.argrepr in _ADDS
+        and again.opname.startswith("LOAD_FAST")
+        and (holder.opname, holder.argval) == (again.opname, again.argval)
+    )

@@ -8,11 +8,6 @@ second call runs, the names that its code looks at are collected; a plan rests o
 
 from __future__ import annotations
 
-import builtins
-import dis
-import functools
-import importlib.util
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +30,7 @@ from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.outside_reads import LATER, Ran
 from magis.capture.places import Places
-from magis.capture.python_state import caches_kept, counting_loads
+from magis.capture.python_state import caches_kept
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, objects_kept
@@ -44,21 +39,10 @@ from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
-from magis.ops.python_objects import PLAIN, holder_of, is_of_system, same, told
+from magis.ops.python_objects import PLAIN, holder_of, same, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
-_BY_NAME = frozenset({"vars", "dir", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
-"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
-_MODULES = frozenset({"import_module", "__import__", "modules"})
-_ALWAYS = frozenset(
-    {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
-    | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
-    | {"_forward_hooks_always_called", "_is_full_backward_hook"}
-    | {"_backward_fn", "_setup_context_fn", "_backends_to_fns"}  # of custom operators
-)
-_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
-"""Code below the forward's own: it runs operators, or watches them."""
 
 
 class DrawError(CaptureError):
@@ -163,7 +147,7 @@ def observe(
         first = _Traced(known)
         with first, ran.listening():
             one = call()
-        between, beyond = Snapshot(roots), Snapshot({}, _reads(ran))
+        between, beyond = Snapshot(roots), Snapshot({}, ran.reads())
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         drawn = HostGenerators()
         second = _Traced(known, {_address(tensor): path for path, tensor in new if first.depends(tensor)})
@@ -174,7 +158,7 @@ def observe(
             what = f"the forward takes the tensor {told(second.taken)} from one step to the next"
             raise CaptureError(what, hint=BUFFER)
         changes = chain(between.changes(), beyond.changes())
-        reads = _with_changes(_reads(ran), changes, start, roots, draws=draws)
+        reads = _with_changes(ran.reads(), changes, start, roots, draws=draws)
         if drawn.moved() and not draws:
             what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
             raise DrawError(what, hint=WHERE)
@@ -286,63 +270,3 @@ class _Traced(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def _reads(ran: Ran) -> Reads:
-    names, user, imported, by_name = {*_ALWAYS, *ran.names}, {*ran.names}, set[str](), False
-    wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for namespace, name in ran.of_library():
-        wanted.setdefault(id(namespace), (namespace, set()))[1].add(name)
-    for code, namespace in ran.codes.items():
-        module = str(namespace.get("__name__", ""))
-        if module.startswith(_BELOW):
-            continue
-        if is_of_system(module):
-            names.update(code.co_names)
-            continue
-        read, bare, further = _names_read(code)
-        package = str(namespace.get("__package__") or module.rpartition(".")[0])
-        imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
-        user |= read
-        by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
-        anything = "globals" in code.co_names
-        here = {name for name in (namespace if anything else read) if name in namespace}
-        wanted.setdefault(id(namespace), (namespace, set()))[1].update(here, bare)
-    found = frozenset(names | user)
-    bare = {name for _, read in wanted.values() for name in read if hasattr(builtins, name)}
-    wanted[id(builtins)] = vars(builtins), bare
-    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
-    every = None if by_name else found
-    return Reads(
-        every, every, frozenset(user), spaces, tuple(sorted(imported)),
-        functions=ran.functions(), asked=ran.settings(user),
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; those of
-    globals; and the modules that are imported."""
-    counts, found, bare, modules = counting_loads(code), set[str](), set[str](), set[str]()
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    for at, one in enumerate(steps):
-        if one.opname == "IMPORT_NAME":
-            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
-            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
-        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
-            found |= set() if one.offset in counts else {str(one.argval)}
-            bare |= {str(one.argval)} if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") else set()
-    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
-    if not _MODULES.isdisjoint(code.co_names):
-        modules |= {item for item in strings if all(map(str.isidentifier, item.split(".")))}
-    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
-    return frozenset(found | parts), frozenset(bare), frozenset(modules)
-
-
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    """The constants of code, those within tuples, too: names that a `match` looks at."""
-    for item in items:
-        if isinstance(item, (tuple, frozenset)):
-            yield from _flat(item)
-        else:
-            yield item

@@ -8,6 +8,7 @@ it back, and have another interface in every release of torch.
 
 from __future__ import annotations
 
+import abc
 import functools
 import sys
 import types
@@ -50,6 +51,7 @@ from magis.ops.python_objects import (
 _SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 _OURS = ("magis.capture.", "magis.strategies.")
 """Begin the modules of hooks that are there only while a step is captured."""
+_TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
 _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
 
@@ -277,14 +279,11 @@ class Snapshot:
             elif isinstance(item, CONTAINERS):
                 self._lists.append((path, item, tuple(item)))
         elif isinstance(item, types.FunctionType):
-            self._ask(path, functools.partial(function_state, item))
+            self._function(path, item)
         elif isinstance(item, ASKED):
             self._ask(path, lambda: tuple(value for _, value in parts(item, names)))
         elif isinstance(item, Optimizer):
-            if not self._reads.user.isdisjoint(("state", "state_dict")):
-                self.unwatched.append(f"{path}/.state")
-            if names is None or "param_groups" in names:
-                self._ask(path, lambda: tuple(each for _, group in parts(item) for each in group.values()))
+            self._optimizer(path, item)
         elif not isinstance(item, (types.MethodType, types.BuiltinFunctionType)):
             self._hidden(path, item)
         held = attributes(item)
@@ -296,6 +295,17 @@ class Snapshot:
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))
+
+    def _function(self, path: str, item: types.FunctionType) -> None:
+        self._ask(path, functools.partial(function_state, item))
+        for name in _TEXTS & self._reads.user:
+            self._meet(f"{path}/.{name}", self._ask(path, functools.partial(getattr, item, name)))
+
+    def _optimizer(self, path: str, item: Optimizer) -> None:
+        if not self._reads.user.isdisjoint(("state", "state_dict")):  # which every step changes
+            self.unwatched.append(f"{path}/.state")
+        if self._reads.names is None or "param_groups" in self._reads.names:
+            self._ask(path, lambda: tuple(each for _, group in parts(item) for each in group.values()))
 
     def _weak(self, path: str, item: weakref.ref[Any]) -> None:
         target = item()
@@ -329,6 +339,8 @@ class Snapshot:
             self._puts.append(functools.partial(put, then))
 
     def _class(self, item: type) -> None:
+        if isinstance(item, abc.ABCMeta) and "isinstance" in self._reads.user and not is_of_system(item.__module__):
+            self._ask(f"{item.__qualname__}/.register", abc.get_cache_token)
         for base in (*item.__mro__, *type(item).__mro__):
             known = base is not item and id(base) in self._known
             if known or base in _COUNT_OBJECTS or base.__module__ in ("builtins", "abc", "typing"):
@@ -347,7 +359,7 @@ class Snapshot:
     def _bindings(
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
-        """Names that code reads off a namespace; with `theirs`, of torch or Python itself, functions are not entered."""
+        """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
         for name, value in zip(names, self._ask(path, functools.partial(_several, namespace, names)), strict=True):
             torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs

@@ -266,6 +266,8 @@ def names_of_getter(item: Any) -> set[str]:
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""
+    if isinstance(item, torch.jit.RecursiveScriptModule):  # its attributes lie in C++
+        return functools.partial(_scripted, item, sorted(item._concrete_type.get_attributes())), None
     if isinstance(item, random.Random):
         return item.getstate, item.setstate
     numpy = sys.modules.get("numpy")
@@ -293,6 +295,11 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
         if not streams and (plain or is_of_system(kind.__module__)):
             return None
     return None, None
+
+
+def _scripted(item: Any, names: list[str]) -> str:
+    values = map(item._c.getattr, names)
+    return repr([None if isinstance(value, Tensor) else value for value in values])
 
 
 def look_up(roots: Mapping[str, object], name: str) -> Tensor:
