@@ -48,9 +48,9 @@ _SAFE = frozenset({
 """Python's modules whose functions, and methods of whose objects, are functions of what others can watch."""
 _HARMLESS = frozenset({
     "sleep", "fspath", "fsencode", "fsdecode", "getpid", "exc_info", "_getframe", "intern", "getsizeof", "exit",
-    "write", "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv", "unsetenv",
-    "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put", "allocate_lock",
-    "RLock",
+    "write", "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv",
+    "unsetenv", "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put",
+    "allocate_lock", "RLock",
 })  # fmt: skip
 """Functions of other modules whose results say nothing, or nothing that changes."""
 _REFUSED = frozenset({"open", "input", "now", "today", "utcnow", "locked"})
@@ -90,6 +90,7 @@ class Ran:
         self.asked: dict[str, Callable[[], Any]] = {}
         self.refused = ""
         self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
+        self._functions: dict[frozenset[types.CodeType], tuple[types.FunctionType, ...]] = {}
         self._homes: dict[types.CodeType, str] = {}
 
     def check(self) -> None:
@@ -110,7 +111,7 @@ class Ran:
             (builtins, name, getattr(builtins, name), partial(self._asking, getattr(builtins, name)))
             for name in ("getattr", "hasattr")
         ]
-        for name in _CLOCKS if later else ():
+        for name in _CLOCKS:
             clock, unit = getattr(time, name), 10**9 if name.endswith("_ns") else 1
             replaced.append((time, name, clock, partial(_put_forward, clock, later * unit)))
         collecting = gc.isenabled()
@@ -154,20 +155,23 @@ class Ran:
         every = None if by_name else found
         return Reads(
             every, every, frozenset(user), spaces, tuple(sorted(imported)),
-            functions=self.functions(), asked=self.settings(user),
+            codes=frozenset(self._cells), functions=self.functions, asked=self.settings(user),
         )  # fmt: skip
 
-    def functions(self) -> tuple[types.FunctionType, ...]:
-        """The user's own functions that ran, as far as they are there still."""
-        ours = {code for code, home in self._homes.items() if home in ("user", "library") and code in self.codes}
-        found: dict[types.CodeType, list[types.FunctionType]] = {}
-        for item in objects_of(types.FunctionType):
-            if item.__code__ in ours:
-                found.setdefault(item.__code__, []).append(item)
-        return tuple(
-            item for code, some in found.items() for item in some
-            if len(some) == 1 or tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
-        )  # fmt: skip
+    def functions(self, codes: frozenset[types.CodeType]) -> tuple[types.FunctionType, ...]:
+        """Those of such code that ran, as far as they are there still: all objects of the process are looked at."""
+        if codes not in self._functions:
+            found: dict[types.CodeType, list[types.FunctionType]] = {}
+            for item in objects_of(types.FunctionType):
+                if item.__code__ in codes:
+                    found.setdefault(item.__code__, []).append(item)
+            self._functions[codes] = tuple(
+                item for code, some in found.items() for item in some if len(some) == 1 or self._has_run(code, item)
+            )  # fmt: skip
+        return self._functions[codes]
+
+    def _has_run(self, code: types.CodeType, item: types.FunctionType) -> bool:
+        return tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
         """What was asked for, with what code asks for by these names."""

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not, itemgetter
@@ -36,19 +36,22 @@ from magis.ops.python_objects import (
     PLAIN,
     SAVING,
     attributes,
+    codes_within,
     function_state,
     hidden_state,
+    is_called,
     is_of_system,
     is_of_torch,
     is_opaque,
+    names_of_class,
     names_of_getter,
+    order_of_class,
     parts,
     same,
     slot_values,
     slots,
 )
 
-_SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 _OURS = ("magis.capture.", "magis.strategies.")
 """Begin the modules of hooks that are there only while a step is captured."""
 _TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
@@ -67,8 +70,10 @@ class Reads:
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
     imported: tuple[str, ...] = ()
     """Modules that functions import when they run, those included that are not there."""
-    functions: tuple[types.FunctionType, ...] = ()
-    """A user's own functions that ran: to some of them no path leads but through a class, or from C."""
+    codes: frozenset[types.CodeType] = frozenset()
+    """Of the functions that ran, without torch's."""
+    functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
+    """Finds the functions of such code to which no path leads: a class has them, or C."""
     asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
     """Settings of the process that the code asked for: they are watched by asking again."""
     counted: tuple[tuple[str, int], ...] = ()
@@ -127,6 +132,7 @@ class Snapshot:
         self.unwatched: list[str] = []
         """Paths of objects that change where nobody can see it."""
         self._known: dict[int, object] = {}
+        self._codes: set[types.CodeType] = set()
         self._queue: deque[tuple[str, object]] = deque()
         self._take(roots)
         self._looks = [(path, tensor, _looks(tensor)) for path, tensor in self.tensors.values()]
@@ -139,11 +145,19 @@ class Snapshot:
             self._bindings(str(namespace.get("__name__", "globals")), namespace, names)
         for name in self._reads.imported:
             self._meet(name, self._ask(name, functools.partial(sys.modules.get, name)))
-        for function in self._reads.functions:
-            self._meet(function.__qualname__, function)
         for name, ask in self._reads.asked:
             self._ask(name, ask)
         self._class(Tensor)
+        self._drain(more)
+        if unmet := self._reads.codes - self._codes:
+            for function in self._reads.functions(unmet):
+                self._meet(function.__qualname__, function)
+            self._drain(more)
+        self._known.clear()  # which would keep alive what is held by weak references alone
+        if more - self._reads.user:  # names that only such an object knows: once more, with these
+            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
+
+    def _drain(self, more: set[str]) -> None:
         while self._queue:
             path, item = self._queue.popleft()
             if len(self._known) > MOST_HOLDERS:
@@ -152,9 +166,6 @@ class Snapshot:
             more.update(names_of_getter(item) if isinstance(item, GETTERS) else ())
             self._visit(path, item)
         self._queue.clear()
-        self._known.clear()  # which would keep alive what is held by weak references alone
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
-            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
 
     def change(self) -> str:
         """The path of something that has changed; empty if nothing has."""
@@ -297,6 +308,7 @@ class Snapshot:
             self._ask(path, functools.partial(slot_values, item, slotted))
 
     def _function(self, path: str, item: types.FunctionType) -> None:
+        self._codes.update(codes_within(item.__code__))
         self._ask(path, functools.partial(function_state, item))
         for name in _TEXTS & self._reads.user:
             self._meet(f"{path}/.{name}", self._ask(path, functools.partial(getattr, item, name)))
@@ -347,13 +359,13 @@ class Snapshot:
                 continue
             self._known[id(base)] = base
             names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
-            keys = _names_of(base, names)
-            self._ask(base.__qualname__, functools.partial(_order, base, names, keys, len(vars(base))))
+            keys = names_of_class(base, names)
+            self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
             then = self._ask(base.__qualname__, functools.partial(_several, vars(base), keys))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
-                    if not _is_called(key, value):  # of these, those that ran are among the functions
+                    if not is_called(key, value):  # of these, those that ran are among the functions
                         self._meet(f"{base.__qualname__}/.{key}", value)
 
     def _bindings(
@@ -374,28 +386,6 @@ class Snapshot:
         )  # fmt: skip
         get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
-
-
-def _names_of(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
-    """The attributes of a class that matter: those that are read by name, and methods that Python calls by itself."""
-    ours = not is_of_system(kind.__module__)
-    return tuple(
-        key for key, value in vars(kind).items()
-        if not isinstance(value, types.MemberDescriptorType)
-        and (key in _SPECIAL or (ours and _is_called(key, value)) or (names is None and key[:2] != "__")
-             or (names is not None and key in names and (ours or key[:2] != "__")))
-    )  # fmt: skip
-
-
-def _is_called(key: str, value: object) -> bool:
-    return key[:2] == "__" and callable(value) and key not in _SPECIAL
-
-
-def _order(kind: type, names: frozenset[str] | None, keys: tuple[str, ...], count: int) -> tuple[Any, ...]:
-    """Where a class looks for names: its bases, and names that have come to be, which hide those of its bases."""
-    if len(vars(kind)) == count:
-        return (kind.__mro__,)
-    return (kind.__mro__, *sorted({*_names_of(kind, names)} - {*keys}))
 
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:

@@ -55,6 +55,7 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
 _LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
 SYSTEM = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
+_SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 SAVING = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     | {"_non_persistent_buffers_set"}
@@ -232,7 +233,33 @@ def slots(kind: type) -> tuple[str, ...]:
 
 def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of slots; MISSING for empty ones."""
-    return tuple(_attribute(item, name) for name in names)
+    try:
+        return tuple([getattr(item, name, MISSING) for name in names])
+    except _LOST:  # as a `__getattr__` of a user's may raise them
+        return ()
+
+
+def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
+    """Return the attributes of a class that matter: those read by name, and methods that Python calls by itself."""
+    ours = not is_of_system(kind.__module__)
+    return tuple(
+        key for key, value in vars(kind).items()
+        if not isinstance(value, types.MemberDescriptorType)
+        and (key in _SPECIAL or (ours and is_called(key, value)) or (names is None and key[:2] != "__")
+             or (names is not None and key in names and (ours or key[:2] != "__")))
+    )  # fmt: skip
+
+
+def is_called(key: str, value: object) -> bool:
+    """Whether it is a method that Python calls by itself."""
+    return key[:2] == "__" and callable(value) and key not in _SPECIAL
+
+
+def order_of_class(kind: type, names: frozenset[str] | None, keys: tuple[str, ...], count: int) -> tuple[Any, ...]:
+    """Return where a class looks for names: its bases, and names that have come to be, which hide those of bases."""
+    if len(vars(kind)) == count:
+        return (kind.__mro__,)
+    return (kind.__mro__, *sorted({*names_of_class(kind, names)} - {*keys}))
 
 
 def function_state(item: types.FunctionType) -> tuple[Any, ...]:
@@ -255,6 +282,13 @@ def cached(cache: Any) -> list[Any]:
     held += [part for item in held if type(item) is dict for pair in item.items() for part in pair]
     links = "_lru_list_elem"
     return [item for item in held if type(item) not in (dict, type) and type(item).__name__ != links]
+
+
+@functools.lru_cache(maxsize=4096)
+def codes_within(code: types.CodeType) -> frozenset[types.CodeType]:
+    """Return code with that of the functions that it makes when it runs."""
+    inner = (codes_within(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset((code,)).union(*inner)
 
 
 def names_of_getter(item: Any) -> set[str]:
