@@ -7,12 +7,8 @@ there is part of the step: its contents are those of the call's arguments, and s
 from __future__ import annotations
 
 import copy
-import dis
-import functools
 import gc
 import traceback
-import types
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -81,7 +77,7 @@ def cached_memory() -> set[int]:
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
-def _objects_of(kind: type) -> list[Any]:
+def objects_of(kind: type) -> list[Any]:
     """All that Python keeps track of, those included that collections are told to pass over."""
     seen = len(gc.get_objects())
     gc.unfreeze()
@@ -92,7 +88,7 @@ def _objects_of(kind: type) -> list[Any]:
 
 
 def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
-    for cache in _objects_of(CACHE):
+    for cache in objects_of(CACHE):
         if not cache.cache_info().currsize:
             continue
         held = [item for item in cached(cache) if isinstance(item, (Tensor, tuple, list))]
@@ -126,44 +122,6 @@ def deep_copy(module: nn.Module) -> nn.Module:
 # them.
 # Such a number decides nothing that the step computes. A planned step, in which no Python of the forward runs,
 # counts on as far as the forward does.
-
-_ADDS = ("+", "+=")
-
-
-@functools.lru_cache(maxsize=4096)
-def counting_loads(code: types.CodeType) -> frozenset[int]:
-    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    loads: dict[str, list[int]] = {}
-    stores: Counter[str] = Counter()
-    found: set[int] = set()
-    for at, one in enumerate(steps):
-        if one.opname == "LOAD_ATTR" and at and steps[at - 1].opname in ("COPY", "DUP_TOP"):
-            loads.setdefault(str(one.argval), []).append(one.offset)
-        elif one.opname == "STORE_ATTR" and at > 1:
-            if steps[at - 1].opname == "SWAP" and steps[at - 2].argrepr == "+=":
-                stores[str(one.argval)] += 1
-            elif _adds(steps, at):
-                found.add(steps[at - 4].offset)
-    for name, offsets in loads.items():
-        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
-            found.update(offsets)
-    return frozenset(found)
-
-
-def _adds(steps: list[dis.Instruction], at: int) -> bool:
-    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
-    if at < 5:
-        return False
-    holder, load, number, total, again = steps[at - 5 : at]
-    return (
-        load.opname == "LOAD_ATTR"
-        and load.argval == steps[at].argval
-        and number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
-        and total.argrepr in _ADDS
-        and again.opname.startswith("LOAD_FAST")
-        and (holder.opname, holder.argval) == (again.opname, again.argval)
-    )
 
 
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:

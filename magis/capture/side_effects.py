@@ -8,7 +8,6 @@ second call runs, the names that its code looks at are collected; a plan rests o
 
 from __future__ import annotations
 
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.names_read import reads_of, running
+from magis.capture.outside_reads import LATER, Ran
 from magis.capture.places import Places
 from magis.capture.python_state import caches_kept
 from magis.capture.refusals import clear_errors
@@ -178,29 +177,30 @@ def _observe(
 ) -> Reads | tuple[frozenset[str], frozenset[str]]:
     """The same, where the tensors at the paths `state` are replaced by every forward and the numbers at `moved` are
     changed by it, so that the second call begins with the first one's; or further such paths."""
-    codes, asked = dict[types.CodeType, dict[str, Any]](), set[str]()
+    ran = Ran()
     with objects_kept(roots) as start:
         held = {path: looks(tensor) for path, tensor in start.tensors.values()}
         numbers = {path: found_at(roots, path) for path in moved}
         first = _Traced((*known, *_at(roots, state)))
-        with first, running(codes, asked):
+        with first, ran.listening():
             one = call()
-        beyond = Snapshot({}, reads_of(codes, asked))
+        beyond = Snapshot({}, ran.reads())
         for path, number in numbers.items():
             leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
         second = _Traced((*known, *_at(roots, state)), left)
-        with second, running(codes, asked):
+        with second, ran.listening(later=LATER):
             other = call()
+        ran.check()
         taken = second.taken - state
         if any(held.get(path) != _looks_at(roots, path) or not is_of_module(roots, path) for path in taken):
             what = f"the forward takes the tensor {told(min(taken))} from one step to the next"
             raise CaptureError(what, hint=BUFFER)
         if taken:
             return taken, frozenset()
-        reads = replace(reads_of(codes, asked), state=state, moved=moved)
+        reads = replace(ran.reads(), state=state, moved=moved)
         begun = {path: then for path, then, _ in start.changes()}
         counts = partial(_only_counted, roots, reads, begun)
         changes = [*between.changes()]

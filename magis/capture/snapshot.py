@@ -8,14 +8,14 @@ it back, and have another interface in every release of torch.
 
 from __future__ import annotations
 
+import abc
 import functools
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from operator import is_not, itemgetter
 from typing import Any
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from magis.ops.python_objects import (
-    CACHE,
+    ASKED,
     CONTAINERS,
     GETTERS,
     LEAVES,
@@ -35,11 +35,17 @@ from magis.ops.python_objects import (
     MOST_HOLDERS,
     PLAIN,
     SAVING,
+    attributes,
+    codes_within,
     function_state,
     hidden_state,
+    is_called,
     is_of_system,
     is_of_torch,
+    is_opaque,
+    names_of_class,
     names_of_getter,
+    order_of_class,
     parts,
     same,
     scheduled,
@@ -47,9 +53,9 @@ from magis.ops.python_objects import (
     slots,
 )
 
-_SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 _OURS = ("magis.capture.", "magis.strategies.")
 """Begin the modules of hooks that are there only while a step is captured."""
+_TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
 _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
 
@@ -64,7 +70,13 @@ class Reads:
     user: frozenset[str] = frozenset()
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
     imported: tuple[str, ...] = ()
-    """Modules that functions import when they run."""
+    """Modules that functions import when they run, those included that are not there."""
+    codes: frozenset[types.CodeType] = frozenset()
+    """Of the functions that ran, without torch's."""
+    functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
+    """Finds the functions of such code to which no path leads: a class has them, or C."""
+    asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
+    """Settings of the process that the code asked for: they are watched by asking again."""
     counted: tuple[tuple[str, int], ...] = ()
     """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
     results: frozenset[str] = frozenset()
@@ -125,6 +137,7 @@ class Snapshot:
         self.unwatched: list[str] = []
         """Paths of objects that change where nobody can see it."""
         self._known: dict[int, object] = {}
+        self._codes: set[types.CodeType] = set()
         self._queue: deque[tuple[str, object]] = deque()
         self._take(roots)
         self._looks = [(path, tensor, looks(tensor)) for path, tensor in self.tensors.values()]
@@ -136,7 +149,20 @@ class Snapshot:
         for namespace, names in self._reads.globals:
             self._bindings(str(namespace.get("__name__", "globals")), namespace, names)
         for name in self._reads.imported:
-            self._meet(name, sys.modules.get(name))
+            self._meet(name, self._ask(name, functools.partial(sys.modules.get, name)))
+        for name, ask in self._reads.asked:
+            self._ask(name, ask)
+        self._class(Tensor)
+        self._drain(more)
+        if unmet := self._reads.codes - self._codes:
+            for function in self._reads.functions(unmet):
+                self._meet(function.__qualname__, function)
+            self._drain(more)
+        self._known.clear()  # which would keep alive what is held by weak references alone
+        if more - self._reads.user:  # names that only such an object knows: once more, with these
+            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
+
+    def _drain(self, more: set[str]) -> None:
         while self._queue:
             path, item = self._queue.popleft()
             if len(self._known) > MOST_HOLDERS:
@@ -145,8 +171,6 @@ class Snapshot:
             more.update(names_of_getter(item) if isinstance(item, GETTERS) else ())
             self._visit(path, item)
         self._queue.clear()
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
-            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
 
     def change(self) -> str:
         """The path of something that has changed; empty if nothing has."""
@@ -216,16 +240,27 @@ class Snapshot:
     def _meet(self, path: str, item: object) -> None:
         if type(item) in PLAIN or id(item) in self._known or item is MISSING:
             return
-        if isinstance(item, Tensor):
+        if is_opaque(item):
+            self.unwatched.append(f"{path}, which has no attributes that others can read")
+        elif isinstance(item, Tensor):
             if id(item) not in self.tensors:
                 self.tensors[id(item)] = (path, item)
-                if self._reads.names is not None and type(item) in (Tensor, nn.Parameter):
-                    self._hold(path, vars(item), self._reads.names, ".")
+                self._tensor(path, item)
         elif not isinstance(item, LEAVES) and (
             isinstance(item, nn.Module) or not type(item).__module__.startswith(_OURS)
         ):
             self._known[id(item)] = item
             self._queue.append((path, item))
+
+    def _tensor(self, path: str, item: Tensor) -> None:
+        if type(item) not in (Tensor, nn.Parameter):
+            self._meet(type(item).__qualname__, type(item))
+        elif self._reads.names is not None:
+            self._hold(path, vars(item), self._reads.names, ".")
+        if "_version" in self._reads.user:
+            self.unwatched.append(f"{path}/._version")
+        if "grad" in self._reads.user and item.is_leaf and item.requires_grad and not isinstance(item, nn.Parameter):
+            self._meet(f"{path}/.grad", self._ask(f"{path}/.grad", functools.partial(getattr, item, "grad")))
 
     def _visit(self, path: str, item: Any) -> None:
         names = self._reads.own if isinstance(item, nn.Module) else self._reads.names
@@ -237,6 +272,9 @@ class Snapshot:
             self._class(item)
             return
         if isinstance(item, types.FunctionType) and is_of_torch(item.__module__):
+            return
+        if isinstance(item, weakref.ref):  # what it refers to is watched as far as that does not keep it alive
+            self._weak(path, item)
             return
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
             return
@@ -259,23 +297,47 @@ class Snapshot:
             elif isinstance(item, CONTAINERS):
                 self._lists.append((path, item, tuple(item)))
         elif isinstance(item, types.FunctionType):
-            self._ask(path, functools.partial(function_state, item))
-        elif isinstance(item, (weakref.ref, ContextVar, CACHE, types.MappingProxyType)):
+            self._function(path, item)
+        elif isinstance(item, ASKED):
             self._ask(path, lambda: tuple(value for _, value in parts(item, names)))
         elif isinstance(item, Optimizer):
-            if names is None or "param_groups" in names:
-                self._ask(path, functools.partial(scheduled, item))
-        elif not isinstance(item, (functools.partial, types.MethodType, types.BuiltinFunctionType)):
+            self._optimizer(path, item)
+        elif not isinstance(item, (types.MethodType, types.BuiltinFunctionType)):
             self._hidden(path, item)
-        held = getattr(item, "__dict__", None)
-        if isinstance(held, dict) and not isinstance(item, Optimizer):
+        held = attributes(item)
+        if held is not None and not isinstance(item, Optimizer):
             self._hold(path, held, names, ".")
         slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
-        if not isinstance(item, types.FunctionType) and (isinstance(held, dict) or slotted):
+        if not isinstance(item, types.FunctionType) and (held is not None or slotted):
             self._kinds.append((f"{path}/.__class__", item, type(item)))
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))
+
+    def _function(self, path: str, item: types.FunctionType) -> None:
+        self._codes.update(codes_within(item.__code__))
+        self._ask(path, functools.partial(function_state, item))
+        for name in _TEXTS & self._reads.user:
+            self._meet(f"{path}/.{name}", self._ask(path, functools.partial(getattr, item, name)))
+
+    def _optimizer(self, path: str, item: Optimizer) -> None:
+        if not self._reads.user.isdisjoint(("state", "state_dict")):  # which every step changes
+            self.unwatched.append(f"{path}/.state")
+        if self._reads.names is None or "param_groups" in self._reads.names:
+            self._ask(path, functools.partial(scheduled, item))
+
+    def _weak(self, path: str, item: weakref.ref[Any]) -> None:
+        target = item()
+        self._ask(path, lambda: item() is None)
+        held = attributes(target)
+        if held is None or isinstance(target, (Tensor, type, types.FunctionType, *CONTAINERS)) or slots(type(target)):
+            self._meet(f"{path}/()", target)
+            return
+        names = self._reads.own if isinstance(target, nn.Module) else self._reads.names
+        self._meet(type(target).__qualname__, type(target))
+        self._hold(f"{path}/()", held, names, ".")
+        for step, value in parts(target, names):
+            self._meet(f"{path}/()/{step}", value)
 
     def _ask(self, path: str, ask: Callable[[], Any]) -> Any:
         then = ask()
@@ -296,30 +358,31 @@ class Snapshot:
             self._puts.append(functools.partial(put, then))
 
     def _class(self, item: type) -> None:
-        for base in item.__mro__:
+        if isinstance(item, abc.ABCMeta) and "isinstance" in self._reads.user and not is_of_system(item.__module__):
+            self._ask(f"{item.__qualname__}/.register", abc.get_cache_token)
+        for base in (*item.__mro__, *type(item).__mro__):
             known = base is not item and id(base) in self._known
             if known or base in _COUNT_OBJECTS or base.__module__ in ("builtins", "abc", "typing"):
                 continue
             self._known[id(base)] = base
-            names = self._reads.names
-            keys = tuple(
-                key for key, value in vars(base).items()
-                if (not key.startswith("__") or key in _SPECIAL) and not isinstance(value, types.MemberDescriptorType)
-                and (names is None or key in names or key in _SPECIAL)
-            )  # fmt: skip
+            names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
+            keys = names_of_class(base, names)
+            self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
             then = self._ask(base.__qualname__, functools.partial(_several, vars(base), keys))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
-                    self._meet(f"{base.__qualname__}/.{key}", value)
+                    if not is_called(key, value):  # of these, those that ran are among the functions
+                        self._meet(f"{base.__qualname__}/.{key}", value)
 
     def _bindings(
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
-        """Names that code reads off a namespace; with `theirs`, of torch or Python itself, only modules are entered."""
+        """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
         for name, value in zip(names, self._ask(path, functools.partial(_several, namespace, names)), strict=True):
-            system = isinstance(value, (type, types.FunctionType)) and is_of_torch(getattr(value, "__module__", None))
-            if isinstance(value, types.ModuleType) if theirs else not system:
+            torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
+            entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
+            if entered and value is not sys.modules:
                 self._meet(f"{path}/.{name}", value)
 
     def _hold(self, path: str, item: dict[Any, Any], names: frozenset[str] | None, step: str) -> None:

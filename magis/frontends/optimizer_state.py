@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.library import _impls
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Reads, Snapshot, looks
@@ -122,6 +127,8 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
 
 # What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.
 
+_KERNELS = frozenset(_impls)
+"""Those of torch itself that are written in Python."""
 OUTSIDE = "leave that out around the step"
 
 
@@ -153,6 +160,8 @@ class Guards:
                 hint="read it before the step, and keep the number or a tensor in an attribute",
             )
         self._settings = _settings()
+        if kernel := next((key for key in _impls - _KERNELS if key.startswith("aten/")), ""):
+            raise CaptureError(f"another kernel was registered for {kernel}, of which no plan knows", hint=OUTSIDE)
 
     def hold(self, batch: Batch) -> bool:
         """Whether all of it is as it was; some microseconds a sub-module."""
@@ -243,13 +252,21 @@ def check_mode(device: str) -> None:
         raise UsageError("the step was called without gradients (no_grad, inference_mode)", hint=OUTSIDE)
     if torch._C._autograd._top_saved_tensors_default_hooks(True):  # noqa: SLF001 (torch has no other way)
         raise UsageError("the step was called under hooks on saved tensors", hint=OUTSIDE)
+    if _len_torch_function_stack() or _len_torch_dispatch_stack():
+        modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+        other = next((type(mode).__qualname__ for mode in modes if not isinstance(mode, DeviceContext)), None)
+        if other is not None:
+            raise UsageError(f"the step was called under a mode that sees what torch computes: {other}", hint=OUTSIDE)
+    if torch.get_default_device().type == "meta":
+        raise UsageError("the step was called with the default device 'meta'", hint=OUTSIDE)
 
 
 def _settings() -> tuple[Any, ...]:
     """Of torch: what decides which operators a step runs, or on which types."""
     backends = torch.backends
     return (
-        torch.get_default_dtype(), torch.get_default_device(),
+        torch.get_default_dtype(), torch.get_default_device(), len(_impls),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark,
         backends.cudnn.deterministic, backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32,

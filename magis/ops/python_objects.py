@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import logging
 import operator
 import random
@@ -51,10 +52,14 @@ CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""
 CACHE = type(functools.lru_cache(lambda: None))
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+ASKED = (ContextVar, CACHE, types.MappingProxyType, functools.partial, BaseException)
+"""Objects that are watched by what they hold, asked anew."""
 GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
 _LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
 SYSTEM = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
+_SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 SAVING = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     | {"_non_persistent_buffers_set"}
@@ -67,11 +72,27 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
-    held = getattr(item, "__dict__", None)
-    for name, value in held.items() if isinstance(held, dict) else ():
+    for name, value in (attributes(item) or {}).items():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
     yield from _named(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
+
+
+def attributes(item: Any) -> dict[str, Any] | None:
+    """Return the dictionary of an object's attributes; None without one."""
+    try:
+        held = item.__dict__
+    except Exception:  # noqa: BLE001 (it may be the user's own code that raises)
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether an object's own `__getattribute__` does not even tell its class."""
+    try:
+        return not isinstance(item.__class__, type)
+    except Exception:  # noqa: BLE001 (it is the user's own code that raises)
+        return True
 
 
 def _of_mapping(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -103,13 +124,22 @@ def scheduled(item: Optimizer) -> tuple[Any, ...]:
 
 
 def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    return ((f".{name}", getattr(item, name, MISSING)) for name in names)
+    return ((f".{name}", _attribute(item, name)) for name in names)
+
+
+def _attribute(item: Any, name: str) -> Any:
+    try:
+        return getattr(item, name, MISSING)
+    except _LOST:  # as a `__getattr__` of a user's may raise them
+        return MISSING
 
 
 _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
     ((dict, types.MappingProxyType), _of_mapping),
     ((list, tuple, deque, set, frozenset), _numbered),
     (functools.partial, lambda item: _named(item, "func", "args", "keywords")),
+    (VIEWS, lambda item: _named(item, "mapping")),
+    (BaseException, lambda item: _named(item, "args", "__cause__", "__context__")),
     (types.MethodType, lambda item: _named(item, "__self__", "__func__")),
     (types.BuiltinFunctionType, lambda item: _named(item, "__self__")),
     (types.FunctionType, _of_function),
@@ -126,7 +156,7 @@ def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[st
     waiting, seen = deque(roots.items()), dict[int, object]()  # held, so that no address is given to another object
     while waiting and len(seen) < MOST_HOLDERS:
         path, item = waiting.popleft()
-        if id(item) not in seen:
+        if id(item) not in seen and not is_opaque(item):
             seen[id(item)] = item
             yield path, item
             for step, part in further(item):
@@ -212,7 +242,33 @@ def slots(kind: type) -> tuple[str, ...]:
 
 def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of slots; MISSING for empty ones."""
-    return tuple(getattr(item, name, MISSING) for name in names)
+    try:
+        return tuple([getattr(item, name, MISSING) for name in names])
+    except _LOST:  # as a `__getattr__` of a user's may raise them
+        return ()
+
+
+def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
+    """Return the attributes of a class that matter: those read by name, and methods that Python calls by itself."""
+    ours = not is_of_system(kind.__module__)
+    return tuple(
+        key for key, value in vars(kind).items()
+        if not isinstance(value, types.MemberDescriptorType)
+        and (key in _SPECIAL or (ours and is_called(key, value)) or (names is None and key[:2] != "__")
+             or (names is not None and key in names and (ours or key[:2] != "__")))
+    )  # fmt: skip
+
+
+def is_called(key: str, value: object) -> bool:
+    """Whether it is a method that Python calls by itself."""
+    return key[:2] == "__" and callable(value) and key not in _SPECIAL
+
+
+def order_of_class(kind: type, names: frozenset[str] | None, keys: tuple[str, ...], count: int) -> tuple[Any, ...]:
+    """Return where a class looks for names: its bases, and names that have come to be, which hide those of bases."""
+    if len(vars(kind)) == count:
+        return (kind.__mro__,)
+    return (kind.__mro__, *sorted({*names_of_class(kind, names)} - {*keys}))
 
 
 def function_state(item: types.FunctionType) -> tuple[Any, ...]:
@@ -237,6 +293,13 @@ def cached(cache: Any) -> list[Any]:
     return [item for item in held if type(item) not in (dict, type) and type(item).__name__ != links]
 
 
+@functools.lru_cache(maxsize=4096)
+def codes_within(code: types.CodeType) -> frozenset[types.CodeType]:
+    """Return code with that of the functions that it makes when it runs."""
+    inner = (codes_within(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset((code,)).union(*inner)
+
+
 def names_of_getter(item: Any) -> set[str]:
     """Return the names that an `operator.attrgetter` or `methodcaller` looks up."""
     _, arguments = item.__reduce__()[:2]
@@ -246,6 +309,8 @@ def names_of_getter(item: Any) -> set[str]:
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""
+    if isinstance(item, torch.jit.RecursiveScriptModule):  # its attributes lie in C++
+        return functools.partial(_scripted, item, sorted(item._concrete_type.get_attributes())), None
     numpy = sys.modules.get("numpy")
     if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):
         return None  # whose draws are looked at by themselves
@@ -260,8 +325,9 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
             return lambda: repr(item.get_state()), lambda _: item.set_state(kept)
         if isinstance(item, numpy.ndarray) and item.nbytes <= MOST_BYTES:
             return lambda: (item.shape, str(item.dtype), item.tobytes()), None
-    if hasattr(item, "__length_hint__") or type(item).__module__ == "itertools":
-        return lambda: (repr(item), operator.length_hint(item, -1)), None
+    if hasattr(type(item), "__next__") and is_of_system(type(item).__module__) and attributes(item) is None:
+        counts = isinstance(item, (itertools.count, itertools.repeat)) or hasattr(type(item), "__length_hint__")
+        return (lambda: (repr(item), operator.length_hint(item, -1)), None) if counts else (None, None)
     if isinstance(item, (int, float, complex, str, bytes)):
         return None
     try:
@@ -269,11 +335,16 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
             return lambda: memoryview(item).tobytes(), None
     except (TypeError, BufferError):  # its memory, if it has any, is not open to others
         kind = type(item)
-        plain = hasattr(item, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__)
+        plain = attributes(item) is not None or any("__slots__" in vars(each) for each in kind.__mro__)
         streams = isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase))
         if not streams and (plain or is_of_system(kind.__module__)):
             return None
     return None, None
+
+
+def _scripted(item: Any, names: list[str]) -> str:
+    values = map(item._c.getattr, names)
+    return repr([None if isinstance(value, Tensor) else value for value in values])
 
 
 def look_up(roots: Mapping[str, object], name: str) -> Tensor:

@@ -66,7 +66,7 @@ def test_caches_that_the_collector_passes_over_are_seen() -> None:
 def test_no_object_is_looked_at_where_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than to capture a small network."""
     looks: list[type] = []
-    monkeypatch.setattr(python_state, "_objects_of", lambda kind: looks.append(kind) or [])
+    monkeypatch.setattr(python_state, "objects_of", lambda kind: looks.append(kind) or [])
     (inputs, targets), module = batch(), net()
     capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
     optimize(module, loss_of, SGD(module.parameters(), 0.1), (inputs, targets), memory_ratio=1.0, budget=1)
