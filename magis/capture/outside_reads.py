@@ -13,8 +13,10 @@ import dis
 import functools
 import gc
 import importlib.util
+import linecache
 import logging
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -36,7 +38,7 @@ _CLOCKS = tuple(
 )
 LATER = 86_400 * 365
 """Seconds by which clocks are put forward, to see whether the step computes with them."""
-_QUIET = frozenset({"logging", "warnings", "traceback", "importlib", "linecache", "tokenize", "pdb", "contextlib"})
+_QUIET = frozenset({"logging", "warnings", "traceback", "importlib", "tokenize", "pdb", "contextlib"})
 """Parts of Python's library that look around for themselves: what they find is in no number of a step."""
 _SAFE = frozenset({
     "builtins", "math", "cmath", "operator", "itertools", "functools", "collections", "re", "struct", "random",
@@ -55,16 +57,16 @@ _HARMLESS = frozenset({
 """Functions of other modules whose results say nothing, or nothing that changes."""
 _REFUSED = frozenset({"open", "input", "now", "today", "utcnow", "locked"})
 _LEVELS = {logging.Logger.isEnabledFor.__code__, logging.Logger.getEffectiveLevel.__code__}
-_OF_LIBRARY = {"os": ("_data", "environ"), "threading": ("_active", "_active"), "linecache": ("cache", "cache")}
-"""By module of Python's: a name in functions that read its state, and the global that holds that."""
 _NAMED: dict[str, Callable[[], Any]] = {
     "Decimal": lambda: repr(sys.modules["decimal"].getcontext()),
     "geterr": lambda: repr(sys.modules["numpy"].geterr()),
     "fill_uninitialized_memory": torch._C._get_deterministic_fill_uninitialized_memory,
+    "threading": lambda: tuple((key, each.name) for key, each in vars(threading)["_active"].items()),
+    "linecache": lambda: tuple(linecache.cache.values()),
     "catch_warnings": lambda: tuple(sys.modules["warnings"].filters),
     "torch._tensor_str": lambda: repr(vars(sys.modules["torch._tensor_str"].PRINT_OPTS)),
 }
-"""Settings that operators and properties read, by a name in code that comes to them, or the module of functions."""
+"""Settings that operators, properties and Python's library read, by a name in code or a module that comes to them."""
 
 _BY_NAME = frozenset({"vars", "dir", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
 """Names in code that reads attributes by names made at run time; `getattr` itself tells."""
@@ -91,6 +93,7 @@ class Ran:
         self.refused = ""
         self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
         self._functions: dict[frozenset[types.CodeType], tuple[types.FunctionType, ...]] = {}
+        self._modules: set[str] = set()
         self._homes: dict[types.CodeType, str] = {}
 
     def check(self) -> None:
@@ -131,14 +134,14 @@ class Ran:
         """What the code that ran looks up."""
         names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), False
         wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        for namespace, name in self.of_library():
-            wanted.setdefault(id(namespace), (namespace, set()))[1].add(name)
         for code, namespace in self.codes.items():
             module = str(namespace.get("__name__", ""))
             if module.startswith(_BELOW):
                 continue
             if is_of_system(module):
                 names.update(code.co_names)
+                if module == "os" and "_data" in code.co_names:
+                    wanted[id(namespace)] = namespace, {"environ"}
                 continue
             read, bare, further = _names_read(code)
             package = str(namespace.get("__package__") or module.rpartition(".")[0])
@@ -175,15 +178,8 @@ class Ran:
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
         """What was asked for, with what code asks for by these names."""
-        known = {*names, *(str(namespace.get("__name__")) for namespace in self.codes.values())}
+        known = {*names, *self._modules}
         return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
-
-    def of_library(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Globals of Python's library that its functions have read."""
-        for code, namespace in self.codes.items():
-            read, held = _OF_LIBRARY.get(str(namespace.get("__name__")), ("", ""))
-            if read and read in code.co_names and (read == "_data" or code in self._homes):
-                yield namespace, held
 
     # -- while it runs ------------------------------------------------------------------------------------------
 
@@ -203,6 +199,8 @@ class Ran:
             elif code in _LEVELS and frame.f_back is not None and self._home(frame.f_back) == "user":
                 logger = frame.f_locals["self"]
                 self.asked[f"the level of {logger.name}"] = lambda: (logger.getEffectiveLevel(), logger.disabled)
+            elif f"{frame.f_globals.get('__name__')}" in _NAMED and self._is_of_user(frame):
+                self._modules.add(frame.f_globals["__name__"])
         elif event == "c_call" and not self.refused and self._is_of_user(frame):
             self._call(called)
 

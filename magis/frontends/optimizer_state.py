@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from torch.library import _impls
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
@@ -129,6 +129,7 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
 
 _KERNELS = frozenset(_impls)
 """Those of torch itself that are written in Python."""
+_KERNEL = re.compile("aten/.*/(CPU|CUDA|Autograd.*|Composite.*)")
 OUTSIDE = "leave that out around the step"
 
 
@@ -160,7 +161,7 @@ class Guards:
                 hint="read it before the step, and keep the number or a tensor in an attribute",
             )
         self._settings = _settings()
-        if kernel := next((key for key in _impls - _KERNELS if key.startswith("aten/")), ""):
+        if kernel := next((key for key in _impls - _KERNELS if _KERNEL.fullmatch(key)), ""):
             raise CaptureError(f"another kernel was registered for {kernel}, of which no plan knows", hint=OUTSIDE)
 
     def hold(self, batch: Batch) -> bool:
@@ -254,11 +255,17 @@ def check_mode(device: str) -> None:
         raise UsageError("the step was called under hooks on saved tensors", hint=OUTSIDE)
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-        other = next((type(mode).__qualname__ for mode in modes if not isinstance(mode, DeviceContext)), None)
+        other = next((type(mode).__qualname__ for mode in modes if not _only_looks(mode)), None)
         if other is not None:
             raise UsageError(f"the step was called under a mode that sees what torch computes: {other}", hint=OUTSIDE)
     if torch.get_default_device().type == "meta":
         raise UsageError("the step was called with the default device 'meta'", hint=OUTSIDE)
+
+
+def _only_looks(mode: object) -> bool:
+    """Whether a mode is one of torch's or ours, or says that it changes nothing."""
+    theirs = type(mode).__module__.partition(".")[0] in ("torch", "magis")
+    return theirs or getattr(mode, "is_infra_mode", bool)()
 
 
 def _settings() -> tuple[Any, ...]:

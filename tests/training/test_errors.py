@@ -267,6 +267,10 @@ class RaisesAt(TorchDispatchMode):
         super().__init__()
         self.error, self.left = error, at
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it changes no number, and a step may be called under it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.left -= 1
         if self.left < 0:
