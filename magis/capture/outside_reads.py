@@ -199,7 +199,7 @@ class Ran:
             elif code in _LEVELS and frame.f_back is not None and self._home(frame.f_back) == "user":
                 logger = frame.f_locals["self"]
                 self.asked[f"the level of {logger.name}"] = lambda: (logger.getEffectiveLevel(), logger.disabled)
-            elif f"{frame.f_globals.get('__name__')}" in _NAMED and self._is_of_user(frame):
+            elif f"{frame.f_globals.get('__name__')}" in _NAMED and (home == "torch" or self._is_of_user(frame)):
                 self._modules.add(frame.f_globals["__name__"])
         elif event == "c_call" and not self.refused and self._is_of_user(frame):
             self._call(called)
