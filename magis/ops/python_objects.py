@@ -253,7 +253,7 @@ def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
     ours = not is_of_system(kind.__module__)
     return tuple(
         key for key, value in vars(kind).items()
-        if not isinstance(value, types.MemberDescriptorType)
+        if type(value) is not types.MemberDescriptorType  # objects may raise when they are asked for their class
         and (key in _SPECIAL or (ours and is_called(key, value)) or (names is None and key[:2] != "__")
              or (names is not None and key in names and (ours or key[:2] != "__")))
     )  # fmt: skip

@@ -224,6 +224,8 @@ def test_a_value_that_nobody_can_watch_is_refused(name: str, tmp_path: Any) -> N
         assert outcome((REFUSED[name], lambda: None)) == "refused"
     finally:
         A.table.close()
+        for name_of in ("path", "cycle", "lock", "table", "opaque"):  # others look at all that A has
+            delattr(A, name_of)
 
 
 class Halved(TorchFunctionMode):
