@@ -48,7 +48,7 @@ from magis.ops.python_objects import (
 )
 
 _SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
-_OURS = ("magis.capture.", "magis.strategies.")
+_OURS = ("magis.capture.", "magis.strategies.", "magis.frontends.checkpointing.repetition")
 """Begin the modules of hooks that are there only while a step is captured."""
 _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
@@ -236,7 +236,7 @@ class Snapshot:
         if isinstance(item, type):
             self._class(item)
             return
-        if isinstance(item, types.FunctionType) and is_of_torch(item.__module__):
+        if isinstance(item, types.FunctionType) and (is_of_torch(item.__module__) or item.__module__ == _OURS[-1]):
             return
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
             return
