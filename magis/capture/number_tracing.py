@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from magis.capture.number_places import NumberPlaces
@@ -95,7 +96,7 @@ def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: A
 def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: Any, *value: Any) -> Any:
     """Index a tensor by numbers that are traced: one slice, of the same length at every step, among whole dimensions.
 
-    Other slices hold for the present numbers alone.
+    Other slices hold for the present numbers alone; those of gradients' tensors, too, as the backward has the numbers.
     """
     parts = index if isinstance(index, tuple) else (index,)
     places = [at for at, each in enumerate(parts) if isinstance(each, slice) and _traced_among(each.start, each.stop)]
@@ -105,6 +106,8 @@ def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: A
     whole = all(each == slice(None) for at, each in enumerate(parts) if at not in places)
     inputs: tuple[Any, ...] = ()
     simple = len(places) == 1 and whole and parts[places[0]].step is None and None not in bounds[0]
+    given = (each for each in (tensor, *value) if isinstance(each, Tensor))
+    simple = simple and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
     if simple and 0 <= true_of(bounds[0][0]) <= true_of(bounds[0][1]) <= tensor.shape[places[0]]:  # nothing is cut off
         inputs = start, stop = bounds[0]
         trace.read("ge", start, 0)
@@ -119,9 +122,9 @@ def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: A
         for at, each in enumerate(parts)
     )
     number = value[0] if value and isinstance(value[0], TracedNumber) and type(value[0].true) is int else None
-    given = value if number is None else (number.true,)
+    to = value if number is None else (number.true,)
     with trace.hinted(inputs, number):
-        return plainly(tensor, true if isinstance(index, tuple) else true[0], *given)
+        return plainly(tensor, true if isinstance(index, tuple) else true[0], *to)
 
 
 def _traced_among(*items: object) -> bool:

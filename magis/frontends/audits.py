@@ -20,7 +20,7 @@ from magis.errors import CaptureError
 from magis.frontends.limits import AUTOCAST
 from magis.frontends.number_inputs import with_numbers
 from magis.frontends.planned import Planned
-from magis.graph import Graph, Value, digest, dump
+from magis.graph import ITEM_SIZE, Graph, Value, digest, dump
 from magis.ops.python_objects import PREFIX, look_up
 from magis.planner.conformance import first_difference
 
@@ -141,13 +141,28 @@ def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
 
 
 def _before_update(graph: Graph, returned: int) -> Graph:
-    """Forward and backward alone, which return so many values; guards see all that the update hangs on."""
+    """Forward and backward alone, which return so many values; guards see all that the update hangs on.
+
+    Buffers lie at the beginnings of memory of no size: one that a step replaces may be part of something larger.
+    """
     ops, outputs = tuple(op for op in graph.ops if op.phase != "update"), graph.outputs[:returned]
     used = {value for op in ops for value in (*op.inputs(), *op.made())} | {*outputs}
     values = {number: value for number, value in graph.values.items() if number in used}
+    begins = dict[int, int]()
+    for value in (graph.values[number] for number in graph.inputs):
+        if graph.storages[value.storage].kind == "buffer":
+            offset = value.offset * ITEM_SIZE[value.dtype]
+            begins[value.storage] = min(begins.get(value.storage, offset), offset)
+    for number, value in values.items():
+        offset = value.offset - begins.get(value.storage, 0) // ITEM_SIZE[value.dtype]
+        values[number] = value if offset == value.offset else replace(value, offset=offset)
     held = {value.storage for value in values.values()}
     return Graph(
-        storages={number: storage for number, storage in graph.storages.items() if number in held},
+        storages={
+            number: replace(storage, nbytes=0) if number in begins else storage
+            for number, storage in graph.storages.items()
+            if number in held
+        },
         values=values,
         ops=ops,
         inputs=tuple(number for number in graph.inputs if number in used),

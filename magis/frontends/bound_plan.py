@@ -73,7 +73,7 @@ class BoundPlan:
                 self.state.forget()
             if not isinstance(error, ExpectationError):
                 raise
-                warnings.warn(OTHER_WAY, stacklevel=3)
+            warnings.warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch), False
         if draw is not None and draw.after is not None:
             draw.after.restore()

@@ -15,7 +15,7 @@ from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.number_tracing import tracing
 from magis.capture.traced_numbers import DRAWN, READ, SPECIAL, DrawCall, Expression, Trace
 from magis.errors import MagisError
-from magis.graph import Graph, Op, Scalar, digest, with_scalars
+from magis.graph import ITEM_SIZE, Graph, Op, Scalar, Value, digest, with_scalars
 from magis.ops.generators import HostGenerators
 from magis.ops.python_objects import same
 from magis.planner.subject import Subject
@@ -145,7 +145,37 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
         return tuple(torch.tensor(with_scalars(graph.constants[value], numbers), dtype=dtype).tolist())
 
     constants = {value: rounded(value) for value in graph.constants}
-    return replace(graph, ops=tuple(map(filled, graph.ops)), constants=constants)
+    values = {**graph.values, **_moved(graph, numbers)}
+    return replace(graph, ops=tuple(map(filled, graph.ops)), values=values, constants=constants)
+
+
+def _moved(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
+    """Slices by named scalars, and views of them, where they lie for these numbers."""
+    found: dict[int, Value] = {}
+    for op in graph.ops if any(map(_sliced, graph.ops)) else ():
+        given = [graph.values[value] for value in op.inputs()]
+        for looks in (graph.values[value] for value in op.made()):
+            base = next((each for each in given if each.storage == looks.storage), None)
+            now = None if base is None else found.get(base.id, base)
+            if base is None or now is None:
+                continue
+            moved = (now.offset - base.offset) * ITEM_SIZE[base.dtype]
+            if _sliced(op):
+                dim, start = (int(with_scalars(arg, numbers)) for arg in op.args[1:3])  # type: ignore[call-overload]
+                moved = (now.offset + start * base.stride[dim] - looks.offset) * ITEM_SIZE[base.dtype]
+            if moved and looks.id not in found:
+                found[looks.id] = replace(looks, offset=looks.offset + moved // ITEM_SIZE[looks.dtype])
+    return found
+
+
+def _sliced(op: Op) -> bool:
+    return op.target == "aten.slice.Tensor" and bool(op.scalars())
+
+
+def _at_constants(graph: Graph) -> bool:
+    """Whether windows at constant places may stand for parts of slices by named scalars: in the backward of writes."""
+    windows = (op for op in graph.ops if "as_strided" in op.target)
+    return any(map(_sliced, graph.ops)) and any(len(op.args) > 3 and op.args[3] is not None for op in windows)
 
 
 def with_number_inputs(
@@ -182,7 +212,7 @@ def with_number_inputs(
     now = None if inputs is None else inputs.now(tensors)
     if inputs is None or now is None or subject.digest != far[0].digest or subject.captured.drawn:
         return None
-    if not inputs.left.keys() >= {*moved}:
+    if not inputs.left.keys() >= {*moved} or _at_constants(subject.captured.graph):
         return None
     captured, known = subject.captured, plain.captured
     pairs = (captured.graph, known.graph), (captured.original.graph, known.original.graph)

@@ -36,18 +36,17 @@ PREFIX = "held:"
 """Begins the names of tensors that Python holds beside parameters and buffers; a step looks them up at every run."""
 DATA = ".data"
 """Ends the path to a parameter whose data are replaced: `weight.data = ...`."""
-PLAIN = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type(...), range, slice}
-    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-)
+PLAIN = frozenset({
+    bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format,
+})  # fmt: skip
 LEAVES = (
     logging.Logger, torch.Generator, types.CodeType, types.MethodWrapperType, types.WrapperDescriptorType, re.Pattern,
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.GenericAlias, types.UnionType, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 """Objects that decide nothing, never change, or (generators of torch) stand in the graph."""
-_PYTHONS = getattr(random.random, "__self__", None)
-"""Python's global generator."""
+_PYTHONS = getattr(random.random, "__self__", None)  # Python's global generator
 CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""

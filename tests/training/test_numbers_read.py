@@ -12,6 +12,13 @@ from torch.nn import functional
 
 import magis
 from magis.frontends import planned
+from magis.frontends.audits import Audits
+
+
+@pytest.fixture(autouse=True)
+def audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audit every step: none of these is another one than was planned."""
+    monkeypatch.setattr(Audits, "_schedule", lambda _self: None)
 
 
 class Words(nn.Module):

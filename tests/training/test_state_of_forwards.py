@@ -20,9 +20,20 @@ from torch.nn import functional
 import magis
 from magis.errors import CaptureError
 from magis.frontends import planned
+from magis.frontends.audits import Audits
 
 OTHER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.37)
 SCHEDULE = torch.optim.lr_scheduler.ExponentialLR(OTHER, 0.97)
+
+
+@pytest.fixture(autouse=True)
+def audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audit every step for which audits are due at all: none of these is another one than was planned."""
+
+    def schedule(self: Audits) -> None:
+        self.due = 0.0 if self.costs < math.inf else self.costs
+
+    monkeypatch.setattr(Audits, "_schedule", schedule)
 
 
 class Net(nn.Module):
@@ -144,6 +155,11 @@ def two_at_once(net: Net, h: Tensor) -> Tensor:
     return h - net.center + net.mean
 
 
+def part_of_more(net: Net, h: Tensor) -> Tensor:
+    net.mean = torch.stack((h.detach().amax(0), net.mean * 0.9 + h.detach().mean(0)))[1]
+    return h - net.mean
+
+
 def read_before_and_after(net: Net, h: Tensor) -> Tensor:
     first = h - net.other
     net.other = net.other + h.detach().amax(0)
@@ -175,7 +191,15 @@ def taught(average: Callable[[Net], None]) -> Callable[[Net, Tensor], Tensor]:
 
 @pytest.mark.parametrize(
     "between",
-    [rebound, attribute, two_at_once, read_before_and_after, taught(averaged_data), taught(averaged_in_place)],
+    [
+        rebound,
+        attribute,
+        two_at_once,
+        part_of_more,
+        read_before_and_after,
+        taught(averaged_data),
+        taught(averaged_in_place),
+    ],
     ids=lambda each: each.__name__,
 )
 def test_tensors_that_a_forward_replaces(
@@ -371,3 +395,49 @@ def test_a_slice_of_another_length_is_another_step(monkeypatch: pytest.MonkeyPat
         return h + h[:, net.count : net.count + 30].mean()
 
     trained(between, monkeypatch=monkeypatch)
+
+
+def sliced(_net: Net, h: Tensor, place: slice) -> Tensor:
+    return h + h[:, place].mean()
+
+
+def written(_net: Net, h: Tensor, place: slice) -> Tensor:
+    h = h.clone()
+    h[:, place].mul_(2)
+    return h
+
+
+def set_between(_net: Net, h: Tensor, place: slice) -> Tensor:
+    h = h.clone()
+    h[:, place] = 0.25
+    return h
+
+
+@pytest.mark.parametrize("use", [sliced, written, set_between])
+def test_slices_of_what_has_gradients(use: Callable[[Net, Tensor, slice], Tensor]) -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        return use(net, h, slice(net.count, net.count + 4))
+
+    trained(between)
+
+
+def test_a_slice_that_gets_gradients_by_what_is_written_to_it_is_refused() -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        wide = torch.zeros(8, 48)
+        wide[:, net.count : net.count + 32].view(8, 32).copy_(h)
+        return wide[:, 3:35]
+
+    with pytest.raises(CaptureError, match=r"changes model\.count"):
+        trained(between)
+
+
+def test_views_of_slices_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        net.other[net.count : net.count + 4].view(2, 2).t().mul_(0.9)
+        return h * net.other.clone() + net.other.clone()[net.count : net.count + 8].view(4, 2).t()[1].mean()
+
+    _, captures = trained(between, monkeypatch=monkeypatch)
+    assert captures == [0] * 8
