@@ -152,8 +152,8 @@ class Ran:
             here = {name for name in (namespace if anything else read) if name in namespace}
             wanted.setdefault(id(namespace), (namespace, set()))[1].update(here, bare)
         found = frozenset(names | user)
-        bare = {name for _, read in wanted.values() for name in read if hasattr(builtins, name)}
-        wanted[id(builtins)] = vars(builtins), bare
+        built_in = {name for _, read in wanted.values() for name in read if hasattr(builtins, name)}
+        wanted[id(builtins)] = vars(builtins), built_in
         spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
         every = None if by_name else found
         return Reads(

@@ -43,7 +43,8 @@ def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
         own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
         hint = "give the optimizer that it drives" if own else "give a torch.optim.Optimizer, or None"
         raise UsageError(f"the optimizer is of type {type(optimizer).__name__}", hint=hint)
-    lazy = next((name for name, each in module.named_parameters() if is_lazy(each)), None)
+    parameters: Iterable[tuple[str, Any]] = module.named_parameters()
+    lazy = next((name for name, each in parameters if is_lazy(each)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is lazy, and has no shape yet", hint="call the model once on a batch")
 

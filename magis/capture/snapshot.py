@@ -330,7 +330,7 @@ class Snapshot:
         target = item()
         self._ask(path, lambda: item() is None)
         held = attributes(target)
-        if held is None or isinstance(target, (Tensor, type, types.FunctionType, *CONTAINERS)) or slots(type(target)):
+        if held is None or isinstance(target, (Tensor, type, types.FunctionType, *CONTAINERS)) or slots(type(target)):  # type: ignore[arg-type]
             self._meet(f"{path}/()", target)
             return
         names = self._reads.own if isinstance(target, nn.Module) else self._reads.names
@@ -360,7 +360,8 @@ class Snapshot:
     def _class(self, item: type) -> None:
         if isinstance(item, abc.ABCMeta) and "isinstance" in self._reads.user and not is_of_system(item.__module__):
             self._ask(f"{item.__qualname__}/.register", abc.get_cache_token)
-        for base in (*item.__mro__, *type(item).__mro__):
+        meta: type = type(item)
+        for base in (*item.__mro__, *meta.__mro__):
             known = base is not item and id(base) in self._known
             if known or base in _COUNT_OBJECTS or base.__module__ in ("builtins", "abc", "typing"):
                 continue

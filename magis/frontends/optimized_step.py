@@ -106,6 +106,7 @@ class OptimizedStep:
             step.given = entry.given.numbers
             draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
         started = perf_counter()
+        loss: Tensor
         try:
             loss, as_planned = entry.bound.run(given, draw, entry.given)
             entry.ran(planned=as_planned)

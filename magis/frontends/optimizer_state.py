@@ -251,7 +251,8 @@ def check_mode(device: str) -> None:
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise UsageError("the step was called without gradients (no_grad, inference_mode)", hint=OUTSIDE)
-    if torch._C._autograd._top_saved_tensors_default_hooks(True):  # noqa: SLF001 (torch has no other way)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 (torch has no other way)
+    if hooks:
         raise UsageError("the step was called under hooks on saved tensors", hint=OUTSIDE)
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]

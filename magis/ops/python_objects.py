@@ -51,7 +51,7 @@ CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
 """Longer containers, further objects and larger arrays are not watched."""
 CACHE = type(functools.lru_cache(lambda: None))
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 ASKED = (ContextVar, CACHE, types.MappingProxyType, functools.partial, BaseException)
 """Objects that are watched by what they hold, asked anew."""
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -308,7 +308,7 @@ def names_of_getter(item: Any) -> set[str]:
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""
-    if isinstance(item, torch.jit.RecursiveScriptModule):  # its attributes lie in C++
+    if isinstance(item, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # its attributes lie in C++
         return functools.partial(_scripted, item, sorted(item._concrete_type.get_attributes())), None
     numpy = sys.modules.get("numpy")
     if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):

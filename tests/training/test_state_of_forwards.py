@@ -328,7 +328,7 @@ def in_turn(net: Net, h: Tensor) -> Tensor:
     return h * 0.5 if net.count % 2 else h
 
 
-@pytest.mark.parametrize(("between", "most"), [(counted, 2), (cooled, 0), (annealed, 0), (in_turn, 1)], ids=str)
+@pytest.mark.parametrize(("between", "most"), [(counted, 2), (cooled, 0), (annealed, 0), (in_turn, 1)])
 def test_numbers_that_a_forward_reads_and_changes(
     between: Callable[[Net, Tensor], Tensor], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
