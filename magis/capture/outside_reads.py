@@ -77,7 +77,7 @@ _ALWAYS = frozenset(
     | {"_forward_hooks_always_called", "_is_full_backward_hook"}
     | {"_backward_fn", "_setup_context_fn", "_backends_to_fns"}  # of custom operators
 )
-_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
+_BELOW = ("magis.capture", "magis.ops", "magis.cases.tensor_ledger", "torch._", "torch.fx", "torch.utils._")
 """Code below the forward's own: it runs operators, or watches them."""
 
 

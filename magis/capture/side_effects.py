@@ -89,7 +89,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             inputs, targets = next(batches)
             with torch.enable_grad(), casting(autocast):
                 loss = work.loss_fn(stand.module(*inputs), *targets)
-            if loss.requires_grad and loss.numel() == 1:
+            if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 # Hooks and formulas of the user's own run in it, and parts of the forward again.
                 root = (torch.ones_like(loss),)
                 with (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
-from magis import CaptureError, UsageError, optimize
+from magis import CaptureError, UsageError, optimize, peak
 from magis.frontends import kept_steps
 from magis.runtime.measure import window_peak
 from tests.nets import Block
@@ -381,3 +381,21 @@ def test_a_scheduler_is_no_optimizer_and_a_step_is_no_copy() -> None:
             copied(step)
     with pytest.raises(UsageError, match="inputs hold a tensor that is sparse_coo"):
         step(batch[0].to_sparse(), batch[1])
+
+
+def test_a_step_runs_and_is_planned_while_a_peak_is_measured() -> None:
+    model, batch = nn.Linear(3, 3), (torch.ones(2, 3), torch.ones(2, 3))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+    expected = nn.functional.mse_loss(model(batch[0]), batch[1]).detach()
+    with peak() as measured:
+        assert torch.equal(step(*batch), expected)
+        optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+    assert measured.tensor_bytes > 0
+
+
+def test_a_loss_that_is_no_tensor_is_one_line() -> None:
+    model, batch = nn.Linear(3, 3), (torch.ones(2, 3), torch.ones(2, 3))
+    loss_fn: Any = lambda _out, _target: 3.0  # noqa: E731
+    with pytest.raises(CaptureError, match=r"^the loss is not a single number but of type float; "):
+        optimize(model, loss_fn, None, batch, memory_ratio=1.0, budget=1)
