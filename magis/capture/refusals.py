@@ -43,7 +43,7 @@ def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
         own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
         hint = "give the optimizer that it drives" if own else "give a torch.optim.Optimizer, or None"
         raise UsageError(f"the optimizer is of type {type(optimizer).__name__}", hint=hint)
-    lazy = next((name for name, each in module.named_parameters() if is_lazy(each)), None)
+    lazy = next((name for name, each in dict[str, Tensor](module.named_parameters()).items() if is_lazy(each)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is lazy, and has no shape yet", hint="call the model once on a batch")
 
@@ -84,8 +84,9 @@ def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collecti
         if known == address or name.startswith(("input:", "target:")) or (known is None and not settled):
             continue
         if address not in after or (tensor.requires_grad and known is not None):
+            kind, _, path = name.partition(":")
             raise CaptureError(
-                f"the forward replaces {name.replace(':', ' ', 1)}: the next step would not see that",
+                f"the forward replaces {kind} {path!r}: the next step would not see that",
                 hint="update it in place, with copy_ say",
             )
 

@@ -221,8 +221,8 @@ def _observe(
     pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
     for was, now in ((was, now) for was, now in pairs if was != now):
         if was[0] == now[0] and was[1:2] != now[1:2]:
-            numbers = f"{was[1]}, then {now[1]}"
-            raise CaptureError(f"every forward computes {now[0]} with another number: {numbers}", hint=BUFFER)
+            what = f"every forward computes {now[0]} with another number: {was[1]}, then {now[1]}"
+            raise CaptureError(what, hint=BUFFER)
         what = f"the first forward computes {was[0]} where the next one computes {now[0]}"
         raise CaptureError(what, hint="call the module once before")
     return reads

@@ -161,7 +161,7 @@ def _moved(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
                 continue
             moved = (now.offset - base.offset) * ITEM_SIZE[base.dtype]
             if _sliced(op):
-                dim, start = (int(with_scalars(arg, numbers)) for arg in op.args[1:3])  # type: ignore[call-overload]
+                dim, start = (int(with_scalars(arg, numbers)) for arg in op.args[1:3])
                 moved = (now.offset + start * base.stride[dim] - looks.offset) * ITEM_SIZE[base.dtype]
             if moved and looks.id not in found:
                 found[looks.id] = replace(looks, offset=looks.offset + moved // ITEM_SIZE[looks.dtype])
