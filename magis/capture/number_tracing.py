@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from magis.capture.number_places import NumberPlaces
-from magis.capture.traced_numbers import MATH, TRACE, Expression, Trace, TracedNumber, true_of
+from magis.capture.traced_numbers import MATH, SPECIAL, TRACE, Expression, Trace, TracedNumber, true_of
 
 _DRAWS = {
     "random": """
@@ -57,7 +57,7 @@ def tracing(
             stack.callback(setattr, math, name, function)
         for name in ("__getitem__", "__setitem__"):
             index = getattr(Tensor, name)
-            setattr(Tensor, name, partialmethod(_indexed, trace, index))
+            setattr(Tensor, name, partialmethod(_indexed, trace, index, seed > 1))
             stack.callback(setattr, Tensor, name, index)
         for namespace in places.namespaces:
             for name, kind in (("int", _Int), ("float", _Float)):
@@ -93,9 +93,10 @@ def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: A
     return result if found is NotImplemented else found
 
 
-def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: Any, *value: Any) -> Any:
+def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], shift: bool, index: Any, *value: Any) -> Any:
     """Index a tensor by numbers that are traced: one slice, of the same length at every step, among whole dimensions.
 
+    With ``shift`` it begins elsewhere than it does now: a window that it shares with others by chance is another then.
     Other slices hold for the present numbers alone; those of gradients' tensors, too, as the backward has the numbers.
     """
     parts = index if isinstance(index, tuple) else (index,)
@@ -123,7 +124,12 @@ def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], index: A
     )
     number = value[0] if value and isinstance(value[0], TracedNumber) and type(value[0].true) is int else None
     to = value if number is None else (number.true,)
-    with trace.hinted(inputs, number):
+    if inputs and shift and not any(each in SPECIAL for each in map(true_of, inputs)):
+        by = 1 if true_of(inputs[1]) < tensor.shape[places[0]] else -1
+        window = slice(true_of(inputs[0]) + by, true_of(inputs[1]) + by)
+        true = tuple(window if at in places else each for at, each in enumerate(true))
+    placed = true[places[0]] if inputs else slice(0)
+    with trace.hinted(inputs, (placed.start, placed.stop), number):
         return plainly(tensor, true if isinstance(index, tuple) else true[0], *to)
 
 

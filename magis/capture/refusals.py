@@ -85,8 +85,9 @@ def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collecti
         if known == address or name.startswith(("input:", "target:")) or (known is None and not settled):
             continue
         if address not in after or (tensor.requires_grad and known is not None):
+            kind, _, path = name.partition(":")
             raise CaptureError(
-                f"the forward replaces {name.replace(':', ' ', 1)}: the next step would not see that",
+                f"the forward replaces {kind} {path!r}: the next step would not see that",
                 hint="update it in place, with copy_ say",
             )
 

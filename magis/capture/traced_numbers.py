@@ -191,6 +191,7 @@ class Trace:
         self.draws: list[DrawCall] = []
         """What the step draws from Python's and numpy's generators, in order."""
         self._bounds: tuple[Any, ...] = ()
+        self._window: tuple[int, ...] = ()
         self._hint: TracedNumber | None = None
         self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
         """How the tensors that Python reads numbers off are made of named ones, in order, and these names."""
@@ -271,22 +272,21 @@ class Trace:
         return self.stand_in(Expression("", (f"{READ}{len(self.reads) - 1}",)), number)
 
     @contextmanager
-    def hinted(self, bounds: tuple[Any, ...], number: object) -> Iterator[None]:
+    def hinted(self, bounds: tuple[Any, ...], window: tuple[int, ...], number: object) -> Iterator[None]:
         """While it lasts, a slice with these bounds, or a tensor of this whole number, is made of what they stand for.
         Those that no operator takes so are constants."""
-        self._bounds, self._hint = bounds, number if isinstance(number, TracedNumber) else None
+        self._bounds, self._window, self._hint = bounds, window, number if isinstance(number, TracedNumber) else None
         waiting = [each for each in (*bounds, self._hint) if isinstance(each, TracedNumber)]
         try:
             yield
         finally:
             left = [each for each in waiting if each.expression not in self.named]
             self.outcomes.update({each.expression: each.true for each in left})
-            self._bounds, self._hint = (), None
+            self._bounds, self._window, self._hint = (), (), None
 
     def slice_args(self, target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
         """The arguments of an operator; of a slice with named scalars for bounds that are traced."""
-        true = tuple(map(true_of, self._bounds))
-        if target != "aten.slice.Tensor" or not true or args[2:4] != true:
+        if target != "aten.slice.Tensor" or not self._bounds or args[2:4] != self._window:
             return args
         named = (self._whole(each) if isinstance(each, TracedNumber) else each for each in self._bounds)
         return (*args[:2], *named, *args[4:])

@@ -210,7 +210,13 @@ def with_number_inputs(
             return None
     inputs = inputs_of((trace, far[1]), places, left)
     now = None if inputs is None else inputs.now(tensors)
-    if inputs is None or now is None or subject.digest != far[0].digest or subject.captured.drawn:
+    if inputs is None or now is None or subject.captured.drawn:
+        return None
+    sliced = any(map(_sliced, subject.captured.graph.ops))  # elsewhere in the other capture
+    both = {
+        digest(with_numbers(each.captured.graph, now.numbers)) if sliced else each.digest for each in (subject, far[0])
+    }
+    if len(both) > 1:
         return None
     if not inputs.left.keys() >= {*moved} or _at_constants(subject.captured.graph):
         return None

@@ -105,6 +105,7 @@ class OptimizedStep:
         if entry.given is not None:
             step.given = entry.given.numbers
             draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
+        loss: Tensor
         started = perf_counter()
         loss: Tensor
         try:

@@ -178,7 +178,7 @@ def test_the_module_is_left_as_it_was() -> None:
     module.many = []
     weight, plain = module.a.weight, module.a.weight.detach().clone()
     found = capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD)
-    assert {told(path) for path in found.left} == {"module.late", "module.many", "module.seen"}
+    assert {told(path) for path in found.left} == {"model.late", "model.many", "model.seen"}
     assert (module.many, hasattr(module, "seen"), hasattr(module, "late")) == ([], False, False)
     assert module.a.weight is weight
     assert torch.equal(weight, plain)
@@ -197,8 +197,8 @@ def test_what_module_and_loss_hold_is_left_as_it_was_at_any_depth() -> None:
     found = capture(module, (torch.ones(3, 4),), (), loss_fn, SGD)
     assert {told(path) for path in found.left} == {
         "loss closure seen",
-        "module.settings.last",
-        "module.settings.of.a[0]",
+        "model.settings.last",
+        "model.settings.of.a[0]",
     }
     assert (seen, vars(module.settings)) == ([], {"of": {"a": [[]]}})
 

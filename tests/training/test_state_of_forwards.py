@@ -264,7 +264,7 @@ def test_data_of_trained_parameters_is_refused() -> None:
         net.two.weight.data = net.two.weight.data * 0.99
         return h
 
-    with pytest.raises(CaptureError, match=r"replaces parameter two\.weight"):
+    with pytest.raises(CaptureError, match=r"replaces parameter 'two\.weight'"):
         trained(between)
 
 
@@ -395,49 +395,3 @@ def test_a_slice_of_another_length_is_another_step(monkeypatch: pytest.MonkeyPat
         return h + h[:, net.count : net.count + 30].mean()
 
     trained(between, monkeypatch=monkeypatch)
-
-
-def sliced(_net: Net, h: Tensor, place: slice) -> Tensor:
-    return h + h[:, place].mean()
-
-
-def written(_net: Net, h: Tensor, place: slice) -> Tensor:
-    h = h.clone()
-    h[:, place].mul_(2)
-    return h
-
-
-def set_between(_net: Net, h: Tensor, place: slice) -> Tensor:
-    h = h.clone()
-    h[:, place] = 0.25
-    return h
-
-
-@pytest.mark.parametrize("use", [sliced, written, set_between])
-def test_slices_of_what_has_gradients(use: Callable[[Net, Tensor, slice], Tensor]) -> None:
-    def between(net: Net, h: Tensor) -> Tensor:
-        net.count += 1
-        return use(net, h, slice(net.count, net.count + 4))
-
-    trained(between)
-
-
-def test_a_slice_that_gets_gradients_by_what_is_written_to_it_is_refused() -> None:
-    def between(net: Net, h: Tensor) -> Tensor:
-        net.count += 1
-        wide = torch.zeros(8, 48)
-        wide[:, net.count : net.count + 32].view(8, 32).copy_(h)
-        return wide[:, 3:35]
-
-    with pytest.raises(CaptureError, match=r"changes model\.count"):
-        trained(between)
-
-
-def test_views_of_slices_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    def between(net: Net, h: Tensor) -> Tensor:
-        net.count += 1
-        net.other[net.count : net.count + 4].view(2, 2).t().mul_(0.9)
-        return h * net.other.clone() + net.other.clone()[net.count : net.count + 8].view(4, 2).t()[1].mean()
-
-    _, captures = trained(between, monkeypatch=monkeypatch)
-    assert captures == [0] * 8
