@@ -88,7 +88,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
                 torch.default_generator.set_state(drawn)
             inputs, targets = next(batches)
             with torch.enable_grad(), casting(autocast):
-                loss = work.loss_fn(stand.module(*inputs), *targets)
+                loss: Any = work.loss_fn(stand.module(*inputs), *targets)
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 # Hooks and formulas of the user's own run in it, and parts of the forward again.
                 root = (torch.ones_like(loss),)

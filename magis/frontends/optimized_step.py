@@ -107,7 +107,6 @@ class OptimizedStep:
             draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
         loss: Tensor
         started = perf_counter()
-        loss: Tensor
         try:
             loss, as_planned = entry.bound.run(given, draw, entry.given)
             entry.ran(planned=as_planned)
