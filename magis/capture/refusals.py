@@ -27,14 +27,17 @@ INFERENCE = "use optimizer kind 'none' for inference"
 EAGER_FIRST = "the step must run eagerly before it can be captured"
 
 
+def in_place_of(given: type, module: str) -> str:
+    """The words for what to write in the place of a class; `module` is what the module is called there."""
+    arguments = f"{module}.parameters()" if issubclass(given, Optimizer) else ""
+    return f"call it: {given.__name__}({arguments})"
+
+
 def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
     """Raise for parts of a step that are something else: a class, a function, a scheduler, a lazy module."""
     for what, given in (("model", module), ("loss function", loss_fn), ("optimizer", optimizer)):
         if isinstance(given, type):
-            arguments = "model.parameters()" if issubclass(given, Optimizer) else ""
-            raise UsageError(
-                f"the {what} is the class {given.__name__}", hint=f"call it: {given.__name__}({arguments})"
-            )
+            raise UsageError(f"the {what} is the class {given.__name__}", hint=in_place_of(given, "model"))
     if not isinstance(module, nn.Module):
         raise UsageError(f"the model is of type {type(module).__name__}", hint="give a torch.nn.Module")
     if loss_fn is not None and not callable(loss_fn):

@@ -55,6 +55,7 @@ from magis.ops.python_objects import (
 
 _OURS = ("magis.capture.", "magis.strategies.", "magis.frontends.checkpointing.repetition")
 """Begin the modules of hooks that are there only while a step is captured."""
+_ALL_CONTAINERS = (*CONTAINERS, tuple, frozenset)
 _TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
 _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
@@ -279,7 +280,7 @@ class Snapshot:
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
             return
         self._watch(path, item, names)
-        if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) > MANY:
+        if isinstance(item, _ALL_CONTAINERS) and len(item) > MANY:
             return
         for step, value in parts(item, names):
             if f"{path}/{step}" not in self._reads.results:
@@ -287,7 +288,7 @@ class Snapshot:
 
     def _watch(self, path: str, item: Any, names: frozenset[str] | None) -> None:
         """Remember what the object itself holds, by its kind."""
-        if isinstance(item, (dict, list, tuple, set, frozenset, deque)):
+        if isinstance(item, _ALL_CONTAINERS):
             if len(item) > MANY:
                 self.unwatched.append(f"{path}, {len(item):,} objects long")
             elif not item and isinstance(item, CONTAINERS):

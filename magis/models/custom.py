@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture.optimizer_rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
+from magis.capture.refusals import in_place_of
 from magis.capture.workload import (
     Batch,
     Workload,
@@ -46,7 +47,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         raise UsageError(f"{path}: {who} returned a {type(made).__name__}", hint=_EXPECTED)
     for part in made:
         if isinstance(part, type):
-            raise UsageError(f"{path}: {who} returned the class {part.__name__}", hint=_instead(part))
+            raise UsageError(f"{path}: {who} returned the class {part.__name__}", hint=in_place_of(part, "module"))
     parts, last = (made[:-1], made[-1]) if made and isinstance(made[-1], Optimizer) else (made, optimizer)
     if len(parts) not in (2, 3, 4):
         raise UsageError(f"{path}: {who} returned a tuple of {len(made)}", hint=_EXPECTED)
@@ -84,18 +85,14 @@ def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
     if isinstance(optimizer, str) and optimizer in OPTIMIZER_KINDS:
         return OptimizerSpec(optimizer, lr=1e-3)
     if isinstance(optimizer, type):
-        raise UsageError(f"{path}: the optimizer is the class {optimizer.__name__}", hint=_instead(optimizer))
+        raise UsageError(
+            f"{path}: the optimizer is the class {optimizer.__name__}", hint=in_place_of(optimizer, "module")
+        )
     what = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
     raise UsageError(
         f"{path}: the optimizer is {what}",
         hint=f"pass one of {', '.join(OPTIMIZER_KINDS)}, or return a torch optimizer, of any class, behind the loss",
     )
-
-
-def _instead(given: type) -> str:
-    """What to write in the place of a class."""
-    arguments = "module.parameters()" if issubclass(given, Optimizer) else ""
-    return f"call it: {given.__name__}({arguments})"
 
 
 def _of_torch(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:
