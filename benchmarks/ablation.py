@@ -28,8 +28,9 @@ before_torch()
 from cells import Limit
 from lib.program import arguments, head
 
-from magis.models import SEED_NAMES, resolve
-from magis.paper.coordinated_search import STATES, PaperSearch
+from magis.extensions.models.network_names import SEED_NAMES
+from magis.extensions.paper.coordinated_search import STATES, PaperSearch
+from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case

@@ -10,7 +10,7 @@ import time
 
 from lib.program import arguments
 
-from magis.models import GATE_NAMES, SEED_NAMES
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 from magis.planner.bench import Bench
 from magis.results import Case
 

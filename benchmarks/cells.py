@@ -5,15 +5,15 @@
         [--output FILE]
 
 A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
-limit the latency overhead to eager; everything is simulated. *published*: magis.paper.coordinated_search with that many
-states (the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of
-keep, recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both plan
-the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts. *front*: the
-best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would find. *linear*:
-the optimum of a linear program of keep, swap and recompute for the step in program order without fission: a guide to
-what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this peak; under memory limits
-the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in the model's
-first row, those of other planners mostly, too.
+limit the latency overhead to eager; everything is simulated. *published*: `magis.extensions.paper` with that many
+states (the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program
+of keep, recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both
+plan the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts.
+*front*: the best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would
+find. *linear*: the optimum of a linear program of keep, swap and recompute for the step in program order without
+fission: a guide to what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this
+peak; under memory limits the distance of the limit to it. Seconds are this machine's, capture left out; those of the
+front are in the model's first row, those of other planners mostly, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lib.planners.setting import Calibrated, Setting, origins
 from lib.planners.two_level import two_level
 from torch import nn
 
+from magis.extensions.paper.coordinated_search import STATES, PaperSearch
 from magis.models import PRESETS, resolve
-from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.planner.bench import Bench
 from magis.planner.fronts import front_of
 from magis.planner.planning import plan as plan_step

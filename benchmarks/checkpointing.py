@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 import magis
 from magis.capture import Workload
-from magis.models import GATE_NAMES, PRESETS, get
+from magis.extensions.models.network_names import GATE_NAMES
+from magis.extensions.ranks.strategies.distributed import held_by, make_optimizer, trained
+from magis.models import PRESETS, get
 from magis.runtime.measure import collector_spared, window_peak
-from magis.strategies.distributed import held_by, make_optimizer, trained
 from magis.strategies.single_device import blocks_of, checkpointed
 
 HEAD = f"{'model':9} {'checkpointing':22} {'peak':>6} {'time':>6} | {'peak':>6} {'time':>6} {'less':>6}"

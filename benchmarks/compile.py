@@ -21,8 +21,8 @@ from lib.program import arguments
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.frontends.compile.compile_options import CompileReport
-from magis.frontends.compile.dynamo_backend import magis
+from magis.extensions.compile.compile_options import CompileReport
+from magis.extensions.compile.dynamo_backend import magis
 from magis.models import get
 from magis.runtime.measure import window_peak
 from magis.units import format_bytes

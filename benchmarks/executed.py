@@ -23,7 +23,8 @@ from magis.quiet import before_torch
 before_torch()
 
 from magis.cases.comparison import CLOSE, SAME, compare_by_kind
-from magis.models import GATE_NAMES, SEED_NAMES, resolve
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
+from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.fronts import realized_front
 from magis.planner.plans import Plan

@@ -23,7 +23,8 @@ before_torch()
 
 from cells import Limit, planned
 
-from magis.models import GATE_NAMES, SEED_NAMES, resolve
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
+from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject

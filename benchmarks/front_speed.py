@@ -25,8 +25,8 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from magis.models.building import SEED
-from magis.models.decoders import GptNeoConfig, gpt_neo
+from magis.extensions.models.building import SEED
+from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
 from magis.planner.planning import plan_whole
 from magis.planner.plans import PlanScratch
 from magis.planner.subject import Subject

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from magis.capture.workload import Workload
 from magis.errors import VerifyError
+from magis.extensions.paper.incremental_schedule import full_order, rescheduled, survivors
 from magis.fission.candidates import most_parts, regions_around
 from magis.fission.expand import expand as expand_region
 from magis.fission.region import Region
 from magis.graph import Graph, verify
 from magis.ops.optimizers import OptimizerSpec
-from magis.paper.incremental_schedule import full_order, rescheduled, survivors
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import realize

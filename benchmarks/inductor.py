@@ -30,7 +30,8 @@ from checkpointing import loop, medians
 from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
 
-from magis.models import GATE_NAMES, PRESETS, get
+from magis.extensions.models.network_names import GATE_NAMES
+from magis.models import PRESETS, get
 
 HEAD = f"{'model':9} {'compiled':22} {'peak':>6} {'time':>6}"
 EQUAL = 1.01

@@ -29,8 +29,8 @@ import torch
 from lib.program import arguments
 from torch import Tensor, nn
 
+from magis.extensions.models.presets import recipe
 from magis.models import Workload
-from magis.models.presets import recipe
 
 HERE = Path(__file__).resolve().parent
 PLANT = "MAGIS_PLANTED"

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magis.capture.workload import Workload
-from magis.models import registry
+from magis.models import model_specs
 from magis.ops.optimizers import OptimizerSpec
 
 RANDOM = ("bernoulli", "native_dropout", "rand", "normal", "uniform")
@@ -169,7 +169,7 @@ def window_peak(step: Callable[[], object]) -> int:
 
 def measure(name: str, preset: str = "small", *, rounds: int = 3, enough_ms: float = 0.0) -> Sizes:
     """Build `name`, step it eagerly and measure it; stops timing once a step took at most `enough_ms`."""
-    workload = registry.get(name).build(preset, 0)
+    workload = model_specs.get(name).build(preset, 0)
     step, persistent = stepper(workload)
     losses = [step()]
     workload.module.zero_grad(set_to_none=True)
@@ -205,12 +205,12 @@ def main() -> None:
 
     """Print the table."""
     parser = arguments(__doc__, names=["all", "seed"])
-    parser.add_argument("--preset", default="small", choices=registry.PRESETS)
+    parser.add_argument("--preset", default="small", choices=model_specs.PRESETS)
     asked = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))
     widths = {"params": 10, "persist": 8, "peak MB": 8, "fixed": 6, "bound": 6, "random": 6, "ms": 7}
     print(f"{'name':24}", *(f"{head:>{width}}" for head, width in widths.items()), " losses")
-    for name in registry.resolve(asked.names):
+    for name in model_specs.resolve(asked.names):
         sizes = measure(name, asked.preset)
         print(
             f"{name:24} {sizes.parameters:10} {sizes.persistent_bytes / 1e6:8.2f}",

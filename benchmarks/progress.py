@@ -3,13 +3,12 @@
     python benchmarks/progress.py [NAME] [--limit lat 1.1 | --limit mem 0.4] [--states 3000] [--device sim:rtx3090]
         [--preset paper] [--output FILE.svg]
 
-Under a latency limit the figure is the peak as a share of eager's, under a memory limit the latency overhead to eager,
-of the best plan judged so far; everything is simulated. *ours*: a hasty look at the whole step and at one piece of it,
-then the front of the whole step, then that with fission; it serves all limits. *no fission*: the front of the whole
-step alone; *no mixing*: plans of a front are not mixed. *published*:
-``magis.paper.coordinated_search``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this
-machine's (processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture;
-the table stands beside it in FILE.txt.
+Under a latency limit the figure is the peak as a share of eager's, under a memory limit the latency overhead to
+eager, of the best plan judged so far; everything is simulated. *ours*: a hasty look at the whole step and at one
+piece of it, then the front of the whole step, then that with fission; it serves all limits. *no fission*: the front
+of the whole step alone; *no mixing*: plans of a front are not mixed. *published*: `magis.extensions.paper`; *one
+level*: its F-Tree with one level of heat instead of four. Seconds are this machine's (processor seconds, since it may
+be busy), on one thread; capture is left out of both. FILE.svg is a picture; the table stands beside it in FILE.txt.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ before_torch()
 
 from cells import Limit
 
+from magis.extensions.paper.coordinated_search import STATES, PaperSearch
+from magis.extensions.paper.ftree import LEVELS
 from magis.models import resolve
-from magis.paper.coordinated_search import STATES, PaperSearch
-from magis.paper.ftree import LEVELS
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.report.pictures import BOUND, EAGER, OURS, across, framed, label

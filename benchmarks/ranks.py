@@ -129,18 +129,18 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     import torch.distributed as dist
 
     from magis.capture import OptimizerSpec, Workload
+    from magis.extensions.models.building import REAL
+    from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
+    from magis.extensions.models.encoders import BertConfig, bert
+    from magis.extensions.ranks.plans.planned_ranks import PlannedRanks, factory_of
+    from magis.extensions.ranks.strategies.zero import Zero
     from magis.models import get
-    from magis.models.building import REAL
-    from magis.models.decoders import GptNeoConfig, gpt_neo
-    from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
-    from magis.planner.planned_ranks import PlannedRanks, factory_of
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
-    from magis.strategies.distributed import without_dropout
     from magis.strategies.distributed_names import distributed_strategy
+    from magis.strategies.prepared_work import without_dropout
     from magis.strategies.rank_step import RankStrategy
-    from magis.strategies.zero import Zero
 
     torch.set_num_threads(1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()

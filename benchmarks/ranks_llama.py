@@ -43,12 +43,12 @@ from magis.capture import Workload
 from magis.capture.workload import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.links import links_of
-from magis.models.building import numbered
+from magis.extensions.models.building import numbered
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
+from magis.extensions.ranks.prediction.rank_memory import fake_world, predict_rank
+from magis.extensions.ranks.prediction.step_time import StepTime
 from magis.ops.optimizers import OptimizerSpec
-from magis.planner.planned_ranks import PlannedRanks
 from magis.planner.subject import Subject
-from magis.predict.rank_memory import fake_world, predict_rank
-from magis.predict.step_time import StepTime
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import KEEP, RECOMPUTE

@@ -32,7 +32,7 @@ before_torch()
 from lib.llama import Llama, Sizes
 
 from magis.capture.workload import Workload
-from magis.models.building import REAL, numbered, token_batch, token_loss, training_step
+from magis.extensions.models.building import REAL, numbered, token_batch, token_loss, training_step
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planning import plan

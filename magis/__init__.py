@@ -2,7 +2,8 @@
 
 The public names live in the modules listed below and are loaded on first use, so that `import magis` costs
 nothing: it imports neither torch nor numpy nor any other module of this package. To export one more name, add
-a row to `_EXPORTS`, the name to `__all__` and an import to the `TYPE_CHECKING` block.
+a row to `_EXPORTS` (of a neighbour, to `magis.registry`), the name to `__all__` and an import to the
+`TYPE_CHECKING` block.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from magis.api import Bench, OptimizerSpec, Workload, estimate, fit, pareto, peak, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, PartialUpdateError, UsageError, VerifyError
-    from magis.frontends.checkpointing.choose import checkpoint_policy
-    from magis.frontends.checkpointing.policy import RegionPolicies
-    from magis.frontends.compile.joint_tags import JointTags, tag_joint_graph
+    from magis.extensions.compile.checkpointing.choose import checkpoint_policy
+    from magis.extensions.compile.checkpointing.policy import RegionPolicies
+    from magis.extensions.compile.joint_tags import JointTags, tag_joint_graph
+    from magis.extensions.compile.trainers import LightningCallback, MagisCallback
     from magis.frontends.optimize import OptimizedStep, optimize
-    from magis.frontends.trainers import LightningCallback, MagisCallback
     from magis.report import read_results
 
 __version__ = "0.1.0"
@@ -49,23 +50,18 @@ __all__ = [
     "tag_joint_graph",
 ]
 
-# public name -> the module that defines it
+# public name -> the module that defines it; those of neighbours stand in magis.registry
 _EXPORTS = {
     "BaselineError": "magis.errors",
     "Bench": "magis.api",
     "CaptureError": "magis.errors",
-    "JointTags": "magis.frontends.compile.joint_tags",
-    "LightningCallback": "magis.frontends.trainers",
-    "MagisCallback": "magis.frontends.trainers",
     "MagisError": "magis.errors",
     "OptimizedStep": "magis.frontends.optimize",
     "OptimizerSpec": "magis.api",
     "PartialUpdateError": "magis.errors",
-    "RegionPolicies": "magis.frontends.checkpointing.policy",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
-    "checkpoint_policy": "magis.frontends.checkpointing.choose",
     "estimate": "magis.api",
     "fit": "magis.api",
     "optimize": "magis.frontends.optimize",
@@ -73,16 +69,17 @@ _EXPORTS = {
     "peak": "magis.api",
     "read_results": "magis.report",
     "run_case": "magis.api",
-    "tag_joint_graph": "magis.frontends.compile.joint_tags",
 }
 
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(module), name)
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    if name in __all__:
+        exported: object = import_module("magis.registry").load("export", name)
+        return exported
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

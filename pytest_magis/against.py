@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from magis.child_process import terminated_in_order
 from magis.errors import UsageError
-from magis.plain_records import to_plain
-from magis.printable import printable
-from magis.versions import (
+from magis.extensions.versions import (
     GatedCase,
     GateRun,
     checkout,
@@ -27,9 +26,10 @@ from magis.versions import (
     resolved,
     run_gate,
     scratch_folder,
-    terminated_in_order,
-    told,
 )
+from magis.plain_records import to_plain
+from magis.printable import printable
+from magis.version_run import told
 from pytest_magis.baselines import identity_key, stored_case
 from pytest_magis.flags import BY_NAME
 from pytest_magis.gate import Gate

@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+from magis import registry
 from magis.errors import MagisError, UsageError
 from magis.plain_records import from_plain
 from magis.report import (
@@ -26,14 +27,11 @@ from magis.report import (
     write_text_atomically,
 )
 from magis.results import Case, CaseResult, ParetoFront
+from magis.strategies.strategy_names import check_installed
 from pytest_magis import harness
 from pytest_magis.baseline_files import baseline_path, file_name, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
-from pytest_magis.outputs.benchmark import BenchmarkRows, benchmark_rows
-from pytest_magis.outputs.github import markdown, write_markdown
-from pytest_magis.outputs.html.page import write_report
-from pytest_magis.outputs.html.page_parts import Run
 from pytest_magis.run_plan import (
     FRONT,
     FRONT_PROPERTY,
@@ -53,6 +51,21 @@ T = TypeVar("T")
 BUILT_IN = "magis-builtin"
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run at its end."""
+
+    outcomes: tuple[Outcome, ...]
+    planned: int
+    """Cases that were chosen; fewer outcomes: the run ended early."""
+    settings: Settings
+    interrupted: bool
+    fronts: tuple[tuple[str, Path], ...]
+    """Model and picture of each front that this run wrote."""
+    baselines: Mapping[Path, ModelBaseline | None]
+    """As they were when the run began."""
+
+
 @dataclass
 class Gate:
     """The state of a run. Workers of pytest-xdist only run cases; outcomes are gathered, and files written, by the
@@ -65,7 +78,7 @@ class Gate:
     is_worker: bool
     baselines: dict[Path, ModelBaseline | None] = field(default_factory=dict)
     """By file, as they were before the run; those of users' tests are read when these run."""
-    benchmarks: BenchmarkRows | None = None
+    benchmarks: Any = None
     """Of pytest-benchmark; None: nobody asks for latencies there."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By case name: a case that ran again (reruns) counts once, as it ended."""
@@ -137,23 +150,16 @@ class Gate:
         if (outcomes or self.is_empty_shard) and self.settings.csv is not None:
             written &= self._try(partial(self._write_rows, self.settings.csv))
         if outcomes and self.settings.markdown is not None:
-            text = markdown(outcomes, self.settings.given)
-            add = self.settings.adds_markdown
-            written &= self._try(partial(write_markdown, self.settings.markdown, text, add=add))
+            written &= self._try(lambda: registry.load("output", "markdown")(outcomes, self.settings))
         self.lines += [front.line for front in self._fronts()]
         traced = sum(bool(outcome.trace) for outcome in outcomes)
         if traced:
             self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
         if outcomes and self.settings.report is not None:
-            run = Run(
-                tuple(outcomes),
-                len(self.cases) + sum(bool(outcome.where) for outcome in outcomes),
-                self.settings,
-                interrupted,
-                tuple((front.model, Path(front.picture)) for front in self._fronts()),
-                self.baselines,
-            )
-            written &= self._try(partial(write_report, self.settings.report, run))
+            fronts = [(front.model, Path(front.picture)) for front in self._fronts()]
+            planned = len(self.cases) + sum(bool(outcome.where) for outcome in outcomes)
+            run = Run(tuple(outcomes), planned, self.settings, interrupted, tuple(fronts), self.baselines)
+            written &= self._try(partial(self._write_page, self.settings.report, run))
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
         if accepted and interrupted:
             self.lines.append("baselines are not updated: the run was interrupted")
@@ -164,6 +170,10 @@ class Gate:
         for path, of_file in files.items():
             written &= self._try(partial(store, path, of_file))
         return written
+
+    def _write_page(self, path: Path, run: Run) -> str:
+        line: str = registry.load("output", "page")(path, run)
+        return line
 
     def _fronts(self) -> list[WrittenFront]:
         """The fronts of this run in the order of the plan; then those of users' tests."""
@@ -202,7 +212,11 @@ def prepare(config: pytest.Config) -> Gate:
     columns = _merged("columns", hook.pytest_magis_columns(config=config))
     gate = Gate(settings, cases, fronts, columns, is_worker)
     for planned in cases:
+        check_installed(planned.case.strategy, planned.case.search)
         gate.baseline(planned)
+    written = {"page": settings.report, "markdown": settings.markdown, "benchmark": settings.benchmark_json}
+    for output in (name for name, place in written.items() if place is not None):
+        registry.check("output", output)
     for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
         if place is not None:
             check_writable(place)
@@ -211,7 +225,8 @@ def prepare(config: pytest.Config) -> Gate:
     _check_directory("--magis-pareto", settings.pareto, pictures)
     _check_directory("--magis-resume", settings.resume, ["place.txt"])
     if not is_worker:
-        gate.benchmarks = benchmark_rows(config, settings.benchmark_json)
+        rows = registry.optional("output", "benchmark")
+        gate.benchmarks = None if rows is None else rows(config, settings.benchmark_json)
     return gate
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from magis.errors import BaselineError
-from magis.models.registry import all_names, is_factory
+from magis.models.model_specs import all_names, is_factory
 from pytest_magis.baseline_files import baseline_path, parse
 from pytest_magis.flags import PARTLY
 from pytest_magis.gate import Gate

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,9 +20,8 @@ from pytest_magis.strategies import BUILT_IN, Strategy
 
 if TYPE_CHECKING:
     from magis.api import Bench, Workload
-    from magis.ranks import Agents
 
-AGENTS: pytest.StashKey[Agents] = pytest.StashKey()
+AGENTS: pytest.StashKey[Any] = pytest.StashKey()
 """In the stash of a session's config, where it leads a job of several processes: for its pools of ranks."""
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 

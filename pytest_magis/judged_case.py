@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from magis.errors import CaptureError, MagisError, UsageError
-from magis.models.registry import is_factory
+from magis.models.model_specs import is_factory
 from magis.printable import printable
 from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
@@ -33,8 +33,8 @@ from pytest_magis.harness import (
     search_front,
 )
 from pytest_magis.latency_verdict import latency_bounds
-from pytest_magis.outputs.terminal import progress_line
 from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase, WrittenFront
+from pytest_magis.terminal_table import progress_line
 from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:

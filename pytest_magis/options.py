@@ -18,7 +18,7 @@ import pytest
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
-from magis.versions import in_working_tree, told
+from magis.version_run import in_working_tree, told
 from pytest_magis.findings import PERMISSIONS, Tolerances
 from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of

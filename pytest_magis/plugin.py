@@ -81,15 +81,15 @@ def _remove_if_empty(folder: Path) -> None:
 def _compare(config: pytest.Config) -> None:
     """Measure the revision of `--magis-against` first, in the process that has the terminal."""
     if flags.COMPARED_WITH in os.environ:
-        from pytest_magis.against import Guard
+        from magis import registry
 
-        config.pluginmanager.register(Guard(), "magis-guard")
+        config.pluginmanager.register(registry.load("against", "guard")(), "magis-guard")
         return
     given = flags.given(config, "against")
     if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
-        from pytest_magis.against import compare
+        from magis import registry
 
-        compare(config, given[0])
+        registry.load("against", "compare")(config, given[0])
 
 
 @pytest.fixture

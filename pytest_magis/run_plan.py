@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from magis.errors import UsageError
-from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
+from magis.models.model_specs import UnknownModelError, all_names, is_factory, resolve
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
 from magis.strategies.strategy_names import PLANNED, check_planned

@@ -9,15 +9,16 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from magis import registry
 from magis.errors import MagisError, UsageError
 from magis.printable import printable
 from magis.quiet import before_torch
-from magis.ranks import attached, lead, serve
 from magis.strategies.strategy_names import LISTED, family
 from pytest_magis.flags import COMPARED_WITH, on_command_line
 from pytest_magis.gate import Gate, prepare
@@ -27,10 +28,8 @@ from pytest_magis.judged_case import check_factories, judged, lines_of, searched
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
 from pytest_magis.live.marked import let_go
 from pytest_magis.options import anywhere
-from pytest_magis.outputs.benchmark import readable
-from pytest_magis.outputs.github import error_lines
-from pytest_magis.outputs.terminal import summary
 from pytest_magis.run_plan import ALL, PREFIX, PROPERTY, PlannedCase, leave
+from pytest_magis.terminal_table import summary
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
@@ -210,7 +209,9 @@ class GateSession:
         if not report.passed:
             self._unfinished.add(report.nodeid)
         if not self.gate.is_worker and any(name == PROPERTY for name, _ in report.user_properties):
-            report.user_properties[:] = readable(report.user_properties)
+            readable = registry.optional("output", "properties")
+            if readable is not None:
+                report.user_properties[:] = readable(report.user_properties)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_to_serializable(self) -> Generator[None, Any, Any]:
@@ -247,7 +248,7 @@ class GateSession:
             for line in lines:
                 terminalreporter.write_line(printable(line))
         if os.environ.get("GITHUB_ACTIONS") == "true":
-            for line in error_lines(self.gate.ordered()):
+            for line in registry.load("output", "annotations")(self.gate.ordered()):
                 terminalreporter.write_line(line)
 
 
@@ -266,12 +267,13 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
     serves until rank 0 is done, says so in one line and ends well; where rank 0 disappears, as an interrupted session.
     A run without distributed strategies is no part of any job. Raises pytest.UsageError for half an environment.
     """
+    ranks = partial(registry.load, "ranks")
     try:
-        found = attached() if _wants_ranks(config) else None
+        found = ranks("attached")() if _wants_ranks(config) else None
         if found is None:
             return None
         if found.rank == 0:
-            agents = lead(found)
+            agents = ranks("lead")(found)
             config.add_cleanup(agents.close)
             config.stash[AGENTS] = agents
             return None
@@ -279,7 +281,7 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
         raise pytest.UsageError(str(error)) from error
     who = f"magis: rank {found.rank} of {found.size}"
     try:
-        served = serve(found)
+        served = ranks("serve")(found)
     except MagisError as error:
         sys.stdout.write(f"{who} ends: {error}\n")
         return pytest.ExitCode.INTERRUPTED

@@ -19,18 +19,15 @@ from pathlib import Path
 LAYERS = (
     ("pytest_magis",),
     ("magis.__main__",),
+    ("magis.predict", "magis.testing"),
+    ("magis.extensions",),
     ("magis.cli",),
-    ("magis.testing",),
     ("magis.api",),
     ("magis.frontends",),
     ("magis.cases",),
     ("magis.planner",),
-    ("magis.ranks",),
-    ("magis.predict",),
     ("magis.strategies",),
-    ("magis.versions",),
     ("magis.models", "magis.report"),
-    ("magis.paper",),
     ("magis.search",),
     ("magis.capture", "magis.runtime"),
     ("magis.fission", "magis.rewrite"),
@@ -41,8 +38,10 @@ LAYERS = (
     ("magis.graph",),
     ("magis.results",),
     ("magis.module_bytes",),
+    ("magis.version_run",),
     (
         "magis.atomic_files",
+        "magis.child_process",
         "magis.current_gate",
         "magis.dtypes",
         "magis.plain_records",
@@ -50,27 +49,46 @@ LAYERS = (
         "magis.quiet",
         "magis.units",
     ),
+    ("magis.registry",),
     ("magis.errors",),
     ("magis.printable",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
 PACKAGES = ("magis", "pytest_magis")
+REGISTRY = "magis.registry"  # the one module of the core that names neighbours
+# Neighbour -> its packages, and the other neighbours that it may import.
+NEIGHBOURS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "compile": (("magis.extensions.compile",), frozenset()),
+    "models": (("magis.extensions.models", "magis.testing"), frozenset()),
+    "onnx": (("magis.extensions.onnx",), frozenset()),
+    "outputs": (("pytest_magis.outputs",), frozenset()),
+    "paper": (("magis.extensions.paper",), frozenset()),
+    "ranks": (("magis.extensions.ranks", "magis.predict"), frozenset({"models"})),
+    "versions": (("magis.extensions.versions", "pytest_magis.against"), frozenset()),
+}
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
     {
         "magis",
         "magis.api",
+        "magis.child_process",
         "magis.current_gate",
         "magis.dtypes",
         "magis.errors",
         "magis.models",
-        "magis.models.registry",
+        "magis.models.model_specs",
         "magis.printable",
         "magis.progress",
         "magis.quiet",
     }
-    | {"magis.plain_records", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names"}
-    | {"magis.units", "magis.versions"}
+    | {
+        "magis.plain_records",
+        "magis.registry",
+        "magis.report",
+        "magis.results",
+        "magis.strategies.strategy_names",
+    }
+    | {"magis.units", "magis.extensions.versions", "magis.version_run"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420
@@ -171,7 +189,7 @@ def row(name: str) -> tuple[int, str] | None:
 def check_layers(tree: Tree) -> Iterator[str]:
     """Every module has a layer and imports only from below or from its own package."""
     for module in tree.values():
-        if module.name == FACADE:
+        if module.name in (FACADE, REGISTRY):
             continue
         own = row(module.name)
         if own is None:
@@ -189,12 +207,33 @@ def check_layers(tree: Tree) -> Iterator[str]:
                 yield module.at(item.line, f"imports {item.target}, which is not in a layer below {own[1]}")
 
 
+def neighbour(name: str) -> str | None:
+    """The neighbour that a module is part of; None for one of the core."""
+    found = (
+        each for each, (entries, _) in NEIGHBOURS.items() for entry in entries if f"{name}.".startswith(f"{entry}.")
+    )
+    return next(found, None)
+
+
+def check_neighbours(tree: Tree) -> Iterator[str]:
+    """The core imports no neighbour, a neighbour no other one but those that the table names."""
+    for module in tree.values():
+        if module.name in (FACADE, REGISTRY):
+            continue
+        own = neighbour(module.name)
+        allowed = {own, None} | (NEIGHBOURS[own][1] if own else set())
+        for item in imports(module, tree):
+            other = neighbour(item.target)
+            if other not in allowed:
+                yield module.at(item.line, f"imports {item.target} of the neighbour {other}: ask {REGISTRY} for it")
+
+
 def check_cycles(tree: Tree) -> Iterator[str]:
     """No module reaches itself through imports."""
     edges = {
         module.name: {item.target for item in imports(module, tree) if item.target in tree and item.target != FACADE}
         for module in tree.values()
-        if module.name != FACADE
+        if module.name not in (FACADE, REGISTRY)
     }
     for name in sorted(name for name, targets in edges.items() if name in targets):
         yield f"{name}:1: imports itself"
@@ -296,7 +335,7 @@ def violations(root: Path) -> list[str]:
     tree = load(root)
     found = [
         line
-        for check in (check_layers, check_cycles, check_public, check_names, check_statements)
+        for check in (check_layers, check_neighbours, check_cycles, check_public, check_names, check_statements)
         for line in check(tree)
     ]
     return found + list(check_lengths(root))

@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import magis
-from tests.layering import LAYERS
+from magis import registry
+from tests.layering import LAYERS, NEIGHBOURS
 from tests.sampled import LEFT_TO_SOAK, SAMPLED, left_to_soak
 
 OPTION = re.compile(r"--magis-[a-z-]+")
@@ -116,12 +117,19 @@ def test_the_entry_point_is_the_plugin(project: dict[str, Any]) -> None:
 # --- the facade ---------------------------------------------------------------------------------------------
 
 
+def exports() -> dict[str, str]:
+    """Public name -> the module that defines it, those of neighbours included."""
+    places = registry._PLACES["export"]
+    return magis._EXPORTS | {name: place.partition(":")[0] for name, place in places.items()}
+
+
 @pytest.mark.parametrize("name", magis.__all__)
 def test_every_public_name_loads(name: str) -> None:
     value = getattr(magis, name)
     if name != "__version__":
-        assert value is getattr(importlib.import_module(magis._EXPORTS[name]), name)
-        assert name in importlib.import_module(magis._EXPORTS[name]).__all__
+        module = importlib.import_module(exports()[name])
+        assert value is getattr(module, name)
+        assert name in module.__all__
     assert name in dir(magis)
 
 
@@ -135,7 +143,7 @@ def test_the_facade_says_the_same_three_times(repository: Path) -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert typed == magis._EXPORTS
+    assert typed == exports()
     assert {*typed, "__version__"} == set(magis.__all__)
 
 
@@ -217,6 +225,17 @@ def test_the_documented_layers_are_the_enforced_ones(repository: Path) -> None:
     table = text.partition("| layer | holds |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert [tuple(re.findall(r"`([a-z_.]+)`", row)) for row in rows] == list(LAYERS)
+
+
+def test_the_documented_neighbours_are_the_enforced_ones(repository: Path) -> None:
+    text = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| neighbour | is | may import |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines()[2:]]
+    assert {name: tuple(re.findall(r"`([a-z_.]+)`", entries)) for name, entries, _ in rows} == {
+        name: entries for name, (entries, _) in NEIGHBOURS.items()
+    }
+    others = {name: ", ".join(["the core", *sorted(allowed)]) for name, (_, allowed) in NEIGHBOURS.items()}
+    assert {name: allowed for name, _, allowed in rows} == others
 
 
 def test_benchmarks_run_from_a_checkout_and_tell_how(repository: Path) -> None:

@@ -15,7 +15,7 @@ from pages import write_or_check
 
 from magis.cost.devices import device_names
 from magis.dtypes import DTYPES
-from magis.models.registry import GATE_NAMES
+from magis.extensions.models.network_names import GATE_NAMES
 from magis.strategies.strategy_names import LIMITS_OF, SEARCHES
 from pytest_magis.findings import PERMISSIONS
 from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, Option

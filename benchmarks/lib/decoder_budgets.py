@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
-from magis.frontends.compile.compile_options import CompileReport
-from magis.frontends.compile.dynamo_backend import magis
+from magis.extensions.compile.compile_options import CompileReport
+from magis.extensions.compile.dynamo_backend import magis
 from magis.runtime.measure import window_peak
 
 from .llama import Llama, Sizes

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from magis.capture import Workload
 from magis.cost.devices import find_device
-from magis.models.building import WRITTEN_OUT
-from magis.models.decoders import GptConfig, gpt
-from magis.models.encoders import BertConfig, bert
-from magis.predict.step_time import predict_step
+from magis.extensions.models.building import WRITTEN_OUT
+from magis.extensions.models.decoders import GptConfig, gpt
+from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.ranks.prediction.step_time import predict_step
+from magis.extensions.ranks.strategies.zero import Zero
 from magis.results import RankMemory, Term
 from magis.strategies.distributed_names import distributed_strategy, group_of
 from magis.strategies.rank_step import RankStrategy
-from magis.strategies.zero import Zero
 from magis.units import GIB, MIB
 
 __all__ = ["ASSUMED", "ROWS", "Assumptions", "Prediction", "Row", "predicted", "reported_rank"]

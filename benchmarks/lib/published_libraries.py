@@ -24,8 +24,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from magis.capture import Workload
 from magis.capture.autocast import device_forms
-from magis.strategies.distributed import LossScaler, PlainStep, local, make_optimizer, mesh, of_kind, quiet, trained
-from magis.strategies.model_parallel import ModelParallel, PipelineStep
+from magis.extensions.ranks.strategies.distributed import (
+    LossScaler,
+    PlainStep,
+    local,
+    make_optimizer,
+    mesh,
+    of_kind,
+    quiet,
+    trained,
+)
+from magis.extensions.ranks.strategies.model_parallel import ModelParallel, PipelineStep
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, share_of_batch
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from magis.models.building import WRITTEN_OUT
-from magis.models.encoders import BertConfig, BertEmbeddings, BertLayer
+from magis.extensions.models.building import WRITTEN_OUT
+from magis.extensions.models.encoders import BertConfig, BertEmbeddings, BertLayer
 
 
 class VisionBlock(nn.Module):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture import Workload
-from magis.models.building import REAL, WRITTEN_OUT, numbered, token_loss
-from magis.models.decoders import GptConfig, gpt
-from magis.models.encoders import BertConfig, bert
+from magis.extensions.models.building import REAL, WRITTEN_OUT, numbered, token_loss
+from magis.extensions.models.decoders import GptConfig, gpt
+from magis.extensions.models.encoders import BertConfig, bert
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import predict_rank
 from magis.results import RankMemory, Term

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture import Workload
-from magis.models.building import WRITTEN_OUT, SelfAttention, labels, training_step
-from magis.models.convnets import (
+from magis.extensions.models.building import WRITTEN_OUT, SelfAttention, labels, training_step
+from magis.extensions.models.convnets import (
     DENSENETS,
     RESNETS,
     VGGS,
@@ -25,7 +25,7 @@ from magis.models.convnets import (
     resnet,
     vgg,
 )
-from magis.models.encoders import BERT_SIZES, Bert, BertConfig, VitConfig, vit
+from magis.extensions.models.encoders import BERT_SIZES, Bert, BertConfig, VitConfig, vit
 from magis.ops.optimizers import OptimizerSpec
 
 __all__ = ["step"]

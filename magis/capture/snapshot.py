@@ -53,7 +53,7 @@ from magis.ops.python_objects import (
     slots,
 )
 
-_OURS = ("magis.capture.", "magis.strategies.", "magis.frontends.checkpointing.repetition")
+_OURS = ("magis.capture.", "magis.strategies.", "magis.extensions.ranks.", "magis.extensions.compile.")
 """Begin the modules of hooks that are there only while a step is captured."""
 _ALL_CONTAINERS = (*CONTAINERS, tuple, frozenset)
 _TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
@@ -272,7 +272,7 @@ class Snapshot:
         if isinstance(item, type):
             self._class(item)
             return
-        if isinstance(item, types.FunctionType) and (is_of_torch(item.__module__) or item.__module__ == _OURS[-1]):
+        if isinstance(item, types.FunctionType) and f"{item.__module__}.".startswith(("torch.", _OURS[-1])):
             return
         if isinstance(item, weakref.ref):  # what it refers to is watched as far as that does not keep it alive
             self._weak(path, item)

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import torch
 
 from magis.cases.contenders import strategy_of
+from magis.child_process import cores
 from magis.errors import MagisError
 from magis.graph import digest
 from magis.plain_records import from_plain, to_plain
 from magis.planner.subject import Subject
-from magis.ranks.rank_hosts import cores
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult, Memory
 from magis.runtime.measure import device_identity

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+from magis import registry
 from magis.cases.case_rows import (
     NOT_BOTH,
     NOT_COMPARED,
@@ -24,9 +25,6 @@ from magis.cases.check import growth
 from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
 from magis.cases.contenders import Candidate, check_precision, numbers_of, of_strategy, strategy_of
 from magis.cases.kept_results import KeptResults
-from magis.cases.ort_cases import ort_result
-from magis.cases.planned_rank_cases import planned_on_ranks
-from magis.cases.rank_cases import ranked_result
 from magis.errors import UsageError
 from magis.graph import Graph, every_op
 from magis.planner.bench import Bench, Make, products_of
@@ -72,14 +70,15 @@ def run_case(
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
         subject = bench.subject(case, make)
         kind = family(case.strategy)
+        by: Callable[[str], Callable[..., CaseResult]] = partial(registry.load, "strategy")
         told: Progress = stack.enter_context(compiling_told(progress)) if progress else lambda _text: None
         check_precision(case)
         if kind == "ort":
-            return ort_result(case, subject, told, latency_bounds, rough=rough)
+            return by(kind)(case, subject, told, latency_bounds, rough=rough)
         keeps = None if timelines else bench.keeps(case)
         results = None if keeps is None else KeptResults(keeps, subject, case)
         if kind == "distributed":
-            ranked = planned_on_ranks if is_planned(case.strategy) else ranked_result
+            ranked = by("planned" if is_planned(case.strategy) else kind)
             pool = bench.pool_for(subject, make)
             key = results.key(pooled=pool is not None) if results else ""
             return _kept(bench, results, key, lambda: ranked(case, subject, pool, told))

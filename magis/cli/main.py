@@ -8,19 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from magis import __version__
+from magis import __version__, registry
+from magis.child_process import terminated_in_order
 from magis.cli.arguments import above_zero, look_here, real_number, show, tell, whole_number
-from magis.cli.bisect import add_bisect
-from magis.cli.rebase import add_rebase
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
-from magis.models.registry import resolve
+from magis.models.model_specs import resolve
 from magis.progress import on_stderr, shown_if_slow
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.results_table import case_name, merge_results
 from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
-from magis.versions.child_process import terminated_in_order
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
@@ -45,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_profile, _add_merge, _add_fit, _add_estimate, add_bisect, add_rebase):
-        add(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    further = registry.names("command")
+    for add in (_add_profile, _add_merge, _add_fit, _add_estimate, *registry.present("command")):
+        add(commands)
     # argparse itself finds nothing behind "--" once an option stands before it
-    cut = given.index("--") if "--" in given and given[0] in ("bisect", "rebase") else len(given)
+    cut = given.index("--") if "--" in given and given[0] in further else len(given)
     try:
+        if given and given[0] in further:
+            registry.load("command", given[0])  # raises where its neighbour is not installed
         asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
         with terminated_in_order():

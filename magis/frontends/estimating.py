@@ -21,7 +21,7 @@ from magis.capture import OptimizerSpec, Workload
 from magis.cases.run_case import run_case
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, largest, resized
-from magis.models.registry import from_function, is_factory
+from magis.models.model_specs import from_function, is_factory
 from magis.planner.bench import Bench, Make, default_device
 from magis.printable import printable
 from magis.results import Case, CaseResult, Peak

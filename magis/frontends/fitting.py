@@ -13,7 +13,7 @@ from torch import Tensor
 from magis.capture import Workload
 from magis.cases.case_rows import run_alone
 from magis.errors import CaptureError, UsageError
-from magis.models.registry import factory_default, get, is_factory
+from magis.models.model_specs import factory_default, get, is_factory
 from magis.planner.bench import Bench, default_device
 from magis.planner.planning import plan
 from magis.planner.plans import Plan

@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis import registry
 from magis.capture.refusals import check_layouts, check_parts
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
 from magis.frontends.limits import AUTOCAST, limits_of
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import device_of
-from magis.planner.agreed_plans import all_or_none, check_same, told
 from magis.results import Case
-from magis.strategies.rank_step import World
 
 __all__ = ["OptimizedStep", "optimize"]
 
@@ -86,28 +85,15 @@ def optimize(
         return step, as_batch(example_batch), repr(limits)
 
     check_parts(model, loss_fn, optimizer)
-    kind = _kind_of_step(model)
-    if kind is OptimizedStep:
-        step, batch, _ = made()
-    else:
-        step, batch = _made_together(made)
+    shared = _shared_step(model)
+    kind: type[OptimizedStep] = OptimizedStep if shared is None else shared
+    step, batch, _ = made() if shared is None else shared.together(made)
     step.prepare(batch, plan)
     return step
 
 
-def _kind_of_step(model: nn.Module) -> type[OptimizedStep]:
-    """Of a model that ranks share, or of any other one."""
+def _shared_step(model: nn.Module) -> Any:
+    """Return the kind of step for a model that ranks share; None for any other model."""
     if not (dist.is_available() and dist.is_initialized()):
-        return OptimizedStep
-    from magis.frontends.shared_step import SharedStep
-    from magis.strategies.plain_twins import is_shared
-
-    return SharedStep if is_shared(model) else OptimizedStep
-
-
-def _made_together(made: Callable[[], tuple[OptimizedStep, Batch, str]]) -> tuple[OptimizedStep, Batch]:
-    """A step on every rank, or on none. MagisError, the same on all of them."""
-    world = World(dist.get_world_size(), dist.get_rank())
-    step, batch, limits = all_or_none("step", made, world)
-    check_same("limit", told("limit", "", limits, world), [0] * world.size)
-    return step, batch
+        return None
+    return registry.load("ranks", "shared step")(model)

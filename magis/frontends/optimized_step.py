@@ -33,15 +33,13 @@ from magis.frontends.optimizer_state import (
     trained_parameters,
 )
 from magis.frontends.plan_files import SavedPlan, read_plan, write_plan
-from magis.frontends.planned import Planned, planned, subject_now
+from magis.frontends.planned import Planned, Together, planned, subject_now
 from magis.frontends.undoing import PartialUpdate, raise_as_eager, raises_again, undo_of
 from magis.ops.python_objects import DATA, follow
-from magis.planner.agreed_plans import all_or_none
 from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
 from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
-from magis.strategies.rank_step import World
 
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
@@ -61,10 +59,10 @@ class OptimizedStep:
         limits: Limits,
         device: str,
         autocast: torch.dtype | None,
-        world: World | None = None,
+        ranks: Together | None = None,
     ) -> None:
         self.model = model
-        self._world = world
+        self._ranks = ranks
         self._whole, self._loss_fn = with_loss(model, loss_fn)
         self._optimizer = optimizer
         self._limits = limits
@@ -235,15 +233,15 @@ class OptimizedStep:
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         read = partial(_read, plan)
-        numbers = self._entries.changing(self._key(batch), batch) if self._world is None else ()
-        saved = read() if self._world is None else all_or_none("plan file", read, self._world)
+        numbers = self._entries.changing(self._key(batch), batch) if self._ranks is None else ()
+        saved = read() if self._ranks is None else self._ranks.all_or_none("plan file", read)
         granted = max((known.report.limit_bytes or 0 for known in self._plans.values()), default=0)
         with contents_kept(self._whole, self._loss_fn), collector_spared(collect=False):
             found = planned(
                 self._whole, with_targets(self._loss_fn, batch), batch, rule, replace(self._limits, granted=granted),
                 device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
                 known=self._plans, decided=self._decided, numbers=numbers,
-                optimizer=None if choice.update is not None else self._optimizer, world=self._world,
+                optimizer=None if choice.update is not None else self._optimizer, ranks=self._ranks,
             )  # fmt: skip
         if found is None:
             self._apart = DRAWS
@@ -256,7 +254,7 @@ class OptimizedStep:
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
         # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
-        audited = self._device == "cpu" and self._world is None and not found.drawn
+        audited = self._device == "cpu" and self._ranks is None and not found.drawn
         entry = KeptStep(
             self._key(batch), choice, found, Audits(found.capture_seconds if audited else math.inf, self._number)
         )
@@ -291,7 +289,7 @@ class OptimizedStep:
     def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
         """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
         leave everything as it was."""
-        if self._world is not None:
+        if self._ranks is not None:
             raise error
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +34,15 @@ from magis.ops.call import follows_data
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.python_objects import told
 from magis.ops.raising import torn_by, undone, updates_last
-from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.plan_proof import verify_plan
 from magis.planner.planning import plan
 from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case
-from magis.strategies.rank_step import World
 from magis.units import format_bytes, share_of
 
+T = TypeVar("T")
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
 STALE = "keeps results of the step that was planned, not of the last one: leave tensors in attributes of modules"
@@ -87,6 +87,16 @@ class Planned:
         return with_numbers(self.graph, numbers), digest(with_numbers(self.captured, numbers))
 
 
+class Together(Protocol):
+    """Ranks that make and plan their steps together."""
+
+    def all_or_none(self, what: str, make: Callable[[], T]) -> T:
+        """Return what `make` makes on this rank; an error of one rank is raised on all."""
+
+    def agreed(self, subject: Callable[[], ComparedStep], planned: Callable[[ComparedStep], Planned]) -> Graph:
+        """Return the plan that one of the ranks with this step makes."""
+
+
 def planned(
     module: nn.Module,
     loss_fn: Callable[..., Tensor] | None,
@@ -102,23 +112,23 @@ def planned(
     known: Mapping[str, Planned] | None = None,
     decided: Collection[Decisions] = (),
     numbers: Collection[str] = (),
-    world: World | None = None,
+    ranks: Together | None = None,
 ) -> Planned | None:
     """Capture the step and plan it; or take `saved`, a plan made earlier.
 
     `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
     digest: one of the same graph holds again; `decided` is what others were planned to do. The user's own numbers at
-    the paths `numbers` become inputs of the graph, where they can. Ranks of a `world` agree on one plan. None where the
+    the paths `numbers` become inputs of the graph, where they can. `ranks` agree on one plan. None where the
     forward draws on the host and the update is part of the step, which parameters of layers that are left out would
     miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
-    capture = partial(captured_step, look, cast, alone=world is None)
+    capture = partial(captured_step, look, cast, alone=ranks is None)
     compare = partial(compared_step, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
-    if world is not None:
-        return _planned_together(capture, compare, world, saved, decided)
+    if ranks is not None:
+        return _planned_together(capture, compare, ranks, saved, decided)
     seen = compare(capture())
     if saved is None:
         seen = seen.with_inputs(look, numbers)
@@ -134,21 +144,21 @@ def planned(
 def _planned_together(
     capture: Callable[[], tuple[Subject, Reads]],
     compare: Callable[[tuple[Subject, Reads]], ComparedStep],
-    world: World,
+    ranks: Together,
     saved: SavedPlan | None,
     decided: Collection[Decisions],
 ) -> Planned:
     """The plan that all ranks run: that of the first one, or of the file that all of them read."""
     # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
-    captured = all_or_none("step", capture, world)
+    captured = ranks.all_or_none("step", capture)
     plans: list[Planned] = []
 
     def plan_of(step: ComparedStep) -> Planned:
         plans.append(step.plan(saved, decided))
         return plans[0]
 
-    seen = all_or_none("step", partial(compare, captured), world)
-    chosen = agreed(lambda: seen, plan_of, world, group=1)
+    seen = ranks.all_or_none("step", partial(compare, captured))
+    chosen = ranks.agreed(lambda: seen, plan_of)
     return plans[0] if plans else seen.taken(chosen, "as the first rank found")
 
 

@@ -21,7 +21,7 @@ from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.models.registry import PRESETS
+from magis.models.model_specs import PRESETS
 from magis.planner.bench import Bench, products_of
 from magis.planner.device_profiles import recording_identity
 from magis.planner.subject import Subject

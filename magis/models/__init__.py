@@ -1,8 +1,7 @@
-"""The networks: ordinary `torch.nn` modules with synthetic batches, losses and optimizers, each under a name.
+"""What may be trained under a name: networks of neighbours, and whatever a user's function returns.
 
-Every network exists twice: the `real` one, as a user would recognise it, and a `seed-` one that leaves out what
-the seed of this project leaves out (see `building.Style`). Importing this package imports no torch: that happens
-when a network is built, or when `Workload` or `OptimizerSpec` is first used.
+Importing this package imports no torch: that happens when a network is built, or when `Workload` or `OptimizerSpec` is
+first used.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from magis.models.registry import (
-    GATE_NAMES,
+from magis.models.model_specs import (
     PRESETS,
-    SEED_NAMES,
     ModelSpec,
     UnknownModelError,
     all_names,
@@ -28,9 +25,7 @@ if TYPE_CHECKING:
     from magis.ops.optimizers import OptimizerSpec
 
 __all__ = [
-    "GATE_NAMES",
     "PRESETS",
-    "SEED_NAMES",
     "ModelSpec",
     "OptimizerSpec",
     "UnknownModelError",

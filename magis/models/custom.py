@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +31,18 @@ _EXPECTED = (
     "a module that returns its loss; a torch optimizer may follow"
 )
 PLAIN_SGD = OptimizerSpec("sgd", lr=1e-3)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU generator inside the block and give it back as it was; other devices' stay untouched."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def as_workload(path: str, made: object, optimizer: object = None, who: str = "the factory") -> Workload:

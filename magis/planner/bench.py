@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 
 import torch
 
+from magis import registry
 from magis.capture import Workload
 from magis.cost.devices import device_names
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
-from magis.models.registry import PRESETS, ModelSpec, get, is_factory
+from magis.models.model_specs import PRESETS, ModelSpec, get, is_factory
 from magis.planner.device_profiles import Pricing, Profiles
 from magis.planner.shared_searches import Sharing
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source, running_seconds
-from magis.ranks import Agents, RankPool
 from magis.report.text_store import Kept
 from magis.results import Case
 from magis.runtime.measure import trim
@@ -50,13 +50,13 @@ class Bench:
         profiles: Profiles | None = None,
         kept: Path | None = None,
         keep_results: bool = False,
-        agents: Agents | None = None,
+        agents: Any = None,
     ) -> None:
         self.kept = None if kept is None else Kept(kept)
         self._keeps_results = keep_results
         self._results: dict[Case, str] = {}
         self._agents = agents
-        self._pool: RankPool | None = None
+        self._pool: Any = None
         self._sharing = Sharing(processes, resume)
         self._profiles = profiles or Profiles()
         self._pricings: dict[tuple[str, str], Pricing] = {}
@@ -91,17 +91,17 @@ class Bench:
             self._subjects.popitem(last=False)
         return subject
 
-    def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], RankPool] | None:
+    def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], Any] | None:
         """Hands out the ranks that can measure a subject, started when they are first asked for; None where it can only
         be predicted: there is no such device, or not enough of it, or its network is a function of this process."""
         if make is not None or subject.simulated_only or not subject.runs:
             return None
         return self._pool_of
 
-    def _pool_of(self, size: int, device: str) -> RankPool:
+    def _pool_of(self, size: int, device: str) -> Any:
         if self._pool is None or (self._pool.size, self._pool.device) != (size, device):
             self.close()
-            self._pool = RankPool(size, device, agents=self._agents)
+            self._pool = registry.load("ranks", "pool")(size, device, agents=self._agents)
         return self._pool
 
     def close(self) -> None:

@@ -7,18 +7,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from magis.errors import UsageError, VerifyError
-from magis.fission.proof import verify_fission
-from magis.paper.coordinated_search import STATES, PaperSearch
-from magis.paper.ftree import LEVELS
-from magis.planner.fission_plan import costs_of, described, divided, key_of, listed, worth_dividing
+from magis import registry
+from magis.errors import UsageError
+from magis.planner.fission_plan import costs_of, divided, key_of, worth_dividing
 from magis.planner.kept_plans import KeptPlans
 from magis.planner.plans import (
     Begun,
     Decisions,
     Plan,
     PlanScratch,
-    Searched,
     approached,
     attempts,
     bounded,
@@ -75,7 +72,7 @@ def plan(
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
 
-    ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
+    ``search`` is "magis", or the name of another one in the registry ("paper" for the method as it was published).
 
     Where the subject keeps plans, one that was kept stands for the search; so do ``known`` decisions for steps that
     differ in sizes or numbers alone, where they keep the limit. ``tell`` is told how far it is.
@@ -86,9 +83,9 @@ def plan(
     best_so_far = None if tell is None else BestSoFar(tell, subject, goal)
     scratch = PlanScratch(subject, stored, best_so_far)
     stage: Progress = (lambda _text: None) if best_so_far is None else best_so_far.stage
-    if search == "paper":
-        stage("searching as the paper")
-        by = partial(_by_paper, scratch, goal, budget, seconds)
+    if search != "magis":
+        stage(f"searching as {search}")
+        by = partial(registry.load("search", search), scratch, goal, budget, seconds)
     else:
         budget = DEFAULT_BUDGET if budget is None else budget
         by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
@@ -102,7 +99,7 @@ def plan(
     def search_for() -> Plan:
         with collector_spared(collect=False):
             found = by()
-            if goal.memory_limit is not None and not found.feasible and search != "paper" and waits():
+            if goal.memory_limit is not None and not found.feasible and search == "magis" and waits():
                 stage("searching among plans that an error may leave torn")
                 torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=late)
                 found = better(goal, found, torn)
@@ -163,47 +160,6 @@ def within_reserved(
         seconds=time.perf_counter() - started,
         stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
     )
-
-
-def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
-    """The plan that Algorithm 3 finds under a limit, from the step in program order: realized, proved and simulated as
-    every plan is.
-
-    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). Without fission where
-    the proof of a cut fails: the plan says so.
-    """
-    started, states = time.perf_counter(), STATES if budget is None else budget
-    subject = scratch.subject
-    step, around = subject.untangled, searched(subject.untangled)
-    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
-
-    def over() -> bool:
-        return seconds is not None and time.perf_counter() - started >= seconds
-
-    def attempt(levels: int, aim: Objective) -> Plan:
-        search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
-        found = search.run()
-        if found.loops:
-            verify_fission(found.frame.nest.compiled.graph, step)
-        graph = found.realized()
-        if found.loops:
-            verify_fission(graph)
-        loops = [described(op) for op in graph.ops if op.body is not None]
-        return scratch.plan(
-            graph,
-            around,
-            found.figures.latency_ns,
-            states=found.states,
-            stopped_by_seconds=found.stopped,
-            feasible=aim.met(found.figures.peak, found.figures.latency_ns),
-            fission=listed(loops) if loops else "",
-            searched=Searched(found.frame.nest, found.figures.peak),
-        )
-
-    try:
-        return approached(goal, partial(attempt, LEVELS))
-    except VerifyError as error:
-        return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")
 
 
 def _searched(

@@ -12,8 +12,9 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from magis import registry
 from magis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
 """Examples of strategies whose ranks run plans."""
 _PLANNED = re.compile(r"magis\+(ddp|fsdp|tp\d*(\+sp)?|pp\d*)")
-"""They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
+"""`magis/extensions/ranks/plans/planned_ranks.py` makes them."""
 _GROUPS = re.compile(
     r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*)(?:\+(?P<schedule>interleaved|zbv?))?)?"
 )
@@ -83,31 +84,29 @@ def distributed_strategy(name: str) -> RankStrategy:
             hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
         )
     if parsed.micro_batches is not None:
-        from magis.strategies.distributed import Accumulated
-
         inner = distributed_strategy(_ACCUMULATES.sub("", name, count=1))
-        return Accumulated(inner, parsed.micro_batches)
+        return _make("accumulated", inner, parsed.micro_batches)
     if parsed.half:
-        from magis.strategies.distributed import Halved
-
-        return Halved(distributed_strategy(name.removeprefix("half+")))
+        return _make("halved", distributed_strategy(name.removeprefix("half+")))
     if parsed.plain in _REPLICATED:
-        from magis.strategies.data_parallel import Replicated
-
-        return Replicated(parsed.plain, amp=parsed.amp)
+        return _make("replicated", parsed.plain, amp=parsed.amp)
     if parsed.plain in _PARTITIONED:
-        from magis.strategies.zero import Zero
-
-        return Zero(_PARTITIONED[parsed.plain], amp=parsed.amp)
+        return _make("partitioned", _PARTITIONED[parsed.plain], amp=parsed.amp)
     if parsed.plain == "fsdp":
-        from magis.strategies.data_parallel import FullyShard
-
-        return FullyShard(amp=parsed.amp)
-    from magis.strategies.model_parallel import ModelParallel
-
-    return ModelParallel(
-        parsed.tensor, parsed.stages, amp=parsed.amp, sequence=parsed.sequence, schedule=parsed.schedule
+        return _make("fully sharded", amp=parsed.amp)
+    return _make(
+        "model parallel",
+        parsed.tensor,
+        parsed.stages,
+        amp=parsed.amp,
+        sequence=parsed.sequence,
+        schedule=parsed.schedule,
     )
+
+
+def _make(name: str, *arguments: Any, **keywords: Any) -> RankStrategy:
+    made: RankStrategy = registry.load("ranks", name)(*arguments, **keywords)
+    return made
 
 
 def is_distributed(name: str) -> bool:

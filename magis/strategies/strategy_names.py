@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from magis import registry
 from magis.errors import UsageError
 from magis.strategies.distributed_names import (
     DISTRIBUTED,
@@ -31,6 +32,7 @@ __all__ = [
     "SEARCHES",
     "OrtName",
     "accumulated",
+    "check_installed",
     "check_limit_of",
     "check_parts",
     "check_planned",
@@ -111,6 +113,15 @@ def ort_name(name: str) -> OrtName:
         raise ValueError(f"{name!r} is no strategy of ONNX Runtime")
     precision = "amp-float16" if found["amp"] else "float32"
     return OrtName(precision, found["what"] != "unoptimized", found["what"] == "inference")
+
+
+def check_installed(strategy: str, search: str) -> None:
+    """Raise UsageError where a strategy, or the search of a plan, is that of a neighbour that is not installed."""
+    kind = family(strategy)
+    if kind in ("ort", "distributed"):
+        registry.check("strategy", kind)
+    if search != SEARCHES[0] and strategy in PLANS:
+        registry.check("search", search)
 
 
 def family(name: str) -> str | None:

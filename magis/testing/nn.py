@@ -14,11 +14,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from magis.capture.workload import Workload
-from magis.models import convnets, decoders, encoders
-from magis.models import unet as unets
-from magis.models.building import SEED, Style, choose
-from magis.models.convnets import MlpConfig
-from magis.models.convnets import mlp as make_mlp
+from magis.extensions.models import convnets, decoders, encoders
+from magis.extensions.models import unet as unets
+from magis.extensions.models.building import SEED, Style, choose
+from magis.extensions.models.convnets import MlpConfig
+from magis.extensions.models.convnets import mlp as make_mlp
 
 C = TypeVar("C")
 

@@ -12,7 +12,7 @@ import pytest
 from magis.current_gate import NAME
 from magis.dtypes import DTYPES
 from magis.errors import MagisError, UsageError, nearest
-from magis.models.registry import all_names
+from magis.models.model_specs import all_names
 from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.live.gated_tests import claimed
 from pytest_magis.option_values import READERS, choice, items, latency_ratios_of, memory_ratios_of

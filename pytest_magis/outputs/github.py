@@ -7,14 +7,14 @@ adds. Annotations are lines of the log, printed where `$GITHUB_ACTIONS` is "true
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from magis.errors import UsageError
 from magis.printable import printable
 from magis.report import write_text_atomically
 from pytest_magis.findings import accept_case
-from pytest_magis.outputs.terminal import HEADER, LEFT, cells
+from pytest_magis.options import Settings
 from pytest_magis.run_plan import Outcome
+from pytest_magis.terminal_table import HEADER, LEFT, cells
 
 
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:
@@ -63,10 +63,13 @@ def _said(outcome: Outcome) -> Iterator[str]:
     yield from (f"note: {note}" for note in outcome.verdict.notes)
 
 
-def write_markdown(path: Path, text: str, *, add: bool) -> str:
-    """Put the Markdown into the file, or at its end, and say so in one line. Raises UsageError where that fails."""
+def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
+    """Write the run as Markdown where the settings say, and say so in one line. Raises UsageError where that fails."""
+    path, text = settings.markdown, markdown(outcomes, settings.given)
+    if path is None:
+        return ""
     try:
-        if add:
+        if settings.adds_markdown:
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
         else:

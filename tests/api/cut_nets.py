@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.capture import OptimizerSpec, Workload
-from magis.models.building import REAL
-from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
-from magis.models.encoders import BertConfig, bert
+from magis.extensions.models.building import REAL
+from magis.extensions.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
+from magis.extensions.models.encoders import BertConfig, bert
 
 THREE_HEADS = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=33, max_positions=8)
 

@@ -10,8 +10,8 @@ import pytest
 import magis
 from magis.cases.comparison import compare_by_kind
 from magis.errors import UsageError
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 from magis.graph import Graph, verify
-from magis.models import GATE_NAMES, SEED_NAMES
 from magis.planner import planning
 from magis.planner.bench import Bench
 from magis.planner.fronts import MEMORY, realized_front

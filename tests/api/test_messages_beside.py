@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.cases.run_case import run_case
 from magis.cost.links import message_ns
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
+from magis.extensions.ranks.prediction.rank_memory import fake_world
 from magis.graph import ARRIVED, BESIDE, Graph, Op, Ref
 from magis.graph.verify import problems
 from magis.ops.collectives import all_reduce, group_name, is_message, under_way
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
-from magis.planner.planned_ranks import PlannedRanks
 from magis.planner.subject import Subject
-from magis.predict.rank_memory import fake_world
 from magis.results import Case
 from magis.rewrite.realize import realize
 from magis.runtime.codegen import generate

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from magis.cases.rank_cases import OFF_BY, _distinct
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
+from magis.extensions.ranks.rank_cases import OFF_BY, _distinct
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.strategies.distributed_names import distributed_strategy

@@ -17,8 +17,8 @@ from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep, GraphStep
 from magis.units import format_bytes
 from pytest_magis.baselines import ModelBaseline, stored_case, updated
-from pytest_magis.outputs.terminal import table
 from pytest_magis.run_plan import Outcome
+from pytest_magis.terminal_table import table
 from pytest_magis.verdict import Verdict, judge
 
 HUNGRY, BLOCKS = "tests.api.nets:hungry", "tests.api.nets:few_blocks"

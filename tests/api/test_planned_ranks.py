@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture import Workload
-from magis.cases.planned_rank_cases import numbers_of
 from magis.cases.run_case import run_case
 from magis.cost.links import links_of, message_ns
 from magis.errors import MagisError, UsageError
+from magis.extensions.ranks import RankJob, RankPool, RankReport
+from magis.extensions.ranks.planned_rank_cases import numbers_of
+from magis.extensions.ranks.plans import planned_ranks
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks, factory_of
+from magis.extensions.ranks.plans.sharded_weights import shard_weights
+from magis.extensions.ranks.prediction.rank_memory import fake_world
+from magis.extensions.ranks.strategies.uneven_heads import head_shares, share_rows
 from magis.graph import digest
 from magis.ops.collectives import group_name, is_collective, ranks_of
 from magis.ops.exchanges import EXCHANGE
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup
-from magis.planner import planned_ranks
 from magis.planner.bench import Bench
-from magis.planner.planned_ranks import PlannedRanks, factory_of
 from magis.planner.subject import Subject
-from magis.predict.rank_memory import fake_world
-from magis.ranks import RankJob, RankPool, RankReport
 from magis.results import Case, Memory
 from magis.strategies.distributed_names import group_of, is_distributed
 from magis.strategies.rank_step import World
-from magis.strategies.sharded_weights import shard_weights
 from magis.strategies.single_device import on_fake_tensors
-from magis.strategies.uneven_heads import head_shares, share_rows
 from tests.api.cut_nets import three_heads, two_heads
 
 TIED = "tests.api.nets:tied"

@@ -11,7 +11,7 @@ import torch
 import magis
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
-from magis.models.registry import GATE_NAMES
+from magis.extensions.models.network_names import GATE_NAMES
 from magis.planner.bench import Bench, check_device, products_of
 from magis.report import row_from_result
 from magis.results import Case

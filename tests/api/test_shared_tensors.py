@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from magis.cases.comparison import compare, compare_rounding, shared_tensors
 from magis.cases.run_case import run_case
-from magis.models import registry
+from magis.models import model_specs
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case
@@ -65,7 +65,7 @@ NETS = ("averaging", "in_a_global", "in_a_closure")
 
 
 def subject_of(name: str) -> Subject:
-    return Subject(Source(name, partial(registry.get(f"{__name__}:{name}").build, "small"), "float32", "cpu", 0))
+    return Subject(Source(name, partial(model_specs.get(f"{__name__}:{name}").build, "small"), "float32", "cpu", 0))
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -24,9 +24,9 @@ from benchmarks.lib.published_models import BertClassifier, BookGpt, VisionTrans
 from benchmarks.lib.published_second import ALLOCATED, LIBRARIES, ROWS, counted, source
 from magis.capture import Workload
 from magis.capture.workload import fake_tensors
-from magis.models.building import REAL, WRITTEN_OUT
-from magis.models.decoders import GptConfig, gpt
-from magis.models.encoders import BertConfig
+from magis.extensions.models.building import REAL, WRITTEN_OUT
+from magis.extensions.models.decoders import GptConfig, gpt
+from magis.extensions.models.encoders import BertConfig
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import predict_rank
 from magis.results import Memory, RankMemory, Term

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magis.capture import Captured, capture
 from magis.graph import GENERATOR, Graph, Op, Scalar
-from magis.models.registry import get
+from magis.models.model_specs import get
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec
 from tests.nets import ADAMW, FORWARD, NETS, SGD, Block, Net, labels, rows
 from tests.oracles import captured, eager_step, graph_step, same

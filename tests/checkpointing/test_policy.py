@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
-from magis.frontends.checkpointing.choose import blocks_of
-from magis.frontends.checkpointing.policy import CheckpointedRegion
+from magis.extensions.compile.checkpointing.choose import blocks_of
+from magis.extensions.compile.checkpointing.policy import CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.measure import window_peak
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from magis import RegionPolicies, UsageError, checkpoint_policy
-from magis.frontends.checkpointing.policy import CheckpointedRegion
+from magis.extensions.compile.checkpointing.policy import CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from tests.checkpointing.test_policy import made, peak, step
 from tests.compile.tag_nets import Decoder, Squeezed

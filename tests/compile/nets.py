@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from magis.frontends.compile.compile_options import CompileReport
-from magis.frontends.compile.dynamo_backend import magis
+from magis.extensions.compile.compile_options import CompileReport
+from magis.extensions.compile.dynamo_backend import magis
 from magis.runtime.measure import window_peak
 
 BUDGET = 60

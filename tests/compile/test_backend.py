@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from magis.errors import UsageError
-from magis.frontends.compile.compile_options import DEFAULT_RATIO, CompileReport, as_options
-from magis.frontends.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
+from magis.extensions.compile.compile_options import DEFAULT_RATIO, CompileReport, as_options
+from magis.extensions.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
 from magis.runtime.measure import window_peak
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from magis.frontends.compile.dynamo_backend import magis
+from magis.extensions.compile.dynamo_backend import magis
 from tests.compile.nets import fresh_dynamo
 
 

@@ -17,11 +17,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F  # noqa: N812
 
 from magis.errors import UsageError
-from magis.frontends.compile.compile_options import CompileReport, as_options
-from magis.frontends.compile.dynamo_backend import magis
-from magis.frontends.compile.inductor_partitioner import Partitioner, kept_nodes, needed_nodes
-from magis.frontends.compile.joint_graph import capture_joint
-from magis.frontends.compile.joint_plan import plan_joint
+from magis.extensions.compile.compile_options import CompileReport, as_options
+from magis.extensions.compile.dynamo_backend import magis
+from magis.extensions.compile.inductor_partitioner import Partitioner, kept_nodes, needed_nodes
+from magis.extensions.compile.joint_graph import capture_joint
+from magis.extensions.compile.joint_plan import plan_joint
 from tests.compile.nets import chain, fresh_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from magis import CaptureError, UsageError, tag_joint_graph
-from magis.frontends.compile.joint_tags import JointTags
+from magis.extensions.compile.joint_tags import JointTags
 from tests.compile.nets import fresh_dynamo
 from tests.compile.tag_nets import Subject, convnet, dropouts, llama
 

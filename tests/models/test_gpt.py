@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from magis.extensions.models.building import REAL, SEED, SelfAttention
+from magis.extensions.models.decoders import Gpt, GptConfig, gpt
 from magis.models import get, resolve
-from magis.models.building import REAL, SEED, SelfAttention
-from magis.models.decoders import Gpt, GptConfig, gpt
 
 TINY = GptConfig(2, 6, layers=2, width=8, heads=2, vocab_size=9, max_positions=7, dropout=0.0)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from magis.errors import MagisError, UsageError
-from magis.models.registry import GATE_NAMES, REAL_NAMES, SEED_NAMES, UnknownModelError, all_names, is_factory, resolve
+from magis.extensions.models.network_names import GATE_NAMES, REAL_NAMES, SEED_NAMES
+from magis.models.model_specs import UnknownModelError, all_names, is_factory, resolve
 
 
 def test_groups() -> None:

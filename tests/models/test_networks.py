@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.models import GATE_NAMES, SEED_NAMES, Workload, all_names, get
-from magis.models.building import REAL, SEED, SelfAttention, alibi_slopes, causal_mask
-from magis.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
-from magis.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
+from magis.extensions.models.building import REAL, SEED, SelfAttention, alibi_slopes, causal_mask
+from magis.extensions.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
+from magis.extensions.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
+from magis.models import Workload, all_names, get
 
 # Published: torchvision's model tables; Hugging Face BertForPreTraining and GPT-Neo-1.3B; milesial's U-Net (two
 # classes, transposed convolutions) and the usual U-Net++ (three channels in, one out). GPT: the vendor's 1.3B.

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks.preset_sizes import measure
-from magis.models import GATE_NAMES, SEED_NAMES
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 
 
 def test_the_measurement_itself() -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 import magis.models
 from magis.errors import CaptureError, UsageError
-from magis.models import GATE_NAMES, UnknownModelError, Workload, all_names, from_factory, get
+from magis.extensions.models.network_names import GATE_NAMES
+from magis.models import UnknownModelError, Workload, all_names, from_factory, get
 from magis.models.custom import as_workload
 
 HERE = "tests.models.factories"

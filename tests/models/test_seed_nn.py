@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from magis.errors import MagisError
+from magis.extensions.models.encoders import BERT_SIZES, VIT_SIZES
 from magis.models import all_names, get
-from magis.models.encoders import BERT_SIZES, VIT_SIZES
 from magis.testing import nn
 
 NAMES = [name.removeprefix("seed-") for name in all_names() if name.startswith("seed-")]

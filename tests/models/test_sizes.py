@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from magis.models.building import SizeError
-from magis.models.convnets import ResNetConfig
-from magis.models.decoders import GptConfig, GptNeoConfig
-from magis.models.encoders import BertConfig
+from magis.extensions.models.building import SizeError
+from magis.extensions.models.convnets import ResNetConfig
+from magis.extensions.models.decoders import GptConfig, GptNeoConfig
+from magis.extensions.models.encoders import BertConfig
 
 
 @pytest.mark.parametrize(

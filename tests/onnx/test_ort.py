@@ -18,20 +18,20 @@ from torch._subclasses import FakeTensorMode
 from magis.capture import Workload
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
-from magis.models.building import REAL
-from magis.models.convnets import ResNetConfig, resnet
-from magis.models.decoders import GptConfig, GptNeoConfig, gpt, gpt_neo
-from magis.models.encoders import BertConfig, VitConfig, bert, vit
-from magis.models.unet import UNetConfig, unet
+from magis.extensions.models.building import REAL
+from magis.extensions.models.convnets import ResNetConfig, resnet
+from magis.extensions.models.decoders import GptConfig, GptNeoConfig, gpt, gpt_neo
+from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.models.unet import UNetConfig, unet
+from magis.extensions.onnx.ort_step import check_installed, export_step, make_ort_step
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.runtime.steps import EagerStep
-from magis.strategies.distributed import has_dropout
-from magis.strategies.ort.ort_step import check_installed, export_step, make_ort_step
+from magis.strategies.prepared_work import has_dropout
 
 pytest.importorskip("onnxruntime")
-ort_memory = pytest.importorskip("magis.strategies.ort.ort_memory")
+ort_memory = pytest.importorskip("magis.extensions.onnx.ort_memory")
 
 GPT = GptConfig(4, 16, layers=2, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
 BERT = BertConfig(4, 16, layers=1, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
@@ -203,7 +203,7 @@ def test_what_has_no_onnx_form_is_refused_with_the_operator() -> None:
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magis.strategies.ort.ort_step.find_spec", lambda name: None)
+    monkeypatch.setattr("magis.extensions.onnx.ort_step.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         check_installed()
     assert str(caught.value) == (
@@ -213,7 +213,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_a_step_says_nothing_on_any_stream() -> None:
     program = (
-        "from magis.models import get; from magis.strategies.ort.ort_step import export_step, make_ort_step;"
+        "from magis.models import get; from magis.extensions.onnx.ort_step import export_step, make_ort_step;"
         "work = get('mlp').build('small', 0); make_ort_step(work, export_step(work)).run()"
     )
     command = [sys.executable, "-W", "error", "-c", program]
@@ -228,7 +228,7 @@ def test_a_step_is_exported_once_for_all_cases_and_rough_ratios_can_be_stored(mo
         made.append((precision, inference, has_dropout(work.module)))
         return export_step(work, precision=precision, inference=inference)
 
-    monkeypatch.setattr("magis.strategies.ort.ort_step.export_step", counted)
+    monkeypatch.setattr("magis.extensions.onnx.ort_step.export_step", counted)
     bench = Bench()
     for strategy in ("ort", "ort-unoptimized", "amp+ort", "ort-inference"):
         case = Case("tests.ranks.own_strategies:small_net", strategy, "cpu", "small")

@@ -116,11 +116,11 @@ OF_OTHERS = {
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
     "magis.runtime.scratch": "kinds of operators",
-    "magis.strategies.ort.functional_trace": "operators that ONNX lacks, written in others",
-    "magis.strategies.ort.layers": "how an operator is written in ONNX",
-    "magis.strategies.ort.onnx_operators": "how an operator is written in ONNX",
+    "magis.extensions.onnx.functional_trace": "operators that ONNX lacks, written in others",
+    "magis.extensions.onnx.layers": "how an operator is written in ONNX",
+    "magis.extensions.onnx.onnx_operators": "how an operator is written in ONNX",
     "magis.strategies.single_device": "what a strategy of others keeps",
-    "magis.strategies.vocabulary": "functions after which torch's distributed tensors are in parts as before",
+    "magis.extensions.ranks.strategies.vocabulary": "functions that leave distributed tensors in parts",
 }
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from magis.extensions.paper.dgraph import (
+    Vertex,
+    components,
+    depends_on_inputs,
+    dominators,
+    flow,
+    heat,
+    scores,
+    vertices_of,
+)
 from magis.ops.splits import Split
-from magis.paper.dgraph import Vertex, components, depends_on_inputs, dominators, flow, heat, scores, vertices_of
 from tests.fission.rows import step
 from tests.paper.trees import axes, learner, random_graph, reached, score, strictly_dominated
 

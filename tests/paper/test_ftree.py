@@ -8,11 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from magis.fission.region import Region, region_problems
-from magis.graph import Graph, every_op
-from magis.graph.hazards import lifetimes
-from magis.paper.dgraph import scores
-from magis.paper.ftree import (
+from magis.extensions.paper.dgraph import scores
+from magis.extensions.paper.ftree import (
     Analysis,
     FTree,
     Mutation,
@@ -26,7 +23,10 @@ from magis.paper.ftree import (
     mutate,
     mutations,
 )
-from magis.paper.nested_loops import Refusal, apply
+from magis.extensions.paper.nested_loops import Refusal, apply
+from magis.fission.region import Region, region_problems
+from magis.graph import Graph, every_op
+from magis.graph.hazards import lifetimes
 from magis.simulate.simulator import replay
 from tests.fission.cutout import check_same, leaving, loops, stand_alone
 from tests.fission.draws import NETWORKS, normal

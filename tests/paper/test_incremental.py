@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.paper.incremental_schedule import full_order, incremental_order, intervals, splice
+from magis.extensions.paper.incremental_schedule import full_order, incremental_order, intervals, splice
 from magis.schedule.dynamic import best_order, floor_of, peak_of
 from magis.schedule.stretches import Steps, cuts, stretch, wide_orders
 from magis.schedule.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists

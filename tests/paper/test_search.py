@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import UsageError
+from magis.extensions.paper.coordinated_search import PaperSearch
+from magis.extensions.paper.ftree import Analysis, FTree, mutations
+from magis.extensions.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, look, realized
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, verify
 from magis.ops.optimizers import scalars
-from magis.paper.coordinated_search import PaperSearch
-from magis.paper.ftree import Analysis, FTree, mutations
-from magis.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, look, realized
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import compile_step
 from magis.search.budgeted_evaluator import Objective

@@ -6,10 +6,10 @@ import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from magis.extensions.paper.dgraph import Vertex, vertices_of
+from magis.extensions.paper.ftree import FTree, parts_problems
 from magis.graph import Arg, Graph, Op, Ref, Storage, Value, verify
 from magis.ops.splits import splits
-from magis.paper.dgraph import Vertex, vertices_of
-from magis.paper.ftree import FTree, parts_problems
 from tests.fission.rows import step
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from magis.errors import UsageError
-from magis.versions import checkout, environment_of, scratch_folder
-from magis.versions.environments import releases
-from magis.versions.gate_run import COMPARED_WITH
+from magis.extensions.versions import checkout, environment_of, scratch_folder
+from magis.extensions.versions.environments import releases
+from magis.extensions.versions.gate_run import COMPARED_WITH
 from pytest_magis import flags
 from pytest_magis.against import strays
 from tests.plugin.wheels import NETWORK, git, offer, wheel_of
@@ -305,7 +305,7 @@ def test_an_address_is_installed_where_the_same_version_is(tmp_path, monkeypatch
     here = environment_of(["net-width==1.0"], lambda _text: None, tmp_path)
     (tmp_path / "other").mkdir()
     wheel = wheel_of(tmp_path / "other", "1.0", 96)
-    program = "from pathlib import Path; from magis.versions import environment_of as of\n"
+    program = "from pathlib import Path; from magis.extensions.versions import environment_of as of\n"
     program += f"print(of(['net-width @ {wheel.as_uri()}'], lambda _: None, Path({str(tmp_path)!r})))"
     done = subprocess.run([here, "-c", program], capture_output=True, text=True, check=True)
     assert (width_of(here), width_of(done.stdout.strip())) == (64, 96)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from magis.cli.main import main
 from magis.errors import UsageError
-from magis.versions import environment_of, is_requirement
-from magis.versions.bisection import first_bad, growths
-from magis.versions.environments import releases
+from magis.extensions.versions import environment_of, is_requirement
+from magis.extensions.versions.bisection import first_bad, growths
+from magis.extensions.versions.environments import releases
 from tests.plugin.wheels import NETWORK as DEPENDENT
 from tests.plugin.wheels import git, offer
 
@@ -201,7 +201,7 @@ def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
 INTERRUPTED = """
 import signal, sys
 from pathlib import Path
-from magis.versions import child_process
+from magis import child_process
 
 CHILD = '''
 import signal, time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from magis.models.registry import GATE_NAMES, SEED_NAMES
+from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 
 
 def models(result: pytest.RunResult) -> list[str]:

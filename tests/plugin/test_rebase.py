@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from magis.cli.main import main
-from magis.versions import environment_of
+from magis.extensions.versions import environment_of
 from tests.plugin.wheels import offer, wheel_of
 
 # On the made-up core one case of bert hangs on the release of net-width; here none is installed.

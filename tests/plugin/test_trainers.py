@@ -12,7 +12,7 @@ import torch
 
 import magis
 from magis.current_gate import BLOCK_GATE
-from magis.frontends.compile.dynamo_backend import magis as backend
+from magis.extensions.compile.dynamo_backend import magis as backend
 from tests.compile.nets import fresh_dynamo
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")

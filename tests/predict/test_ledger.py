@@ -15,13 +15,13 @@ from torch import Tensor
 
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.models.building import REAL
-from magis.models.decoders import GptNeoConfig, gpt_neo
-from magis.models.encoders import BertConfig, bert
+from magis.extensions.models.building import REAL
+from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
+from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.ranks.strategies.distributed import of_kind
 from magis.predict import LiveStorage, fake_world, predict_rank
 from magis.results import RankMemory
 from magis.strategies import distributed_strategy
-from magis.strategies.distributed import of_kind
 
 
 def parameters(memory: RankMemory, *names: str) -> int:

@@ -16,12 +16,12 @@ from magis.cost.devices import find_device
 from magis.cost.links import links_of
 from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
+from magis.extensions.ranks.prediction.step_time import Links, StepTime, predict_step
+from magis.extensions.ranks.strategies.schedules import Waiting
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
-from magis.predict.step_time import Links, StepTime, predict_step
 from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import RankStep, World
-from magis.strategies.schedules import Waiting
 
 V100 = find_device("sim:v100")
 LINKS = Links(1e9, message_ns=100, hidden=0.5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from magis.capture.workload import Workload
-from magis.models.building import REAL
-from magis.models.encoders import BertConfig, bert
-from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of
+from magis.extensions.models.building import REAL
+from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.ranks.prediction.rank_memory import fake_rank, rank_peak, warm_steps_of
 from magis.strategies.distributed_names import DISTRIBUTED, distributed_strategy
 from magis.strategies.rank_step import World
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from magis.capture import Workload
-from magis.planner import agreed_plans
-from magis.planner.planned_ranks import PlannedRanks, PlannedStep
+from magis.extensions.ranks.plans import agreed_plans
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks, PlannedStep
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.strategies.rank_step import World

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from magis.errors import MagisError
-from magis.ranks import Agents, Attachment, RankJob, RankPool, attached, lead, serve
+from magis.extensions.ranks import Agents, Attachment, RankJob, RankPool, attached, lead, serve
 from tests.ranks.processes import SIGN
 
 HERE = "tests.ranks.own_strategies"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from magis.errors import UsageError
-from magis.ranks import Attachment, attached, check_ranks
+from magis.extensions.ranks import Attachment, attached, check_ranks
 from tests.ranks.test_processes import environment, free_port
 
 TORCHRUN = {

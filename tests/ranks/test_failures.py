@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.errors import UsageError
+from magis.extensions.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
+from magis.extensions.ranks.processes.pool import Rank, failure, silence
+from magis.extensions.ranks.processes.records import JsonLines, last_words, stack
 from magis.plain_records import from_plain, to_plain
-from magis.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
-from magis.ranks.pool import Rank, failure, silence
-from magis.ranks.records import JsonLines, last_words, stack
 from magis.results import Memory, Term
 
 

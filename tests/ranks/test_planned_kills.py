@@ -65,7 +65,7 @@ def test_a_job_one_of_whose_ranks_is_killed_ends_with_a_line(
     job = begun(strategy)
     until, ranks = time.monotonic() + moment, list[int]()
     while job.poll() is None and (time.monotonic() < until or not ranks):
-        ranks = [pid for pid, line in alive(sign).items() if "magis.ranks" in line]
+        ranks = [pid for pid, line in alive(sign).items() if "magis.extensions.ranks" in line]
         time.sleep(0.2)
     assert job.poll() is None, "it ended before the moment"
     with suppress(ProcessLookupError):

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from magis.errors import MagisError, UsageError
-from magis.models import registry
-from magis.ranks import RankError, RankJob, RankPool, mean_losses, slowest_ms
-from magis.strategies.distributed import make_optimizer, trained, without_dropout
+from magis.extensions.ranks import RankError, RankJob, RankPool, mean_losses, slowest_ms
+from magis.extensions.ranks.strategies.distributed import make_optimizer, trained
+from magis.models import model_specs
+from magis.strategies.prepared_work import without_dropout
 from tests.ranks.processes import SIGN, alive, gone_within
 
 HERE = "tests.ranks.own_strategies"
@@ -53,7 +54,7 @@ def test_ranks_report_what_one_rank_alone_computes(pool: RankPool) -> None:
         assert report.memory.peak_bytes >= report.memory.tensor_bytes
     assert len(slowest_ms(reports)) == 2
 
-    work = registry.get(NET).build("small", 0)
+    work = model_specs.get(NET).build("small", 0)
     without_dropout(work.module)
     optimizer = make_optimizer(work, trained(work.module), "one rank")
     expected = []
@@ -69,7 +70,7 @@ def test_ranks_report_what_one_rank_alone_computes(pool: RankPool) -> None:
 def test_a_peak_holds_what_outlives_the_step(pool: RankPool) -> None:
     """Weights, gradients, buckets of gradients and the batch: all of them are there when the weights are updated."""
     (report, _) = pool.run(job())
-    weights = sum(parameter.nbytes for parameter in registry.get(NET).build("small", 0).module.parameters())
+    weights = sum(parameter.nbytes for parameter in model_specs.get(NET).build("small", 0).module.parameters())
     share = (4 * 64 + 4 * 10) * 4
     assert report.memory.tensor_bytes >= 3 * weights + share
     assert report.memory.tensor_bytes < 4 * weights
@@ -178,7 +179,11 @@ def test_ctrl_c_in_a_job_ends_its_ranks(pool: RankPool, sign: Path) -> None:
 def test_a_keeper_that_is_killed_ends_the_job(pool: RankPool, sign: Path) -> None:
     pool.run(job())
     before = set(pool.pids)
-    keepers = [pid for pid, line in alive(sign).items() if "magis.ranks.fork_server" in line and pid not in before]
+    keepers = [
+        pid
+        for pid, line in alive(sign).items()
+        if "magis.extensions.ranks.processes.fork_server" in line and pid not in before
+    ]
     assert len(keepers) == 1
     os.kill(keepers[0], signal.SIGKILL)
     with pytest.raises(MagisError, match=r"the process that keeps the ranks was killed by SIGKILL"):

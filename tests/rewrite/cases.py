@@ -10,11 +10,12 @@ import pytest
 from torch import Tensor
 
 from magis.capture.workload import Workload
+from magis.extensions.models.building import Style
+from magis.extensions.models.convnets import ResNetConfig, resnet
+from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.models.network_names import GATE_NAMES
 from magis.graph import Graph, verify
-from magis.models import GATE_NAMES, get
-from magis.models.building import Style
-from magis.models.convnets import ResNetConfig, resnet
-from magis.models.encoders import BertConfig, bert
+from magis.models import get
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
 from magis.simulate.compiled_problem import Compiled, compile_problem

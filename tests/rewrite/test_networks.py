@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from magis.models import GATE_NAMES
+from magis.extensions.models.network_names import GATE_NAMES
 from tests.rewrite.cases import MODELS, Case, batches
 from tests.strategies import adversarial_order
 

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from magis.cases.comparison import _differences
+from magis.extensions.models.building import Style
+from magis.extensions.models.convnets import resnet
+from magis.extensions.models.encoders import bert
+from magis.extensions.models.network_names import GATE_NAMES
 from magis.graph import Graph, verify
-from magis.models import GATE_NAMES, get
-from magis.models.building import Style
-from magis.models.convnets import resnet
-from magis.models.encoders import bert
+from magis.models import get
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from magis.extensions.models.building import Style
+from magis.extensions.models.encoders import bert
 from magis.graph import Graph, verify
-from magis.models.building import Style
-from magis.models.encoders import bert
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.rule_table import RULES, Match, attempt

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from magis.capture import Workload
-from magis.planner.planned_ranks import PlannedRanks
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
 from magis.strategies import World, distributed_strategy
 from magis.strategies.rank_step import RankStep, RankStrategy, Wrapping
 

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.building import REAL, SEED, Style
-from magis.models.convnets import MlpConfig, mlp
-from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
-from magis.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.models.building import REAL, SEED, Style
+from magis.extensions.models.convnets import MlpConfig, mlp
+from magis.extensions.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
+from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.ranks.strategies.distributed import LossScaler, Masters, average_gradients, buckets
+from magis.extensions.ranks.strategies.model_cuts import cut_of, keep_stages, stage_blocks
+from magis.extensions.ranks.strategies.zero import Flat, Zero, _owners
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed import LossScaler, Masters, average_gradients, buckets, without_dropout
-from magis.strategies.model_cuts import cut_of, keep_stages, stage_blocks
-from magis.strategies.zero import Flat, Zero, _owners
+from magis.strategies.prepared_work import without_dropout
 
 
 def small(name: str, style: Style = REAL) -> Workload:

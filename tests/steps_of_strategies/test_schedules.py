@@ -10,18 +10,25 @@ import pytest
 from magis.capture import Workload
 from magis.cost.devices import find_device
 from magis.errors import UsageError
-from magis.models.building import REAL
-from magis.models.encoders import BertConfig, bert
+from magis.extensions.models.building import REAL
+from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.ranks import RankJob, RankPool, mean_losses
+from magis.extensions.ranks.prediction.step_time import predict_step
+from magis.extensions.ranks.strategies.model_parallel import PipelineStep
+from magis.extensions.ranks.strategies.schedules import (
+    BACKWARD,
+    FORWARD,
+    OF_INPUTS,
+    OF_WEIGHTS,
+    Waiting,
+    check_micro_batches,
+)
 from magis.ops.optimizers import torch_optimizer
 from magis.predict import fake_world
-from magis.predict.step_time import predict_step
-from magis.ranks import RankJob, RankPool, mean_losses
 from magis.results import RankMemory
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed import without_dropout
 from magis.strategies.distributed_names import DISTRIBUTED
-from magis.strategies.model_parallel import PipelineStep
-from magis.strategies.schedules import BACKWARD, FORWARD, OF_INPUTS, OF_WEIGHTS, Waiting, check_micro_batches
+from magis.strategies.prepared_work import without_dropout
 from tests.api.cut_nets import four_blocks
 
 V100 = find_device("sim:v100")

@@ -7,10 +7,10 @@ from contextlib import suppress
 import pytest
 import torch
 
+from magis.extensions.ranks import RankJob, RankPool
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
 from magis.ops.generators import DRAW_STATE, GET_STATE, drawing_apart
-from magis.planner.planned_ranks import PlannedRanks
 from magis.predict import fake_world, predict_rank
-from magis.ranks import RankJob, RankPool
 from magis.strategies import World, distributed_strategy
 from magis.strategies.single_device import on_fake_tensors
 from tests.api.cut_nets import dropped_heads

@@ -15,15 +15,15 @@ from torch.nn import functional
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.building import REAL
-from magis.models.decoders import GptNeoConfig, gpt_neo
-from magis.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.models.building import REAL
+from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
+from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.ranks import RankJob, RankPool
+from magis.extensions.ranks.strategies.distributed import local, mesh
+from magis.extensions.ranks.strategies.model_parallel import ModelParallel
+from magis.extensions.ranks.strategies.vocabulary import LossOfParts, share_vocabulary
 from magis.predict import fake_world, predict_rank
-from magis.ranks import RankJob, RankPool
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed import local, mesh
-from magis.strategies.model_parallel import ModelParallel
-from magis.strategies.vocabulary import LossOfParts, share_vocabulary
 from tests.steps_of_strategies.test_parts import alone, small
 
 BESIDE = "tests.steps_of_strategies.beside_eager"

@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 
 import magis
 from magis.current_gate import BLOCK_GATE
-from magis.frontends.trainers import StepPeaks
+from magis.extensions.compile.trainers import StepPeaks
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs, of deprecations between them and torch
 WEIGHTS = 4 * (16 * 64 + 64 + 64 * 4 + 4)

@@ -16,10 +16,11 @@ from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
 from pytest_magis.explain import module_name
 from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
+from pytest_magis.gate import Run
 from pytest_magis.outputs.html.curves import Curves
-from pytest_magis.outputs.html.page_parts import Commit, Run, element, embedded, history, table, text
-from pytest_magis.outputs.terminal import HEADER, LEFT, cells
+from pytest_magis.outputs.html.page_parts import Commit, element, embedded, history, table, text
 from pytest_magis.run_plan import Outcome
+from pytest_magis.terminal_table import HEADER, LEFT, cells
 
 # One case of the report.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from magis.errors import BaselineError
 from magis.printable import printable
 from pytest_magis.baseline_files import LARGEST_FILE, parse
 from pytest_magis.baselines import ModelBaseline
-from pytest_magis.options import Settings
-from pytest_magis.run_plan import Outcome
 
 
 def text(words: object) -> str:
@@ -48,24 +46,6 @@ def embedded(data: object) -> str:
     for mark in "<>&\u2028\u2029":
         plain = plain.replace(mark, f"\\u{ord(mark):04x}")
     return plain
-
-
-# What a report is made from.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run at its end."""
-
-    outcomes: tuple[Outcome, ...]
-    planned: int
-    """Cases that were chosen; fewer outcomes: the run ended early."""
-    settings: Settings
-    interrupted: bool
-    fronts: tuple[tuple[str, Path], ...]
-    """Model and picture of each front that this run wrote."""
-    baselines: Mapping[Path, ModelBaseline | None]
-    """As they were when the run began."""
 
 
 # What a baseline file held before, by the log of its git repository; nothing where there is none.

@@ -1,0 +1,333 @@
+"""A plan of selective checkpointing: its regions, how it is put on a module, and its file.
+
+    {"format": "magis checkpoint policy", "version": 1, "planned_bytes": ..., "regions": [
+        {"path": "layers.0", "saved": [["aten.addmm.default", 0], ...]}, ...]}
+
+A plan for `torch_remat` is of version 2 and has `"library": "torch_remat"`; its regions name `"modules"` to save.
+Reading a file runs no code, and what it names can only be saved or recomputed: numbers do not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from magis.atomic_files import check_readable
+from magis.errors import UsageError
+from magis.extensions.compile.checkpointing.remat_regions import by_remat
+from magis.ops.operators import op_info
+from magis.report import write_text_atomically
+from magis.units import format_bytes
+
+__all__ = ["RegionPolicies"]
+
+TORCH, REMAT = "torch", "torch_remat"
+LIBRARIES = (TORCH, REMAT)
+"""What may run a policy; a file's version is the place in this tuple, from 1."""
+
+# One checkpointed block: which of its operators' results are saved, told to torch while the block runs.
+
+Seen: TypeAlias = Callable[[str], object]
+"""Told the name of every operator of a region's forward as it runs."""
+
+
+@dataclass(frozen=True)
+class CheckpointedRegion:
+    """A block that is recomputed in its backward, but for what is saved of it."""
+
+    path: str
+    """Of the module (`get_submodule`)."""
+    saved: frozenset[tuple[str, int]] = frozenset()
+    """Operators by name ("aten.mm.default") and how many of that name ran in the block before."""
+    modules: frozenset[str] = frozenset()
+    """With torch_remat: paths, below the block, of sub-modules whose calls are saved whole; ``saved`` is then empty."""
+
+
+def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
+    """What `torch.utils.checkpoint.checkpoint(context_fn=...)` makes: contexts of a forward and of its repetition.
+
+    Buffers change once: the repetition leaves running statistics and counters as the forward left them.
+    """
+    counted: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        name, counter = str(op), counted[context.is_recompute]
+        number = counter[name]
+        counter[name] += 1
+        if seen is not None and not context.is_recompute:
+            seen(name)
+        return CheckpointPolicy.MUST_SAVE if (name, number) in region.saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, again = create_selective_checkpoint_contexts(policy)
+    for mode in (first, again):
+        mode.__class__ = _past_casts(type(mode))  # type: ignore[arg-type]
+    return first, _Repetition(again, block)
+
+
+def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator casts a trained weight. Autocast keeps the result for the next use of the weight, so that a
+    block runs as many casts as uses ahead of it have left, and its repetition others."""
+    if func is not torch.ops.aten._to_copy.default:  # noqa: SLF001 (its name)
+        return False
+    return bool(args[0].is_leaf and args[0].requires_grad)
+
+
+@cache
+def _past_casts(kind: type[Any]) -> type[Any]:
+    """A kind of mode of torch's, which counts operators of a block and of its repetition, that takes no notice of casts
+    of weights."""
+
+    class PastCasts(kind):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if is_weight_cast(func, args):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return PastCasts
+
+
+class _Repetition:
+    """The context of torch, and around it the one that spares buffers."""
+
+    def __init__(self, again: Any, block: nn.Module) -> None:
+        self._again = again
+        self._block = block
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_Sparing(self._block))
+            stack.enter_context(self._again)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._entered.pop().__exit__(*error)  # type: ignore[arg-type]
+
+
+class _Sparing(TorchDispatchMode):
+    """Runs operators without what they would write to a block's buffers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = {_memory(buffer) for buffer in block.buffers()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        hidden = op_info(str(func)).undeclared_writes(args)
+        if hidden:
+            return func(*(None if place in hidden else arg for place, arg in enumerate(args)), **kwargs)
+        writes = bool(func._schema.arguments) and func._schema.arguments[0].alias_info  # noqa: SLF001 (what it says of itself)
+        if writes and writes.is_write and isinstance(args[0], Tensor) and _memory(args[0]) in self._buffers:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (a storage's identity, fake ones included)
+
+
+def wrapped(
+    region: CheckpointedRegion,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    *,
+    library: str = TORCH,
+    preserve_rng_state: bool = True,
+    seen: Seen | None = None,
+) -> Callable[..., Any]:
+    """A block's forward under checkpointing; plain where no gradient is wanted."""
+    if library == REMAT:
+        return by_remat(
+            region.path,
+            region.modules,
+            block,
+            forward,
+            _Sparing,
+            preserve_rng_state=preserve_rng_state,
+            seen=seen,
+        )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=partial(contexts, region, block, seen),
+            **kwargs,
+        )
+
+    return run
+
+
+FORMAT = "magis checkpoint policy"
+AGAIN = "plan and save it again"
+
+
+@dataclass(frozen=True)
+class RegionPolicies:
+    """What to save of each checkpointed block; blocks that are not named stay as they are. Bytes are peaks of forward
+    and backward, with parameters, buffers and batch."""
+
+    regions: tuple[CheckpointedRegion, ...]
+    original_bytes: int
+    planned_bytes: int
+    latency_ratio: float
+    """Predicted, by operators' times: planned / original."""
+    library: str = TORCH
+    """What runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
+    left: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Blocks that planning found unfit to run again, and why; not part of the file."""
+
+    def context_fn(self, path: str, block: nn.Module) -> Callable[[], tuple[Any, Any]]:
+        """For `checkpoint(block, ..., use_reentrant=False, context_fn=...)`. UsageError for a block without region, and
+        for a policy that torch_remat runs."""
+        if self.library != TORCH:
+            raise UsageError(f"a policy for {self.library} has no context_fn", hint="use apply()")
+        for region in self.regions:
+            if region.path == path:
+                return lambda: contexts(region, block)
+        known = ", ".join(region.path for region in self.regions) or "none"
+        raise UsageError(f"{path!r} is no region of the policy", hint=f"leave it plain; regions: {known}")
+
+    def apply(self, module: nn.Module) -> Applied:
+        """Put every region of a module under checkpointing, in place. UsageError for blocks that it does not have."""
+        blocks = [(region, _block(module, region.path)) for region in self.regions]
+        for region, block in blocks:
+            if "forward" in vars(block):
+                raise UsageError(f"{region.path} has a forward of its own already", hint="remove() the policy first")
+        for region, block in blocks:
+            block.forward = wrapped(region, block, block.forward, library=self.library)
+        return Applied(tuple(block for _, block in blocks))
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[nn.Module]:
+        """As `apply`, for the duration of a block."""
+        handle = self.apply(module)
+        try:
+            yield module
+        finally:
+            handle.remove()
+
+    def save(self, path: Path | str) -> None:
+        """Write the policy as JSON, in one step."""
+        remat = self.library == REMAT
+        data = {
+            "format": FORMAT,
+            "version": 1 + LIBRARIES.index(self.library),
+            **({"library": REMAT} if remat else {}),
+            "original_bytes": self.original_bytes,
+            "planned_bytes": self.planned_bytes,
+            "latency_ratio": self.latency_ratio,
+            "regions": [
+                {"path": region.path, "modules": sorted(region.modules)}
+                if remat
+                else {"path": region.path, "saved": [list(each) for each in sorted(region.saved)]}
+                for region in self.regions
+            ],
+        }
+        write_text_atomically(Path(path), json.dumps(data, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path | str) -> RegionPolicies:
+        """Read a file of `save`. UsageError, one line, for any other."""
+        try:
+            check_readable(Path(path))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read the policy {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"the policy {path} is no JSON text: {error}", hint=AGAIN) from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UsageError(f"{path} holds no {FORMAT}", hint=AGAIN)
+        library = data.get("library", TORCH)
+        expected = 1 + LIBRARIES.index(library) if library in LIBRARIES else 1
+        if data.get("version") != expected:
+            raise UsageError(f"{path} is of version {data.get('version')!r}, not {expected}", hint=AGAIN)
+        try:
+            return _parsed(data)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"the policy {path} is corrupt: {type(error).__name__} {error}", hint=AGAIN) from None
+
+    def __str__(self) -> str:
+        saved = sum(len(region.saved) + len(region.modules) for region in self.regions)
+        what = "operators" if self.library == TORCH else "sub-modules"
+        lines = [f"{path} stays as it is: {why}" for path, why in self.left]
+        head = (
+            f"{len(self.regions)} blocks recomputed but for {saved} {what}: peak {format_bytes(self.planned_bytes)},"
+            f" plain {format_bytes(self.original_bytes)}"
+            f" (ratio {self.planned_bytes / max(1, self.original_bytes):.3f}), latency {self.latency_ratio:.3f} times"
+        )
+        return "\n".join((head, *lines))
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Blocks under checkpointing; `remove` gives them their own forward back."""
+
+    blocks: tuple[nn.Module, ...]
+
+    def remove(self) -> None:
+        """Undo `RegionPolicies.apply`; a second call does nothing."""
+        for block in self.blocks:
+            vars(block).pop("forward", None)
+
+
+def _block(module: nn.Module, path: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        raise UsageError(
+            f"the policy is for a block {path!r}, which the module does not have", hint="plan it for this module"
+        ) from None
+
+
+def _parsed(data: dict[str, Any]) -> RegionPolicies:
+    """Of JSON; KeyError, TypeError or ValueError for what is none."""
+    regions = []
+    library = data.get("library", TORCH)
+    if library not in LIBRARIES:
+        raise ValueError(f"library {str(library)[:40]!r}")
+    for each in data["regions"]:
+        saved = [(_text(name), _count(number)) for name, number in each["saved"]] if library == TORCH else []
+        modules = [_text(name) for name in each["modules"]] if library == REMAT else []
+        regions.append(CheckpointedRegion(_text(each["path"]), frozenset(saved), frozenset(modules)))
+    if len({region.path for region in regions}) != len(regions):
+        raise ValueError("a block is named twice")
+    ratio = data["latency_ratio"]
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1e9:
+        raise ValueError(f"latency_ratio {ratio!r}")
+    original, planned = _count(data["original_bytes"]), _count(data["planned_bytes"])
+    return RegionPolicies(tuple(regions), original, planned, float(ratio), library)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 1000:
+        raise TypeError(f"{str(value)[:40]!r} is no name")
+    return value
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{str(value)[:40]!r} is no whole number")
+    return value

@@ -1,0 +1,145 @@
+"""Checkpointed blocks while a step is captured: what each runs, first and again, and which would not repeat itself.
+
+Torch puts the default generators back before a block runs again, a policy leaves its buffers as they are. Nothing puts
+back other generators, counters and whatever else Python code has changed by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from magis.extensions.compile.checkpointing.policy import CheckpointedRegion, is_weight_cast, wrapped
+from magis.ops.generators import HostGenerators, same_generator
+
+
+@contextmanager
+def _forwards(
+    module: nn.Module, paths: Sequence[str], make: Callable[[nn.Module, str], Callable[..., Any]]
+) -> Iterator[None]:
+    """The module's blocks with other forwards, as ``make`` makes them."""
+    blocks = [(path, module.get_submodule(path)) for path in paths]
+    for path, block in blocks:
+        block.forward = make(block, path)
+    try:
+        yield
+    finally:
+        for _, block in blocks:
+            vars(block).pop("forward", None)
+
+
+def under(
+    module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, Runs] | None
+) -> AbstractContextManager[None]:
+    """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
+    is filled with the calls of each block, and what they run."""
+    by_path = {region.path: region for region in regions}
+
+    def make(block: nn.Module, path: str) -> Callable[..., Any]:
+        if seen is None:
+            return wrapped(by_path[path], block, block.forward, library=library, preserve_rng_state=False)
+        runs = seen[path]
+        body = runs.watched(block.forward)
+        run = wrapped(by_path[path], block, body, library=library, preserve_rng_state=False, seen=runs.names.append)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            runs.calls += 1
+            return run(*args, **kwargs)
+
+        return forward
+
+    return _forwards(module, [*by_path], make)
+
+
+def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> AbstractContextManager[None]:
+    """Note in ``left`` which blocks, while a step is captured, draw numbers that a repetition would draw anew, or count
+    their calls: torch puts the default generators back, and nothing else."""
+
+    def make(block: nn.Module, path: str) -> Callable[..., Any]:
+        own = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hosts, numbers = HostGenerators(), _numbers(block)
+            with _Calls() as calls:
+                out = own(*args, **kwargs)
+            if hosts.moved() or calls.draws:
+                left[path] = "it draws from Python's, numpy's or its own generator"
+            elif calls.reads:
+                left[path] = "it reads a number off a tensor"
+            elif _numbers(block) != numbers:
+                left[path] = "it counts its calls"
+            return out
+
+        return forward
+
+    return _forwards(module, blocks, make)
+
+
+def _numbers(block: nn.Module) -> dict[tuple[str, str], object]:
+    """What a block keeps in plain attributes, its parts' included."""
+    parts = block.named_modules()
+    return {(path, name): it for path, part in parts for name, it in vars(part).items() if type(it) in _PLAIN}
+
+
+_PLAIN = (int, float, bool, str)
+
+
+@dataclass
+class Runs:
+    """What a block runs in a step, first and again."""
+
+    calls: int = 0
+    names: list[str] = field(default_factory=list)
+    made: list[_Calls] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.calls = 0
+        self.names.clear()
+        self.made.clear()
+
+    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward whose operators are noted at each run."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(_Calls())
+            with self.made[-1]:
+                return forward(*args, **kwargs)
+
+        return run
+
+    def alike(self) -> bool:
+        """Whether repetitions, which end once the backward has what it wants, run what the first run did."""
+        first, *again = [each.calls for each in self.made]
+        return all(each == first[: len(each)] for each in again)
+
+
+class _Calls(TorchDispatchMode):
+    """Notes operators with all that is in them but tensors: the numbers that Python code made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, ...]] = []
+        self.draws = False
+        """Whether one draws from another generator than the default one."""
+        self.reads = False
+        """Whether Python reads a number off a tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        given = [each for each in leaves if isinstance(each, torch.Generator)]
+        self.draws = self.draws or not all(same_generator(each, torch.default_generator) for each in given)
+        self.reads = self.reads or func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its name)
+        if func is not torch.ops.aten.detach.default and not is_weight_cast(func, args):  # of checkpointing itself
+            looks = (str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in leaves)
+            self.calls.append((str(func), *looks))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,125 @@
+"""The backend of `torch.compile(model, backend="magis")`; graphs with open sizes are planned as they come."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import disable
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+
+from magis.extensions.compile.compile_options import OptionError, Options, as_options
+from magis.extensions.compile.inductor_partitioner import by_inductor, partition
+
+# Graphs whose sizes dynamo left open: planned for each shape that really comes, since a plan is about bytes.
+# Dynamo opens a size when it sees a second value of it. The graph then takes that size as an argument; here it is
+# made a number again, and the graph compiled once for each set of sizes, up to a bound. Beyond it graphs run as
+# they are, in eager mode.
+
+MOST_SHAPES = 8
+"""Sets of sizes that are planned for one graph; each costs a search."""
+
+Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Sizes: TypeAlias = tuple[Any, ...]
+
+
+def is_open(example_inputs: Sequence[Any]) -> bool:
+    """Whether a size is not known while the graph is compiled."""
+    return any(
+        any(not isinstance(size, int) for size in (*item.shape, *item.stride()))
+        if isinstance(item, Tensor)
+        else isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        for item in example_inputs
+    )
+
+
+class Specialized:
+    """A graph with open sizes as a function: compiled when sizes first come."""
+
+    def __init__(self, gm: fx.GraphModule, compile_: Compile) -> None:
+        self._gm = gm
+        self._compile = compile_
+        self._known: dict[Sizes, Callable[..., Any]] = {}
+        self._warned = False
+
+    def __call__(self, *args: Any) -> Any:
+        sizes = tuple((tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
+        given = [arg for arg in args if isinstance(arg, Tensor)]
+        found = self._known.get(sizes)
+        if found is None and len(self._known) < MOST_SHAPES:
+            found = self._known[sizes] = self._compile(fixed(self._gm, args), given)
+        if found is not None:
+            return found(*given)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"magis: a graph has had {MOST_SHAPES} different shapes; further ones run unplanned, in eager mode:"
+                " pad batches to fewer shapes",
+                stacklevel=2,
+            )
+        return self._gm(*args)
+
+
+def fixed(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
+    """The graph with the numbers among its arguments as constants; it takes the tensors alone."""
+    graph: fx.Graph = copy.deepcopy(gm.graph)
+    placeholders = zip(graph.find_nodes(op="placeholder"), args, strict=True)
+    numbers: dict[fx.Node, Any] = {node: arg for node, arg in placeholders if not isinstance(arg, Tensor)}
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda each: numbers.get(each, each))
+    for node in numbers:
+        graph.erase_node(node)
+    return fx.GraphModule(gm, graph)
+
+
+def magis(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of dynamo: PyTorch's own kernels, in an order and with recomputation that need less memory.
+
+    `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8),
+    `memory_limit` (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a
+    function that is given a `Report` of each graph; `inductor`: its code, which saves what the plan
+    saves. UsageError, one line, for anything else; there are no modes.
+    """
+    if mode not in (None, "default"):
+        raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
+    outside = _outside(gm)
+    compile_ = partial(_compiled, options=replace(as_options(options), outside=outside))
+    if outside:
+        warnings.warn(f"magis: {outside}", stacklevel=2)
+    if is_open(example_inputs):
+        return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
+    return compile_(gm, example_inputs)
+
+
+def _outside(gm: fx.GraphModule) -> str:
+    """That dynamo ended a graph early, and where, in one line; empty where it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    where = reason.user_stack[-1] if reason.user_stack else None
+    at = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
+    return f"a graph ends{at}, and what runs from there is not part of its plan, nor counted"
+
+
+def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    """By inductor, or by way of AOTAutograd: a new one each time, since it changes what it was made with."""
+    if options.inductor:
+        return by_inductor(gm, inputs, options=options)
+    made: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop, partition_fn=partial(partition, options=options), keep_inference_input_mutations=True
+    )(gm, inputs)
+    return made

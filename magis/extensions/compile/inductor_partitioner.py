@@ -1,0 +1,196 @@
+"""Splits AOTAutograd's joint graph for inductor by magis's plan of forward and backward together.
+
+Inductor makes loops of many operators and chooses their order itself, so it cannot be told an order. The plan's other
+half is which values are kept at the turn; the backward makes all others again, as part of its own loops. Only that is
+taken over.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._functorch import partitioners
+from torch._functorch.compile_utils import raise_getitems
+from torch._functorch.partitioners import default_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._ops import OpOverload
+
+from magis.errors import CaptureError, MagisError
+from magis.extensions.compile.compile_options import CompileReport, Options
+from magis.extensions.compile.joint_graph import Joint, capture_joint, placeholders, why_not
+from magis.extensions.compile.joint_plan import crossing, halves, plan_joint
+from magis.graph import Graph
+from magis.printable import printable
+from magis.rewrite.functionalize import functionalize
+from magis.units import format_bytes
+
+Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+"""Forward and backward."""
+
+# How AOTAutograd's joint graph is split: as planned, or as torch does it where it has no form in our graphs.
+
+REFUSED = (MagisError, RuntimeError, TypeError, ValueError, LookupError, NotImplementedError)
+"""What capture and planning raise for what they cannot do: torch's operators on fake tensors raise any of these."""
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    options: Options,
+    **further: Any,
+) -> Halves:
+    """The forward and the backward of a joint graph, planned under the limit of the options.
+
+    A graph that cannot be planned is split as torch's default does, everything saved, with one warning that says why.
+    So is told a limit that no plan keeps; the plan that exceeds it least is then the one that runs.
+    """
+    found = _planned(joint, num_fwd_outputs, options, partial(halves, joint))
+    if found is not None:
+        return found
+    forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further)
+    return forward, backward
+
+
+def _planned(
+    joint: fx.GraphModule, num_fwd_outputs: int, options: Options, split: Callable[[Joint, Graph], Halves]
+) -> Halves | None:
+    """What `split` makes of the joint graph and its plan; None, and it is told why, for one that cannot be planned."""
+    reason = why_not(joint)
+    if not reason:
+        try:
+            with no_python_dispatcher():  # AOTAutograd's, which takes operators apart that run whole
+                captured = capture_joint(joint, num_fwd_outputs)
+                planned, report = plan_joint(captured, options)
+                found = split(captured, planned)
+        except REFUSED as error:
+            reason = printable(f"{type(error).__name__}: {error}")
+        else:
+            tell(report, options)
+            return found
+    as_torch_does(reason, options)
+    return None
+
+
+def as_torch_does(reason: str, options: Options) -> None:
+    """Say why a graph is not planned: a warning, and a report without numbers."""
+    what = "inductor chooses what" if options.inductor else "all that"
+    saved = "is saved" if options.inductor else "its backward needs is saved"
+    warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
+    if options.report is not None:
+        options.report(CompileReport(0, 0, None, 1.0, False, 0, (), 0.0, reason, options.outside))
+
+
+def tell(report: CompileReport, options: Options) -> None:
+    """Hand a report to whom it is for; a warning where the limit is not kept."""
+    if not report.feasible and report.limit_bytes is not None:
+        warnings.warn(
+            f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"
+            f" {format_bytes(report.planned_bytes)}, unplanned {format_bytes(report.original_bytes)}",
+            stacklevel=3,
+        )
+    if options.report is not None:
+        options.report(report)
+
+
+def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    """One graph of dynamo compiled by inductor, which saves for the backward what the plan under ``options`` saves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of a part that inductor imports
+        from torch._inductor.compile_fx import compile_fx
+    patches = {"custom_partitioner_fn": Partitioner(options)}
+    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=patches))
+
+
+@dataclass(frozen=True)
+class Partitioner(CustomPartitionerFn):
+    """Inductor's partitioner, with the values of a plan."""
+
+    options: Options
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
+        """Forward and backward of a joint graph; as inductor splits it, with a warning, where it cannot be planned."""
+        count: int = further["num_fwd_outputs"]
+
+        def split(captured: Joint, planned: Graph) -> Halves:
+            return _halves(gm, kept_nodes(captured, planned), count)
+
+        found = _planned(gm, count, self.options, split)
+        if found is not None:
+            return found
+        forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **further)
+        return forward, backward
+
+    def uuid(self) -> None:
+        """None: the code depends on the plan, which no cache knows."""
+
+
+def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
+    """The nodes of the joint graph whose values the planned backward takes from before the turn.
+
+    A value that no node makes (a generator's state, the result of an operator that the plan made of several) is left
+    out: it is made again.
+    """
+    source = {op.id: op for op in functionalize(captured.graph).ops}
+    origins: dict[int, int] = {}
+    for op in planned.ops:
+        original = source.get(-1 if op.origin is None else op.origin)
+        if original is not None and len(original.outputs) == len(op.outputs):
+            pairs = zip(op.outputs, original.outputs, strict=True)
+            origins.update((value, before) for value, before in pairs if value is not None and before is not None)
+    known = captured.nodes
+    nodes = (known.get(value) or known.get(origins.get(value, value)) for value in crossing(captured, planned))
+    return tuple(dict.fromkeys(node for node in nodes if node is not None))
+
+
+def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """What must be saved besides ``kept`` for ``wanted`` to be made: arguments, and whatever draws random numbers."""
+    known = set(kept)
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if node.op == "placeholder" or draws(node):
+            yield node
+        else:
+            stack.extend(node.all_input_nodes)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node, or what it takes one result of, gives other numbers when it runs again."""
+    made = node.args[0] if node.target is operator.getitem else node
+    target = made.target if isinstance(made, fx.Node) else None
+    if not isinstance(target, OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags or target in SEEDS
+
+
+SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default)
+"""Inductor's own draws; what it makes of a seed is the same each time."""
+
+
+def _halves(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int) -> Halves:
+    _, tangents = placeholders(joint.graph)
+    (last,) = joint.graph.find_nodes(op="output")
+    gradients = [item for item in last.args[0][num_fwd_outputs:] if isinstance(item, fx.Node)]
+    every = {*kept, *needed_nodes(gradients, (*kept, *tangents))} - set(tangents)
+    saved = [node for node in joint.graph.nodes if node in every]
+    written = {node.args[0] for node in joint.graph.nodes if node.target is torch.ops.aten.copy_.default}
+    if not written.isdisjoint(saved):
+        raise CaptureError("the backward reads an argument that the forward changes")
+    extract = vars(partitioners)["_extract_fwd_bwd_modules"]
+    forward, backward = extract(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
+    # What is made again comes first in the joint graph: behind it, as late as the backward wants it.
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    return raise_getitems(forward), raise_getitems(backward)

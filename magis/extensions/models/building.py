@@ -1,0 +1,376 @@
+"""What the networks share: size checks, seeds, batches, losses, initial weights, the seed's style, attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.capture.workload import Workload
+from magis.errors import UsageError
+from magis.models.custom import seeded
+from magis.ops.optimizers import OptimizerSpec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def images(batch: int, size: int) -> Tensor:
+    """Normal noise [batch, 3, size, size]."""
+    return torch.randn(batch, 3, size, size)
+
+
+def labels(classes: int, *shape: int) -> Tensor:
+    """Uniform class numbers, int64, of the given shape."""
+    return torch.randint(0, classes, shape)
+
+
+def image_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of logits [batch, classes, ...] against class numbers [batch, ...]."""
+    return functional.cross_entropy(logits, target)
+
+
+def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of logits [batch, classes, height, width] against class numbers [batch, height, width].
+
+    In float32 whatever the network's data type: the number of pixels overflows float16, which makes the mean 0.
+    """
+    return functional.cross_entropy(logits.float(), target)
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy over all tokens of logits [batch, length, vocabulary] against token numbers [batch,
+    length].
+
+    No target is ever the ignored index, so the mean is over a number of tokens known beforehand.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def init_transformer(module: nn.Module, std: float = 0.02) -> None:
+    """Normal weights of the given standard deviation for linear layers and embeddings, zero biases."""
+    for part in module.modules():
+        if isinstance(part, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(part.weight, std=std)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+
+
+def init_convolutions(module: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") -> None:
+    """He initialization of all convolutions, zero biases."""
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)):
+            nn.init.kaiming_normal_(part.weight, mode=mode, nonlinearity="relu")
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+
+# Checks of the sizes that a network is asked for, before anything is built.
+
+T = TypeVar("T")
+
+
+class SizeError(UsageError):
+    """A network cannot be built at the sizes asked for."""
+
+
+def check_sizes(model: str, config: DataclassInstance) -> None:
+    """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1.
+
+    Sizes are the fields annotated `int` or `tuple[int, ...]`.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int":
+            _check_one(model, field.name, value)
+        elif field.type == "tuple[int, ...]":
+            if not isinstance(value, tuple) or not value:
+                raise SizeError(f"{model}: {field.name} must be a tuple of whole numbers, not {value!r}")
+            for item in value:
+                _check_one(model, field.name, item)
+
+
+def _check_one(model: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SizeError(f"{model}: {name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_divides(model: str, what: str, value: int, divisor_name: str, divisor: int) -> None:
+    """Raise SizeError unless `divisor` divides `value`."""
+    if value % divisor:
+        raise SizeError(f"{model}: {what} must be a multiple of {divisor_name} = {divisor}, not {value}")
+
+
+def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
+    """`table[key]`; raises SizeError that lists the choices."""
+    if not isinstance(key, str) or key not in table:
+        raise SizeError(f"{model}: unknown {what} {key!r}", hint=f"choose one of {', '.join(table)}")
+    return table[key]
+
+
+# What the seed variant of every network leaves out, in one place: layers are made through a Style.
+#
+# | | real | seed |
+# | --- | --- | --- |
+# | BatchNorm, biases, affine LayerNorm, position embeddings, dropout | as in the original network | none |
+# | activation of transformers | GELU | ReLU |
+# | attention | `F.scaled_dot_product_attention` | matmul, softmax, matmul |
+# | weight update | AdamW | plain SGD |
+
+
+@dataclass(frozen=True)
+class Style:
+    """Makes the layers of one variant; `seed` chooses the column of the table above.
+
+    `written_out`: attention as the seed's has it, the rest as it is: as networks were written before fused kernels.
+    """
+
+    seed: bool
+    written_out: bool = False
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec("sgd", lr=1e-3) if self.seed else OptimizerSpec("adamw", lr=1e-4, weight_decay=0.01)
+
+    @property
+    def positions(self) -> bool:
+        """Whether positions are embedded (learned tables, ALiBi)."""
+        return not self.seed
+
+    @property
+    def explicit_attention(self) -> bool:
+        return self.seed or self.written_out
+
+    def bias(self, wanted: bool = True) -> bool:
+        """Whether a layer has a bias, given whether the original one has."""
+        return wanted and not self.seed
+
+    def linear(self, inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
+        """Linear layer [..., inputs] -> [..., outputs]."""
+        return nn.Linear(inputs, outputs, bias=self.bias(bias))
+
+    def conv(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
+        """Convolution with padding kernel // 2 over [batch, inputs, height, width]."""
+        return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=self.bias(bias))
+
+    def batch_norm(self, channels: int) -> nn.Module:
+        return nn.Identity() if self.seed else nn.BatchNorm2d(channels)
+
+    def layer_norm(self, width: int, eps: float = 1e-5) -> nn.LayerNorm:
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=not self.seed)
+
+    def relu(self) -> nn.ReLU:
+        """In place in the real networks, as their originals have it; a fresh tensor in the seed's."""
+        return nn.ReLU(inplace=not self.seed)
+
+    def gelu(self, approximate: str = "none") -> nn.Module:
+        return nn.ReLU() if self.seed else nn.GELU(approximate=approximate)
+
+    def dropout(self, probability: float) -> nn.Module:
+        return nn.Identity() if self.seed or probability == 0 else nn.Dropout(probability)
+
+
+REAL = Style(seed=False)
+SEED = Style(seed=True)
+WRITTEN_OUT = Style(seed=False, written_out=True)
+
+
+Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Inputs and targets."""
+
+
+def image_batch(batch: int, size: int, classes: int) -> Batch:
+    """Noise images and a random class for each."""
+    return (images(batch, size),), (labels(classes, batch),)
+
+
+def token_batch(batch: int, length: int, vocabulary: int) -> Batch:
+    """Token numbers and, as the target of each, the next token; int64 [batch, length] both.
+
+    One sequence longer by one is cut twice, so that the logits need not be shifted, which would copy them.
+    """
+    text = torch.randint(0, vocabulary, (batch, length + 1))
+    return (text[:, :-1].contiguous(),), (text[:, 1:].contiguous(),)
+
+
+def training_step(
+    name: str,
+    style: Style,
+    seed: int,
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Batch],
+    loss_fn: Callable[..., Tensor],
+    blocks: Iterable[str],
+    optimizer: OptimizerSpec | None = None,
+) -> Workload:
+    """A network with its batch, made in this order from the seed; `blocks` are names of its modules. Without an
+    optimizer, that of the style."""
+    with seeded(seed):
+        module = make()
+        inputs, targets = batch()
+    return Workload(
+        name=name,
+        module=module,
+        inputs=inputs,
+        targets=targets,
+        loss_fn=loss_fn,
+        optimizer=optimizer or style.optimizer,
+        blocks=tuple(blocks),
+        explicit_attention=style.explicit_attention,
+    )
+
+
+def numbered(group: str, count: int) -> Iterator[str]:
+    """The names of the modules in a list."""
+    return (f"{group}.{number}" for number in range(count))
+
+
+# Parts that the transformers share.
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention [batch, length, width] -> [batch, length, width].
+
+    `packed` projects query, key and value with one matrix (ViT, BTLM), otherwise with three (BERT,
+    GPT-Neo). `scale` multiplies the scores, 1/sqrt(head width) by default. `forward` takes an additive mask
+    that broadcasts to [batch, heads, length, length]; `causal` without a mask leaves the masking to the
+    fused kernel. In the seed's style attention is written out and every mask has to be given.
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        width: int,
+        heads: int,
+        *,
+        packed: bool,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_width = width // heads
+        self.scale = self.head_width**-0.5 if scale is None else scale
+        self.explicit = style.explicit_attention
+        self.dropout = 0.0 if style.seed else dropout
+        self.causal = causal
+        self.qkv = style.linear(width, 3 * width, bias=bias) if packed else None
+        if not packed:
+            self.query = style.linear(width, width, bias=bias)
+            self.key = style.linear(width, width, bias=bias)
+            self.value = style.linear(width, width, bias=bias)
+        self.out = style.linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads = (self.heads, self.head_width)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self._project(x))
+        mixed = self._explicit(q, k, v, mask) if self.explicit else self._fused(q, k, v, mask)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is None:
+            return self.query(x), self.key(x), self.value(x)
+        packed: Tensor = self.qkv(x)
+        return packed.chunk(3, dim=-1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
+        )
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # the narrow operand is scaled, not the scores, which are length / head width times as large
+        scores = torch.matmul(q * self.scale, k.transpose(-2, -1))
+        if mask is not None:
+            scores = scores + mask.to(scores.dtype)
+        weights = torch.softmax(scores, dim=-1)
+        if self.dropout:
+            weights = functional.dropout(weights, self.dropout, self.training)
+        return torch.matmul(weights, v)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between, [..., width] -> [..., width], then dropout."""
+
+    def __init__(
+        self,
+        style: Style,
+        width: int,
+        inner: int,
+        *,
+        activation: nn.Module,
+        dropout: float = 0.0,
+        inside: bool = False,
+    ) -> None:
+        super().__init__()
+        self.up = style.linear(width, inner)
+        self.activation = activation
+        # `inside`: a dropout after the activation as well (ViT)
+        self.inner_dropout = style.dropout(dropout if inside else 0.0)
+        self.down = style.linear(inner, width)
+        self.dropout = style.dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner_dropout(self.activation(self.up(x)))
+        out: Tensor = self.dropout(self.down(hidden))
+        return out
+
+
+class PreNormLayer(nn.Module):
+    """Attention and feed-forward network, each behind a norm and beside what it is given: [batch, length, width] ->
+    the same."""
+
+    def __init__(
+        self,
+        style: Style,
+        attention: SelfAttention,
+        feed_forward: FeedForward,
+        width: int,
+        *,
+        dropout: float,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = style.layer_norm(width, eps=eps)
+        self.attention = attention
+        self.dropout = style.dropout(dropout)
+        self.norm = style.layer_norm(width, eps=eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: Tensor = x + self.feed_forward(self.norm(x))
+        return out
+
+
+def causal_mask(length: int, window: int | None = None) -> Tensor:
+    """Additive mask [length, length]: 0 where a token (row) sees another (column), -inf elsewhere.
+
+    A token sees itself and the tokens before it; with a `window`, only the nearest `window` of those.
+    """
+    position = torch.arange(length)
+    distance = position[:, None] - position[None, :]
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(length, length).masked_fill(hidden, -math.inf)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """ALiBi's slope of each head (Press et al. 2022): a geometric series, for a head count that is no power
+    of two filled up with every other slope of the next power's series."""
+    nearest = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / nearest) for i in range(nearest)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / nearest) for i in range(heads - nearest)]

@@ -1,0 +1,130 @@
+"""A traced step as an ONNX model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+from torch import fx
+
+from magis.errors import UsageError
+from magis.extensions.onnx.functional_trace import Traced
+from magis.extensions.onnx.layers import LAYERS
+from magis.extensions.onnx.onnx_operators import OPERATORS
+from magis.extensions.onnx.writer import ELEMENT, Fill, Writer, value_of
+
+OPSET = 20
+"""Of ONNX's operators: the first with GELU."""
+_IR_VERSION = 10
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or an output of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """A step as ONNX: the model, what goes in and what comes out."""
+
+    model: onnx.ModelProto
+    inputs: tuple[Port, ...]
+    """Tensors of the step; ``scalars`` come behind them."""
+    outputs: tuple[Port, ...]
+    scalars: tuple[str, ...]
+    """Inputs of one float32 number each, which change from step to step."""
+    inference: bool = False
+    """Whether it is the forward pass alone."""
+
+
+def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
+    """The ONNX model of a traced step (``inference``: a forward pass). UsageError that names the first operator without
+    an ONNX form."""
+    writer = Writer(traced.scalars)
+    inputs: list[Port] = []
+    outputs: tuple[Port, ...] = ()
+    names = iter(traced.inputs)
+    for node in traced.module.graph.nodes:
+        if node.op == "placeholder":
+            like, given = value_of(node), next(names)
+            if given in traced.constants:
+                dtype = str(like.dtype).removeprefix("torch.")
+                data = np.array(traced.constants[given], dtype=dtype).reshape(tuple(like.shape))
+                writer.keep(node, writer.array(data))
+                continue
+            inputs.append(Port(given, tuple(like.shape), like.dtype))
+            writer.keep(node, given)
+        elif node.op == "get_attr":
+            tensor: torch.Tensor = getattr(traced.module, str(node.target))
+            node.meta.setdefault("val", tensor)
+            writer.keep(node, writer.array(tensor.detach().numpy()))
+        elif node.op == "call_function":
+            _write(writer, node, name)
+        else:
+            outputs = tuple(_outputs(writer, node.args[0], traced.outputs))
+    scalars = tuple(sorted(writer.used_scalars))
+    return Exported(_model(writer, inputs, outputs, scalars), tuple(inputs), outputs, scalars, inference)
+
+
+def _write(writer: Writer, node: fx.Node, name: str) -> None:
+    form = OPERATORS.get(node.target) or LAYERS.get(node.target)
+    if form is None:
+        raise UsageError(
+            f"{name}: ONNX Runtime cannot run its step: no ONNX form of {node.target} is known",
+            hint="leave out the strategy ort for this network",
+        )
+    writer.keep(node, form(writer, node))
+
+
+def _outputs(writer: Writer, given: Sequence[fx.Node], names: Sequence[str]) -> list[Port]:
+    """Every output under its own name: what is also something else (an input that did not change) is copied."""
+    ports = []
+    for node, name in zip(given, names, strict=True):
+        like = value_of(node)
+        made = writer.found(node)
+        source = writer.tensor(node) if isinstance(made, Fill) else made
+        writer.nodes.append(helper.make_node("Identity", [str(source)], [name]))
+        ports.append(Port(name, tuple(like.shape), like.dtype))
+    return ports
+
+
+def _model(writer: Writer, inputs: Sequence[Port], outputs: Sequence[Port], scalars: Sequence[str]) -> onnx.ModelProto:
+    nodes = _without_identities(writer.nodes, {port.name for port in outputs})
+    graph = helper.make_graph(
+        nodes,
+        "step",
+        [*map(_info, inputs), *(helper.make_tensor_value_info(name, ELEMENT[torch.float32], []) for name in scalars)],
+        [_info(port) for port in outputs],
+        initializer=list(writer.initializers.values()),
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION)
+
+
+def _info(port: Port) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(port.name, ELEMENT[port.dtype], port.shape)
+
+
+def _without_identities(nodes: Sequence[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:
+    """The operator that makes an output names it itself, where it is made once and named once."""
+    makers = {name for node in nodes if node.op_type != "Identity" for name in node.output}
+    renamed: dict[str, str] = {}
+    for node in nodes:
+        if node.op_type == "Identity" and node.input[0] in makers and node.output[0] in outputs:
+            renamed.setdefault(node.input[0], node.output[0])
+    kept = [node for node in nodes if node.op_type != "Identity" or renamed.get(node.input[0]) != node.output[0]]
+    for node in kept:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    return kept

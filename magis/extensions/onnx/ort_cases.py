@@ -1,0 +1,133 @@
+"""One case of ONNX Runtime: the captured training step (or the inference) run by it, or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from magis.cases.case_rows import NOT_RUN, original_figures, other_result
+from magis.cases.comparison import TimingLook, TimingLooks, compare_losses
+from magis.extensions.onnx import ort_step
+from magis.planner.subject import Subject
+from magis.results import Case, CaseResult, RatioInterval, StepFigures
+from magis.runtime.steps import Step
+from magis.strategies.prepared_work import check_update, has_dropout, without_dropout
+from magis.strategies.strategy_names import OrtName, ort_name
+
+if TYPE_CHECKING:
+    from magis.extensions.onnx.export import Exported
+
+ROUNDING, PRECISION = 1e-3, 0.05
+"""Share by which the losses of three steps may be off eager's: other kernels; lower precision."""
+ROUNDS = 12
+OFF_BY, NOISE = 0.05, 0.02
+"""Share by which measured bytes may be off the predicted ones, and by which they differ from run to run."""
+
+
+def ort_result(
+    case: Case,
+    subject: Subject,
+    progress: Callable[[str], None],
+    latency_bounds: Sequence[float] = (),
+    *,
+    rough: bool = False,
+) -> CaseResult:
+    """Run a case in ONNX Runtime where the original runs on the CPU; predict it elsewhere.
+
+    ``latency_bounds`` and ``rough`` are `run_case`'s. Raises UsageError without the extra, for operators that have no
+    form in ONNX, and for ones that ONNX Runtime has no kernel for.
+    """
+    ort_step.check_installed()
+    name = ort_name(case.strategy)
+    if not name.inference:
+        check_update(subject.traced, case.strategy)
+    return _OrtCase(case, subject, name, progress, tuple(latency_bounds), rough).result()
+
+
+@dataclass(frozen=True)
+class _OrtCase:
+    case: Case
+    subject: Subject
+    name: OrtName
+    progress: Callable[[str], None]
+    bounds: tuple[float, ...]
+    rough: bool
+
+    def result(self) -> CaseResult:
+        from magis.extensions.onnx.ort_memory import MEASURED, PREDICTED, measured_memory, predicted_memory
+        from magis.extensions.onnx.ort_session import ort_version
+
+        subject = self.subject
+        self.progress("predicting")
+        exported = self._exported(dropout=True)
+        optimized, name = self.name.optimized, subject.traced.name
+        predicted, terms = predicted_memory(exported, optimized=optimized, name=name)
+        original = original_figures(subject, measured=self._runs)
+        simulated_ms = subject.latency_ns(subject.captured.original.graph) / 1e6
+        row = other_result(self.case, subject, original, StepFigures(predicted, simulated_ms))
+        found = replace(
+            row,
+            identity={**row.identity, "onnxruntime": ort_version()},
+            off_by=OFF_BY,
+            noise=NOISE,
+            priced=False,
+        )
+        if not self._runs:
+            return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)
+        self.progress("measuring in ONNX Runtime")
+        memory = measured_memory(exported, optimized=optimized, name=name)
+        numbers = self._numbers()
+        looks = self._timed()
+        figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)
+        note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
+        return replace(found, optimized=figures, ratio=self._ratio(looks), numbers=numbers, note=note)
+
+    @property
+    def _runs(self) -> bool:
+        return self.subject.kind == "cpu" and self.subject.runs
+
+    def _exported(self, *, dropout: bool) -> Exported:
+        """The step as ONNX, made once for all cases that run it."""
+        name, subject = self.name, self.subject
+        dropout = dropout and has_dropout(subject.traced.module)
+
+        def made() -> Exported:
+            work = subject.fresh() if self._runs else subject.traced
+            if not dropout and has_dropout(work.module):
+                without_dropout(work.module)
+            return ort_step.export_step(work, precision=name.precision, inference=name.inference)
+
+        return subject.memo.get(("onnx", name.precision, name.inference, dropout), made)
+
+    def _step(self, *, dropout: bool) -> Step:
+        exported = self._exported(dropout=dropout)
+        return ort_step.make_ort_step(self.subject.fresh(), exported, optimized=self.name.optimized)
+
+    def _numbers(self) -> str:
+        """Three steps beside eager's, without dropout: its random numbers are ONNX Runtime's own."""
+        if self.name.inference:
+            return f"{NOT_RUN}: an inference has no loss"
+        eager = self.subject.eager()
+        without_dropout(eager.module)
+        off = compare_losses(eager, self._step(dropout=False), self.case.seed)
+        lower = self.name.precision != "float32"
+        if not off <= (PRECISION if lower else ROUNDING):
+            return f"differs: loss by {100 * off:.2g}%"
+        return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
+
+    @property
+    def _looks(self) -> TimingLooks:
+        asked = self.case.timing_rounds
+        return TimingLooks(self.subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
+
+    def _timed(self) -> list[TimingLook]:
+        """One look or two, each at steps made anew."""
+        found: list[TimingLook] = []
+        while not found or (len(found) == 1 and self._looks.wants_another(found[0])):
+            found.append(self._looks.look(self.subject.eager(), self._step(dropout=True)))
+        return found
+
+    def _ratio(self, found: Sequence[TimingLook]) -> RatioInterval | None:
+        """Of an inference there is none: the original is a training step."""
+        return None if self.name.inference else self._looks.ratio(found)

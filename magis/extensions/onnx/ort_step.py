@@ -1,0 +1,87 @@
+"""From a workload to its step in ONNX Runtime. Imports neither onnx nor onnxruntime before a step is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from magis.capture import Workload
+from magis.capture.captured import Captured, capture
+from magis.errors import UsageError
+
+if TYPE_CHECKING:
+    from magis.extensions.onnx.export import Exported
+    from magis.extensions.onnx.ort_session import OrtStep
+
+PRECISIONS = {"float32": None, "amp-float16": "float16", "amp-bfloat16": "bfloat16"}
+"""Precision of a step -> what its forward and loss are autocast to. Gradients are not scaled."""
+
+
+def check_installed() -> None:
+    """UsageError, saying what to install, unless ONNX Runtime and onnx are there."""
+    missing = [name for name in ("onnxruntime", "onnx") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the strategy ort needs {' and '.join(missing)}, not installed here",
+            hint="pip install 'pytest-magis[ort]'",
+        )
+
+
+def export_step(work: Workload, *, precision: str = "float32", inference: bool = False) -> Exported:
+    """The whole training step of a workload (``inference``: its forward pass, in evaluation mode) as an ONNX model.
+
+    The tensors may be fake. Attention is written out. Raises UsageError without the extra, for an unknown precision and
+    for a step that has no ONNX form, naming the operator; what `capture` raises.
+    """
+    check_installed()
+    if precision not in PRECISIONS:
+        raise UsageError(f"unknown precision {precision!r} for ort", hint=f"choose one of {', '.join(PRECISIONS)}")
+    from magis.extensions.onnx.export import export
+    from magis.extensions.onnx.functional_trace import trace
+
+    return export(trace(_captured(work, PRECISIONS[precision], inference)), work.name, inference=inference)
+
+
+def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True) -> OrtStep:
+    """The step of a workload that ONNX Runtime runs, with all of its graph optimizations or none.
+
+    ``exported``: by `export_step`, of this workload or one like it. The module keeps its parameters, which get their
+    new values. Raises UsageError where ONNX Runtime has no kernel for an operator in the data type, or where tensors
+    are fake.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in (*work.module.parameters(), *work.inputs)):
+        raise UsageError(f"{work.name}: ONNX Runtime cannot run a step on fake tensors")
+    from magis.extensions.onnx.ort_session import OrtStep
+
+    batch = {f"input:{index}": tensor for index, tensor in enumerate(work.inputs)}
+    batch.update((f"target:{index}", tensor) for index, tensor in enumerate(work.targets))
+    rule = replace(work.optimizer, kind="none") if exported.inference else work.optimizer
+    return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
+
+
+def _captured(work: Workload, autocast: str | None, inference: bool) -> Captured:
+    loss_fn: Callable[..., Tensor] | None = None if inference else work.loss_fn
+    rule = replace(work.optimizer, kind="none") if inference else work.optimizer.looped()
+    with _evaluating(work.module, inference):
+        return capture(
+            work.module, work.inputs, work.targets, loss_fn, rule, explicit_attention=True, autocast=autocast
+        )  # fmt: skip
+
+
+@contextmanager
+def _evaluating(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """Evaluation mode inside, if wanted; afterwards every part is as it was."""
+    training = [part for part in module.modules() if part.training] if wanted else []
+    if wanted:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

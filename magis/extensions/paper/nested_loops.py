@@ -1,0 +1,248 @@
+"""Enabled nodes of an F-Tree as loops, side by side and nested, judged level by level.
+
+They are compiled by ``magis.search.loop_nest``. Every body is a step of its own at the size of a part; to the step
+around it a loop is one node, whose time is that of its body times the number of parts and whose workspace is the body's
+peak. A decision (storage of the original step -> flag of ``simulate.events``) holds wherever the tensor is made:
+outside of loops, or in a body as a part of it, which is known by ``Op.origin``. What a loop hands out is never
+recomputed from outside, which would run the whole loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.extensions.paper.ftree import FTree, Node
+from magis.fission.expand import expand as as_loop
+from magis.fission.region import Region
+from magis.graph import Graph, Loop, Op
+from magis.ops.splits import Split, splits
+from magis.rewrite.realize import realize
+from magis.search.loop_nest import LoopNest, with_loops
+from magis.search.moves import giving_back, hot, saving
+from magis.simulate.arrays import NodeStep
+from magis.simulate.evaluator import Evaluation, Evaluator
+from magis.simulate.problem import KEEP, SWAP, Bools, Int8s, Int32s
+
+Decisions = Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopFrame:
+    """A compiled graph, which of its storages belong to which of the original step, and the frames of its loops."""
+
+    nest: LoopNest
+    evaluator: Evaluator
+    """On program order, with the figures of loops as they were compiled: without any decision."""
+    names: tuple[int, ...]
+    """[s] the storage of the original step that each storage is, or is a part of; -1: of none."""
+    places: Mapping[int, tuple[int, ...]]
+    """The way back."""
+    handed: Bools
+    """[s] made by a loop."""
+    inner: tuple[tuple[int, LoopFrame], ...]
+    """Loops by node."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor of the original step gets another flag; ``inside``: in a loop's body."""
+
+    storage: int
+    flag: int
+    inside: bool
+    rank: int = field(default=0, compare=False)
+    """Among those of its kind and level, most bytes per nanosecond first."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoopView:
+    """What is to be seen at the peak of a judged step."""
+
+    figures: Evaluation
+    evaluator: Evaluator
+    """Of the outermost level."""
+    hot: Mapping[int, int]
+    """Memory hot-spots: storage of the original step -> bytes in memory at the peak."""
+    moves: tuple[Move, ...]
+    """Rematerializations, swaps and their inverses on hot-spots."""
+
+
+def frame(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame:
+    """The frame of a compiled graph whose bodies' operators name operators of ``original`` as their origin."""
+    compiled, problem = nest.compiled, nest.compiled.problem
+    known = _body_names(compiled.graph, original) if inside else {storage: storage for storage in original.storages}
+    names = tuple(known.get(storage, -1) for storage in compiled.storages)
+    places: dict[int, tuple[int, ...]] = {}
+    for place, name in enumerate(names):
+        if name >= 0:
+            places[name] = (*places.get(name, ()), place)
+    inner = tuple((node, frame(body, original, inside=True)) for node, body in nest.loops)
+    handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
+    evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    return LoopFrame(nest, evaluator, names, places, handed, inner)
+
+
+def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
+    """Storage of a body -> storage of the original step that it is a part of."""
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.origin is None or op.target.startswith("magis."):
+            continue
+        for mine, theirs in zip(op.outputs, original.ops[op.origin].outputs, strict=True):
+            if mine is not None and theirs is not None:
+                found.setdefault(graph.values[mine].storage, original.values[theirs].storage)
+    return found
+
+
+def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
+    """The flags of one level; tensors without a decision stay until nobody needs them."""
+    flags = np.full(len(level.names), KEEP, dtype=np.int8)
+    for storage, flag in decisions.items():
+        for place in level.places.get(storage, ()):
+            if flag == SWAP or not level.handed[place]:
+                flags[place] = flag
+    return flags
+
+
+def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Evaluation:
+    """What a level costs, one part of a body; ``order`` is that of its nodes, program order if None."""
+    return _judged(level, decisions, order)[0]
+
+
+def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
+    """The evaluator's arrays of a level, with what its loops cost under these decisions."""
+    step = level.evaluator.step
+    if not level.inner:
+        return step
+    ns, ws, tensor, copies = step.ns.copy(), step.ws.copy(), step.tensor.copy(), step.copies.copy()
+    for node, other in level.inner:
+        figures, inside = _judged(other, decisions, None)
+        ns[:, node] = other.nest.parts * figures.latency_ns
+        ws[:, node] = figures.peak
+        tensor[:, node] = figures.tensor_peak
+        copies[node] = figures.swaps > 0 or inside.step.copies.any()
+    return step._replace(ns=ns, ws=ws, tensor=tensor, copies=copies)
+
+
+def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Evaluation, Evaluator]:
+    evaluator = level.evaluator
+    if level.inner or order is not None:
+        order = evaluator.order if order is None else order
+        evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
+    return evaluator.evaluate(flags_of(level, decisions)), evaluator
+
+
+def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> LoopView:
+    """Judge a level and look around at its peak; a loop that runs there is looked into."""
+    figures, evaluator = _judged(level, decisions, order)
+    flags = flags_of(level, decisions)
+    alive = hot(evaluator)
+    nbytes = evaluator.problem.nbytes
+    found = {level.names[s]: int(nbytes[s]) for s in np.flatnonzero(alive).tolist() if level.names[s] >= 0}
+    moves = list(_moves(level, evaluator, flags, alive, inside=inside))
+    at = int(evaluator.runs[evaluator.peak_run]) >> 1
+    for node, other in level.inner:
+        if node == at:
+            below = look(other, decisions, inside=True)
+            found = {**below.hot, **found}
+            moves += below.moves
+    return LoopView(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
+
+
+def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
+    swaps = evaluator.problem.xfer_ns_per_byte > 0.0
+    for rank, (storage, flag) in enumerate(saving(evaluator, flags, len(flags) * 2, allow_swap=swaps)):
+        if level.names[storage] >= 0 and (flag == SWAP or not level.handed[storage]):
+            yield Move(level.names[storage], flag, inside, rank)
+    for rank, storage in enumerate(giving_back(evaluator, flags)):
+        if level.names[storage] >= 0 and alive[storage]:
+            yield Move(level.names[storage], KEEP, inside, rank)
+
+
+def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
+    """The graph of a level with its decisions carried out, everything inside included."""
+    bodies = {node: Loop(other.nest.parts, realized(other, decisions)) for node, other in level.inner}
+    _, evaluator = _judged(level, decisions, order)
+    return realize(with_loops(level.nest.compiled, bodies), evaluator.events())
+
+
+# The enabled nodes of an F-Tree as loops, nested ones as loops within loops.
+#
+#     nodes  {0-8, n = 2} > {3-5, n = 4}   ->   a loop of 2 parts whose body holds a loop of 4 parts
+#
+# Every operator in a body says, as its ``origin``, which operator of the graph it is a part of, at any depth.
+
+
+class Refusal(Exception):  # noqa: N818  (no error: the answer "not these")
+    """Why the enabled nodes cannot all be loops."""
+
+
+def apply(graph: Graph, tree: FTree) -> Graph:
+    """The graph with a loop for every enabled node; Refusal where they cannot all be loops.
+
+    Each candidate was legal by itself on the whole graph. Together, or at the sizes of a part, they need not be: two
+    regions may wait for each other, and what had one way to be cut may have none in a part of size 1.
+    """
+    return _loops(graph, _Original(graph), tree, -1)
+
+
+class _Original:
+    """Which operator of the original graph an operator stands for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.ops = graph.ops
+        self.maker = {value: position for position, op in enumerate(graph.ops) for value in op.made()}
+
+    def position(self, op: Op, *, inside: bool) -> int:
+        """In a body by its origin, outside by what it makes; -1 for loops, and what only loops have."""
+        if op.target.startswith("magis."):
+            return -1
+        if inside:
+            return -1 if op.origin is None else op.origin
+        return next((self.maker[value] for value in op.made()), -1)
+
+
+def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph:
+    """The graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
+    for index in tree.enabled():
+        above = next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1)
+        if above == parent:
+            graph = _loop(graph, original, tree, index, inside=parent >= 0)
+    return graph
+
+
+def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph:
+    """The graph with the loop of one node, and what is in it."""
+    node = tree.nodes[index]
+    place = {original.position(op, inside=inside): at for at, op in enumerate(graph.ops)}
+    region = Region(_cuts(graph, node, place), node.parts)
+    try:
+        looped = as_loop(graph, region)
+    except VerifyError as error:  # no legal region, or a kernel refuses the size of a part
+        raise Refusal(str(error)) from error
+    stands = {graph.ops[at].id: position for position, at in place.items()}
+    known = {id(op.body) for op in graph.ops}
+    at, op, loop = next((a, op, op.body) for a, op in enumerate(looped.ops) if op.body and id(op.body) not in known)
+    named = [replace(each, origin=None if each.origin is None else stands[each.origin]) for each in loop.graph.ops]
+    filled = _loops(replace(loop.graph, ops=tuple(named)), original, tree, index)
+    return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(loop.parts, filled)), *looped.ops[at + 1 :]))
+
+
+def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split]:
+    """Where the node's operators stand in a graph, and how each is cut there: at a part's size, as at its own."""
+    found: dict[int, Split] = {}
+    for position in node.positions:
+        if position not in place:
+            raise Refusal(f"operator {position} of the step is not where its region is")
+        at, wanted = place[position], node.cuts[position]
+        ways = [
+            split for split in splits(graph.ops[at], graph.values) if replace(split, extent=wanted.extent) == wanted
+        ]
+        if len(ways) != 1:
+            raise Refusal(f"operator {position} of the step cannot be cut within a part as it can be cut whole")
+        found[at] = ways[0]
+    return found

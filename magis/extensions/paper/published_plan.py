@@ -1,0 +1,55 @@
+"""The plan of the published search: realized, proved and simulated as every plan is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+from magis.errors import VerifyError
+from magis.extensions.paper.coordinated_search import STATES, PaperSearch
+from magis.extensions.paper.ftree import LEVELS
+from magis.fission.proof import verify_fission
+from magis.planner.fission_plan import described, listed
+from magis.planner.plans import Plan, PlanScratch, Searched, approached, searched
+from magis.search.budgeted_evaluator import Objective
+
+
+def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
+    """Plan a step under a limit by Algorithm 3, from program order.
+
+    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). Without fission where
+    the proof of a cut fails: the plan says so.
+    """
+    started, states = time.perf_counter(), STATES if budget is None else budget
+    subject = scratch.subject
+    step, around = subject.untangled, searched(subject.untangled)
+    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
+
+    def over() -> bool:
+        return seconds is not None and time.perf_counter() - started >= seconds
+
+    def attempt(levels: int, aim: Objective) -> Plan:
+        search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        found = search.run()
+        if found.loops:
+            verify_fission(found.frame.nest.compiled.graph, step)
+        graph = found.realized()
+        if found.loops:
+            verify_fission(graph)
+        loops = [described(op) for op in graph.ops if op.body is not None]
+        return scratch.plan(
+            graph,
+            around,
+            found.figures.latency_ns,
+            states=found.states,
+            stopped_by_seconds=found.stopped,
+            feasible=aim.met(found.figures.peak, found.figures.latency_ns),
+            fission=listed(loops) if loops else "",
+            searched=Searched(found.frame.nest, found.figures.peak),
+        )
+
+    try:
+        return approached(goal, partial(attempt, LEVELS))
+    except VerifyError as error:
+        return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")

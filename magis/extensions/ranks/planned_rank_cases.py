@@ -1,0 +1,137 @@
+"""One case of ranks that run a plan: its limit is a share of what a rank needs without one, which is the original.
+
+The plans are made here, in a fake world, with their memory: one for each rank of a group, or for all. Ranks make them
+anew and agree on them; what they measure is held against them to the byte, and losses and weights against the
+unplanned ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+from magis.errors import UsageError
+from magis.extensions.ranks import RankJob, RankReport, slowest_ms
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks, factory_of
+from magis.extensions.ranks.prediction.rank_memory import fake_world
+from magis.extensions.ranks.rank_cases import NOISE, OFF_BY, ROUNDING, TIMED, Pool, predicted_peaks, ranked_result
+from magis.planner.plans import Plan
+from magis.planner.subject import Subject
+from magis.report.text_store import code_digest
+from magis.results import Case, CaseResult, RankMemory, SearchOutcome, SearchStats, StepFigures
+from magis.simulate.peak_breakdown import changes
+from magis.strategies.distributed_names import check_world, plain_of
+from magis.strategies.rank_step import World
+from magis.strategies.single_device import on_fake_tensors
+from magis.units import share_of
+
+
+def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Callable[[str], None]) -> CaseResult:
+    """Run a case on ranks, or predict it (``pool`` None). UsageError for a case without a memory limit."""
+    if case.memory_ratio is None:
+        raise UsageError(
+            f"strategy {case.strategy!r} needs a memory limit", hint="give a memory ratio (--magis-memory-ratios=0.8)"
+        )
+    plain = replace(case, strategy=plain_of(case.strategy), memory_ratio=None, budget=None)
+    without = subject.memo.get(("ranks", plain.strategy, case.ranks), lambda: ranked_result(plain, subject, pool, told))
+    peaks = subject.memo.get(("peaks", plain.strategy, case.ranks), lambda: predicted_peaks(without, subject))
+    limits = tuple(share_of(case.memory_ratio, peak) or 0 for peak in peaks)
+    strategy = PlannedRanks(case.strategy).within(limits, case.budget, case.device)
+    check_world(strategy, case.ranks)
+    told("searching")
+    found = [_planned(strategy, subject, case.ranks, rank) for rank in range(len(limits))]
+    result = _predicted(case, without, found, limits)
+    if pool is None:
+        return result
+    told(f"measuring on {case.ranks} ranks")
+    job = RankJob(
+        case.model, factory_of(case.strategy), case.preset, case.dtype, case.seed, case.timing_rounds or TIMED
+    )
+    before = subject.memo.get(
+        ("weights", plain.strategy, case.ranks),
+        lambda: pool(case.ranks, case.device).run(replace(job, strategy=plain.strategy, rounds=0, weights=True)),
+    )
+    job = replace(job, memory_limits=limits, budget=case.budget, weights=True)
+    loops = any(each.plan.fission for each in found)
+    return _measured(result, pool(case.ranks, case.device).run(job), before, loops=loops)
+
+
+class _RankPlan(NamedTuple):
+    """The plan of a rank, and of its step without one the latency in nanoseconds and the bytes that no plan avoids."""
+
+    plan: Plan
+    eager_ns: int
+    least_bytes: int
+
+
+def _planned(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) -> _RankPlan:
+    with fake_world(ranks, rank):
+        world = World(ranks, rank, subject.kind, fake=True)
+        own = strategy.subject(strategy.own_part(on_fake_tensors(subject.make())[1], world))
+        return _RankPlan(strategy.planned(own, rank), own.original_ns, own.floor_at(own.costs({})).nbytes)
+
+
+def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limits: tuple[int, ...]) -> CaseResult:
+    """With every rank's memory as planned, and what is said of the plan of the fullest one, or of one that exceeds its
+    limit; latencies are of the slowest rank's step alone, planned and not."""
+    plans = [each.plan for each in found]
+    place = max(range(len(plans)), key=lambda at: (not plans[at].feasible, plans[at].peak))
+    fullest = plans[place]
+    outcome = {each.name: getattr(fullest, each.name) for each in fields(SearchOutcome)}
+    outcome |= {
+        "feasible": all(each.feasible for each in plans),
+        "stopped_by_seconds": any(each.stopped_by_seconds for each in plans),
+        "states": sum({id(each): each.states for each in plans}.values()),
+    }
+    return replace(
+        without,
+        case=case,
+        planner=code_digest()[:12],
+        original=replace(without.optimized, simulated_ms=max(each.eager_ns for each in found) / 1e6),
+        optimized=StepFigures(fullest.planned, max(each.latency_ns for each in plans) / 1e6),
+        memory_limit_bytes=limits[place],
+        lower_bound_bytes=found[place].least_bytes,
+        ranks=tuple(RankMemory(rank, predicted=plans[rank % len(plans)].planned) for rank in range(case.ranks)),
+        search=SearchStats(**outcome, changes=changes(fullest.graph)),
+        numbers="not run",
+        note="" if fullest.feasible or len(plans) == 1 else f"the limit is that of rank {place}",
+        off_by=0.0,
+        original_off_by=OFF_BY,
+        noise=NOISE,
+    )
+
+
+def _measured(
+    result: CaseResult, reports: tuple[RankReport, ...], before: tuple[RankReport, ...], *, loops: bool
+) -> CaseResult:
+    """The result with what the ranks measured, and their numbers beside those of the unplanned ranks; ``loops``: parts
+    of some step are loops, which sum in another order."""
+    shown = [each for each in reports if result.ranks[each.rank].predicted == result.optimized.simulated]
+    worst = max(shown, key=lambda report: report.memory.tensor_bytes)
+    ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
+    off = [each.rank for each in ranks if not _as_planned(each)]
+    note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else result.note
+    figures = replace(result.optimized, measured=worst.memory, times_ms=slowest_ms(reports))
+    return replace(result, optimized=figures, ranks=ranks, numbers=numbers_of(reports, before, loops=loops), note=note)
+
+
+def _as_planned(rank: RankMemory) -> bool:
+    one, other = rank.predicted, rank.measured
+    return one is not None and other is not None and one.tensor_bytes == other.tensor_bytes
+
+
+def numbers_of(reports: Sequence[RankReport], before: Sequence[RankReport], *, loops: bool) -> str:
+    """How losses and weights after three steps compare with those of the unplanned ranks: bit by bit, but for losses
+    alone and by their size where there are ``loops``."""
+    pairs = list(zip(reports, before, strict=True))
+    losses = [(x, y) for one, other in pairs for x, y in zip(one.losses, other.losses, strict=True)]
+    equal = all(x == y for x, y in losses)
+    if equal and all(one.weights == other.weights for one, other in pairs):
+        return "bit-identical"
+    if equal and not loops:
+        return "differs: weights after three steps"
+    known = [(x, y) for x, y in losses if x is not None and y is not None]
+    off = max((abs(x - y) / max(abs(y), 1e-12) for x, y in known), default=0.0)
+    close = loops and off <= ROUNDING
+    return f"{'another order of sums: loss within' if close else 'differs: loss by'} {100 * off:.2g}%"

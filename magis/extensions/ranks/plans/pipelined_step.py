@@ -1,0 +1,203 @@
+"""A pipeline stage's whole step as one function of its parameters: what torch's `Schedule1F1B` runs, as operators.
+
+    warm-up    forwards of the first micro-batches, one less than stages are left behind this one
+    then       one forward, one backward, in turns: hidden states go on to the next stage, gradients back
+    at last    the backwards that are left; gradients are means over the micro-batches and the replicas
+
+The messages are operators of the step (`magis/ops/exchanges.py`), which a plan leaves in their order; what it keeps of
+a forward until its backward, and when it computes it, is its own business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from magis.capture import Workload
+from magis.extensions.ranks.plans.sharded_weights import Replica
+from magis.extensions.ranks.strategies.distributed import BUCKET_BYTES, buckets, rule_of, trained
+from magis.extensions.ranks.strategies.model_cuts import StageCut, run_stage
+from magis.ops.collectives import all_reduce
+from magis.ops.exchanges import NOTHING, exchange
+from magis.strategies.rank_step import split
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What goes from stage to stage for one micro-batch."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline, and who is around it."""
+
+    cut: StageCut
+    blocks: range
+    index: int
+    stages: int
+    micro_batches: int
+    samples: int
+    """Of the pipeline's share of the batch."""
+    hidden: Hidden
+    group: str
+    """Name of the pipeline's process group."""
+    replicas: Replica
+    """Averages gradients over the pipelines."""
+    tied: str = ""
+    """A parameter that both ends hold."""
+    ends: str = ""
+    """Name of the group of both ends."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+
+def pipelined(work: Workload, stage: Stage) -> Workload:
+    """The workload as this stage's step: its module, with the parameters of the stage alone, takes what the stage reads
+    of the batch and returns the mean loss, which is 0 on all stages but the last."""
+    inputs = work.inputs if stage.is_first else ()
+    targets = work.targets if stage.is_last else ()
+    work.module.forward = Forward(work.module, stage, work.loss_fn, len(inputs))
+    rule = rule_of(work, trained(work.module))
+    return replace(work, inputs=(*inputs, *targets), targets=(), loss_fn=_itself, optimizer=rule)
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
+
+
+@dataclass
+class Forward:
+    """What the module of a stage does when it is called."""
+
+    net: nn.Module
+    stage: Stage
+    loss_fn: Callable[..., Tensor]
+    inputs: int
+    """How many of the tensors it is given are inputs of the network; the others are targets."""
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        params = {name: each for name, each in self.net.named_parameters() if each.requires_grad}
+        run = OneForwardOneBackward(self.net, self.stage, self.loss_fn, tuple(params), tuple(params.values()))
+        loss: Tensor = _Stepped.apply(run, given[: self.inputs], given[self.inputs :], *params.values())  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _Stepped(torch.autograd.Function):
+    """The loss of a step, whose gradients are there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: OneForwardOneBackward, inputs: Sequence[Tensor], targets: Sequence[Tensor], *_params: Tensor
+    ) -> Tensor:
+        loss, ctx.grads = run.step(inputs, targets)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *_grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, ()
+        return None, None, None, *grads
+
+
+@dataclass
+class OneForwardOneBackward:
+    """One step of a stage."""
+
+    net: nn.Module
+    stage: Stage
+    loss_fn: Callable[..., Tensor]
+    names: tuple[str, ...]
+    params: tuple[Tensor, ...]
+    begun: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque)
+    """Of each micro-batch whose backward is to come: what came from the stage before, and what goes to the next."""
+    losses: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    """Sums so far."""
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The mean loss, and the gradients of all parameters."""
+        stage, count = self.stage, self.stage.micro_batches
+        before, behind = stage.index - 1, stage.index + 1
+        warm = min(count, stage.stages - stage.index)
+        self.grads = [None] * len(self.params)
+        shares = [split(tensors, stage.samples, count) for tensors in (inputs, targets)]
+        sends: list[Tensor] = []  # to the next stage, then to the one before
+        for number in range(warm):
+            given = None if stage.is_first else self._exchanged([], before)
+            sends = self._forward(number, given, *shares)
+            if number < warm - 1:
+                self._exchanged(sends, behind, receives=False)
+        for number in range(count):
+            grad = None if stage.is_last else self._exchanged(sends, behind)
+            sends = self._backward(grad)
+            if number + warm < count:
+                given = None if stage.is_first else self._exchanged(sends, before)
+                sends = self._forward(number + warm, given, *shares)
+            else:
+                if not stage.is_first:
+                    self._exchanged(sends, before, receives=False)
+                sends = []
+        loss = torch.stack(self.losses).mean() if self.losses else torch.zeros((), device=stage.hidden.device)
+        return loss, self._means()
+
+    def _exchanged(self, sent: Sequence[Tensor], peer: int, *, receives: bool = True) -> Tensor:
+        hidden = self.stage.hidden
+        size = hidden.size if receives else NOTHING
+        ready = [tensor.detach().contiguous() for tensor in sent]
+        found: Tensor = exchange(ready, size, hidden.dtype, hidden.device, peer, self.stage.group)
+        return found
+
+    def _forward(
+        self, number: int, given: Tensor | None, inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Any]
+    ) -> list[Tensor]:
+        """What goes to the next stage; nothing from the last, which has the loss."""
+        stage = self.stage
+        with torch.enable_grad():
+            start = None if given is None else given.requires_grad_()
+            out = run_stage(self.net, stage.cut, stage.blocks, inputs[number] if start is None else start)
+            if stage.is_last:
+                out = self.loss_fn(stage.cut.finish(self.net, out), *targets[number])
+                self.losses.append(out.detach())
+        self.begun.append((start, out))
+        return [] if stage.is_last else [out]
+
+    def _backward(self, grad: Tensor | None) -> list[Tensor]:
+        """Adds up the gradients of a micro-batch; what goes to the stage before."""
+        start, out = self.begun.popleft()
+        wanted = self.params if start is None else (start, *self.params)
+        found: list[Tensor | None] = [*torch.autograd.grad(out, wanted, grad, allow_unused=True)]
+        back = None if start is None else found.pop(0)
+        self.grads = [
+            mine if other is None else other if mine is None else mine + other
+            for mine, other in zip(self.grads, found, strict=True)
+        ]
+        return [] if back is None else [back]
+
+    def _means(self) -> tuple[Tensor | None, ...]:
+        stage = self.stage
+        grads = {
+            name: grad / stage.micro_batches
+            for name, grad in zip(self.names, self.grads, strict=True)
+            if grad is not None
+        }
+        if stage.ends and stage.tied in grads:
+            grads[stage.tied] = all_reduce(grads[stage.tied], "sum", stage.ends)
+        if stage.replicas.ranks > 1:
+            for names in buckets({name: grads[name] for name in reversed(grads)}, BUCKET_BYTES):
+                means = stage.replicas.returned([grads[name] for name in names])
+                grads |= {name: mean for name, mean in zip(names, means, strict=True) if mean is not None}
+        return tuple(grads.get(name) for name in self.names)

@@ -1,0 +1,115 @@
+"""`magis.optimize` on a module that ranks share: the step of its plain twin, then the user's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from magis.capture.workload import Batch, as_batch
+from magis.errors import UsageError
+from magis.extensions.ranks.plans.agreed_plans import Ranks, attempt, check_same, told
+from magis.extensions.ranks.plans.plain_twins import is_shared, shared_module
+from magis.frontends.kept_steps import Choice
+from magis.frontends.limits import Limits
+from magis.frontends.optimized_step import OptimizedStep
+from magis.frontends.optimizer_state import check_hooks, check_optimizer, trained_parameters
+from magis.ops.generators import held_generators
+from magis.strategies.rank_step import World
+
+BEHIND = "by the optimizer itself, after the step: ranks share the weights; its state and its step are not counted"
+
+
+Made: TypeAlias = tuple[OptimizedStep, Batch, str]
+"""A step, its first batch, and what is said of its limits."""
+
+
+def shared_step(model: nn.Module) -> type[SharedStep] | None:
+    """Return the kind of step for a module that ranks share; None for any other module."""
+    return SharedStep if is_shared(model) else None
+
+
+class SharedStep(OptimizedStep):
+    """A training step on a module that ranks share. All ranks call it, on batches of one kind."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        optimizer: Optimizer | None,
+        limits: Limits,
+        device: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._shared, self._behind = shared_module(model), optimizer
+        if optimizer is not None:
+            check_optimizer(optimizer, trained_parameters(model))
+        check_hooks(trained_parameters(model))
+        super().__init__(self._shared.module, loss_fn, None, limits, device, autocast, Ranks(self._shared.world))
+        self.model = model
+        check_module(self._whole, self._loss_fn)
+
+    @classmethod
+    def together(cls, made: Callable[[], Made]) -> Made:
+        """Make a step on every rank, or on none. MagisError, the same on all of them."""
+        ranks = Ranks(World(dist.get_world_size(), dist.get_rank()))
+        found = ranks.all_or_none("step", made)
+        check_same("limit", told("limit", "", found[2], ranks.world), [0] * ranks.world.size)
+        return found
+
+    def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
+        """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss of this rank's batch, detached."""
+        given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        self._agree(given)
+        if self._behind is not None:
+            self._behind.zero_grad(set_to_none=True)
+        loss = super().__call__(*batch, **keywords)
+        self._shared.hand_over()
+        if self._behind is not None:
+            self._behind.step()
+            self._behind.zero_grad(set_to_none=True)
+        return loss
+
+    def _agree(self, batch: Batch) -> None:
+        """Take over what the model says now. MagisError on all ranks where it cannot be on one of them, or where some
+        have a plan for their batch and others have none.
+
+        Only on a CPU do ranks tell each other: a GPU would have to wait for what it has been told so far.
+        """
+        line = attempt(self._refresh)
+        if self._device != "cpu":
+            if line:
+                raise UsageError(line)
+            return
+        missed = int(not line and self._find(batch) is None)
+        states = torch.tensor([missed, 1 - missed, int(bool(line))])
+        dist.all_reduce(states, dist.ReduceOp.MAX)
+        some_miss, some_hit, fails = states.tolist()
+        if fails:
+            told("step", line, "", self._shared.world)
+        if some_miss and some_hit:
+            raise UsageError(
+                "some ranks have a batch of a kind that was not planned yet, others have not",
+                hint="give all ranks batches of one kind; leave out a last one that is shorter (drop_last)",
+            )
+
+    def _refresh(self) -> str:
+        self._shared.refresh()
+        check_hooks(trained_parameters(self.model))
+        return ""
+
+    def _choose(self) -> Choice:
+        return super()._choose() if self._behind is None else Choice(BEHIND, None)
+
+
+def check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
+    """UsageError for a module with a generator of its own, which only its copy would draw from."""
+    if held_generators(module, loss_fn):
+        raise UsageError(
+            "the model holds a random generator of its own, and what is planned is a copy of it",
+            hint="draw from torch's default generator",
+        )

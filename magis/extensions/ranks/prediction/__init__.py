@@ -1,0 +1,1 @@
+"""Peaks and times of ranks without hardware: fake runs, named terms, assumptions."""

@@ -1,0 +1,175 @@
+"""Every storage alive, real or fake, from the start of a rank's life: what its tensors take, and what they are for.
+
+Unlike `magis.runtime.measure.tensor_peak`, which counts above a start, it counts persistent tensors too, follows
+storages that change their size (sharded weights come and go that way), and looks into distributed tensors. The same
+ledger counts a prediction on fake tensors and a measurement on real ones, so that both mean the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from magis.extensions.ranks.strategies.distributed import KIND
+from magis.ops.call import as_mixed
+from magis.runtime.storage_ledger import StorageLedger, storages_of
+from magis.simulate.cuda_caching_allocator import CachingAllocator
+
+TEMPORARY = "activations and temporaries"
+GATHERED = "gathered parameters"
+COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+class LiveStorage(StorageLedger):
+    """Counts after every operator, and after every change of a storage's size, with inputs and outputs alive.
+
+    Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` tells it
+    apart by kind, as far as `name` and `KIND` said what storages are for.
+    """
+
+    def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], object] | None = None) -> None:
+        """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``).
+
+        ``let_threads_rest`` is called before a sum counts in which there are storages that a collective took part in: a
+        backend's threads let go of them a moment after the collective has ended.
+        """
+        super().__init__()
+        self.allocator = CachingAllocator() if replays else None
+        self._let_threads_rest = let_threads_rest
+        self._lent: set[int] = set()
+        """Storages younger than the window that were given to collectives."""
+        self._kinds: dict[int, str] = {}
+        self._peak: dict[int, int] = {}
+        self._window_from = 0
+        self._watching = False
+        self._stack = ExitStack()
+
+    def open_window(self) -> None:
+        """Start anew with what is alive now."""
+        self._watching = True
+        if self._let_threads_rest is not None:
+            self._let_threads_rest()
+        self._purge()
+        self._lent = set()
+        self._window_from = next(self._serial)
+        self.peak_bytes = self._most
+        self._note()
+
+    def close_window(self) -> None:
+        """What comes from now on does not count."""
+        self._watching = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """No: code runs as it is written, compiled nowhere."""
+        return False
+
+    def name(self, kind: str, tensor: torch.Tensor) -> None:
+        """Say what the storage of a tensor is for, unless that was said before."""
+        found = storages_of(tensor)
+        self._count(found)
+        for reference, _ in found:
+            self._kinds.setdefault(self._alive[reference.cdata].serial, kind)
+
+    def name_rest(self, kind: str) -> None:
+        """Call all storages alive, of which nothing was said, ``kind``."""
+        self._purge()
+        for entry in self._alive.values():
+            self._kinds.setdefault(entry.serial, kind)
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the window's peak, most first; they sum up to it."""
+        found: Counter[str] = Counter()
+        for key, nbytes in self._peak.items():
+            found[self._kinds.get(key, TEMPORARY)] += nbytes
+        return {kind: nbytes for kind, nbytes in found.most_common() if nbytes}
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(_resizes(self._resized))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        reference: StorageWeakRef = StorageWeakRef(storage)
+        self._count([(reference, storage.nbytes())])
+        self._kinds.setdefault(self._alive[reference.cdata].serial, GATHERED)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its parts' operators come by
+        func = self._unwatched.form(func, args, kwargs or {})
+        if self.allocator is not None:
+            self._purge()  # what is free by now can be handed out again
+        result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
+        of_args = storages_of(args)
+        given = [*of_args, *storages_of(kwargs)]
+        # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
+        # which makes its storage out of sight and announces it by this operator.
+        if func is not torch.ops.aten.lift_fresh.default:
+            given = [each for each in given if each[0].cdata in self._alive]
+        arguments = {reference.cdata for reference, _ in of_args}
+        made = [each for each in storages_of(result) if each[0].cdata not in arguments]
+        self._count((*given, *made))
+        if func.namespace in COLLECTIVES:
+            serials = (self._alive[reference.cdata].serial for reference, _ in (*given, *made))
+            self._lent.update(serial for serial in serials if serial > self._window_from)
+        return result
+
+    def _begin(self, serial: int) -> None:
+        purpose = KIND.get()
+        if purpose is not None:
+            self._kinds[serial] = purpose
+
+    def _exceeds(self) -> bool:
+        exceeds = self._watching and super()._exceeds()
+        if exceeds and self._let_threads_rest is not None and self._lent:
+            self._let_threads_rest()
+            return super()._exceeds()
+        return exceeds
+
+    def _sized(self, serial: int, nbytes: int) -> None:
+        if self.allocator is not None:
+            self.allocator.release(serial)
+            self.allocator.allocate(serial, nbytes)
+
+    def _forget(self, serial: int) -> None:
+        self._lent.discard(serial)
+        self._sized(serial, 0)
+        if serial not in self._peak:
+            self._kinds.pop(serial, None)
+
+    def _note(self) -> None:
+        self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}  # none is gone: after a purge
+
+
+@contextmanager
+def _resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Hear of every storage whose size is changed from Python: no operator tells of that."""
+    own = vars(torch.UntypedStorage).get("resize_")
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def told(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = told  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.UntypedStorage.resize_  # the base class's is in reach again
+        else:
+            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]

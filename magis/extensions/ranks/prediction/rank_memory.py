@@ -1,0 +1,201 @@
+"""The peak of one rank's tensors in a step: predicted on fake tensors, or measured on real ones by the same code."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from magis.capture import Workload
+from magis.capture.autocast import as_on_cuda, device_forms
+from magis.capture.workload import fake_tensors
+from magis.errors import UsageError
+from magis.extensions.ranks.prediction.live_storage import LiveStorage
+from magis.extensions.ranks.strategies.distributed import forget_meshes, local, quiet
+from magis.ops.collectives import propagated_apart
+from magis.results import Memory, RankMemory, Term
+from magis.runtime.measure import collector_spared, no_collection
+from magis.strategies.distributed_names import check_world, is_lower
+from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
+
+_SCALING = 3
+"""Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""
+
+
+class Watch(AbstractContextManager[object], Protocol):
+    """What sees the operators of a step, while it is ``watching``."""
+
+    watching: bool
+
+
+class _Blind(nullcontext[None]):
+    watching = False
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """What a rank's tensors took in a step, and the losses of all steps (fake ones: none)."""
+
+    peak_bytes: int
+    terms: tuple[Term, ...]
+    """They sum up to the peak."""
+    losses: tuple[float | None, ...] = ()
+    reserved_bytes: int | None = None
+    """What a GPU's caching allocator would have reserved in the end, at its defaults; None where nobody asked."""
+
+
+def rank_peak(
+    strategy: RankStrategy,
+    make_work: Callable[[], Workload],
+    world: World,
+    *,
+    warm_steps: int | None = None,
+    replays: bool = False,
+    watched_by: Watch | None = None,
+    let_threads_rest: Callable[[], object] | None = None,
+) -> RankPeak:
+    """Prepare, run ``warm_steps`` (None: as many as the strategy needs) and one measured step on this rank, with every
+    storage counted from the start.
+
+    ``watched_by`` sees the measured step. For real ranks, the process group is set up, nobody else may hold the
+    module that ``make_work`` makes, and ``let_threads_rest`` waits for the threads that run collectives.
+    """
+    warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
+    losses: list[float | None] = []
+    with (
+        collector_spared(),
+        no_collection(),
+        propagated_apart(),
+        _shut(watched_by) as watch,  # below the ledger, which looks at references as they are where no mode is above it
+        LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
+    ):
+        step = strategy.prepare(make_work(), world)
+        _name_gradients(step, ledger)
+        for index in range(warm_steps + 1):
+            step.prepare()
+            gc.collect()
+            if index == warm_steps:
+                _name(step, ledger)
+                ledger.name_rest("communication buckets")
+                ledger.open_window()
+                watch.watching = True
+            losses.append(number(step.run(), world))
+        ledger.close_window()
+        watch.watching = False
+        _name(step, ledger)
+    found = ledger.at_peak()
+    terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
+    reserved = None if ledger.allocator is None else ledger.allocator.reserved
+    return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
+
+
+@contextmanager
+def _shut(watch: Watch | None) -> Iterator[Watch]:
+    """It is there, and sees nothing yet."""
+    watch = _Blind() if watch is None else watch
+    watch.watching = False
+    with watch:
+        yield watch
+
+
+def warm_steps_of(strategy: RankStrategy, world: World) -> int:
+    """Steps after which a strategy's next one is like all later ones."""
+    steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
+    scaled = world.device == "cuda" and not world.fake and is_lower(strategy.name)
+    return steps + (_SCALING if scaled else 0)
+
+
+def predict_rank(
+    strategy: RankStrategy,
+    make_work: Callable[[], Workload],
+    world_size: int,
+    rank: int,
+    *,
+    device: str = "cpu",
+    explicit_attention: bool = False,
+    watched_by: Watch | None = None,
+) -> RankMemory:
+    """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
+
+    ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
+    ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
+    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves.
+    ``watched_by`` sees the step whose bytes count. UsageError where a process group is set up already.
+    """
+    with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
+        found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
+    return RankMemory(
+        rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
+    )
+
+
+@contextmanager
+def fake_rank(
+    strategy: RankStrategy, size: int, rank: int, device: str, *, explicit_attention: bool = False
+) -> Iterator[World]:
+    """The place of rank ``rank`` in a fake world, where tensors are fake and operators are those of ``device``."""
+    check_world(strategy, size)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(size, rank))
+        stack.enter_context(fake_tensors())
+        if device == "cuda":
+            stack.enter_context(as_on_cuda())
+        if explicit_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(device_forms(device))
+        yield World(size, rank, device, fake=True)
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """torch.distributed's default process group as of a world of ``size``, in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UsageError(
+            "a rank cannot be predicted while torch.distributed is set up",
+            hint="predict before init_process_group, or in another process",
+        )
+    forget_meshes()
+    hook = sys.excepthook  # which torch wraps anew for every world
+    with quiet():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        with quiet():
+            dist.destroy_process_group()
+        sys.excepthook = hook
+        forget_meshes()
+
+
+def number(loss: Tensor | None, world: World) -> float | None:
+    """The loss as a number; None where this rank sees none, or nothing is computed."""
+    return None if loss is None or world.fake else float(loss)
+
+
+def _name_gradients(step: RankStep, ledger: LiveStorage) -> None:
+    """Gradients are named when they come: some are gone before the step ends."""
+
+    def came(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.name("gradients", local(parameter.grad))
+
+    for parameter in step.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(came)
+
+
+def _name(step: RankStep, ledger: LiveStorage) -> None:
+    held = getattr(step, "held", None)
+    for kind, tensor in held() if held is not None else ():
+        if torch.is_tensor(tensor):
+            ledger.name(kind, tensor)

@@ -1,0 +1,1 @@
+"""Processes that run ranks together: started, told what to do, and cleared away."""

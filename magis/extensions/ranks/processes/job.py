@@ -1,0 +1,339 @@
+"""What one rank measures of a job: peak memory, times, losses.
+
+Peaks include everything that the job keeps. On a CPU all allocations from before the workload is built until the
+measured step has ended are logged, so that nothing in the measured step is older than the log; what earlier jobs left
+in the process does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from magis.capture import Workload
+from magis.extensions.ranks.prediction.live_storage import COLLECTIVES
+from magis.extensions.ranks.prediction.rank_memory import number, rank_peak, warm_steps_of
+from magis.extensions.ranks.processes.records import RankJob, RankReport
+from magis.extensions.ranks.strategies.distributed import local
+from magis.models import model_specs
+from magis.results import Memory
+from magis.runtime.measure import allocations, device_identity, no_collection
+from magis.strategies.distributed_names import check_world, distributed_strategy
+from magis.strategies.prepared_work import has_dropout, without_dropout
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size
+
+_COMPARED = 3
+"""Steps whose losses are reported."""
+_REST_SECONDS = 5.0
+_TASKS = Path("/proc/self/task")
+_MARK = "magis: the measured step"
+
+
+def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
+    """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
+    where = _Where(world, enter)
+    chosen = distributed_strategy(job.strategy)
+    check_world(chosen, world.size)
+    if job.memory_limits:
+        within: Any = chosen  # a strategy that plans
+        chosen = within.within(tuple(job.memory_limits), job.budget, world.device)
+    told = _Told(chosen, where)
+    gc.collect()
+    gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
+    torch.manual_seed(job.seed)
+    rest = None if world.device == "cuda" else _let_threads_rest
+    tensors = rank_peak(told, partial(_workload, job, where), world, let_threads_rest=rest)
+    told.release()
+    peak, reserved, times, losses = _peak_and_times(job, told, where)
+    told.release()
+    weights = ""
+    if job.losses and (told.drops or job.weights or len(losses) < _COMPARED):
+        losses, weights = _losses(job, told, where)
+        told.release()
+    enter("the end of the job")
+    where.meet()
+    return RankReport(
+        rank=world.rank,
+        memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
+        times_ms=times,
+        losses=losses if job.losses else (),
+        weights=weights if job.weights else "",
+        samples=told.samples,
+        terms=tensors.terms,
+        identity=device_identity(world.device),
+    )
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A world, and who is told how far a rank is."""
+
+    world: World
+    enter: Callable[[str], None]
+
+    def meet(self) -> None:
+        """Wait for all ranks, and for the GPU."""
+        if self.world.device == "cuda":
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+        else:
+            dist.barrier()
+
+    def finish(self) -> None:
+        """Wait for this rank's GPU."""
+        if self.world.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass
+class _Told(Wrapping):
+    """A strategy whose steps tell when they begin; notes what the workload is like."""
+
+    strategy: RankStrategy
+    where: _Where
+    modules: list[nn.Module] = field(default_factory=list)
+    """Of steps that may still be there."""
+    samples: int = 0
+    """In the global batch."""
+    drops: bool = False
+    """Whether the network has dropout."""
+
+    def prepare(self, work: Workload, world: World) -> _ToldStep:
+        """The strategy's step."""
+        self.samples = batch_size(work)
+        self.drops = self.drops or has_dropout(work.module)
+        self.where.enter("the preparation of the step")
+        step = self.strategy.prepare(work, world)
+        self.modules.append(step.module)
+        return _ToldStep(step, self.where)
+
+    def release(self) -> None:
+        """Free the steps, nobody else having them: a hook on a parameter that knows the parameter keeps it for ever."""
+        for module in self.modules:
+            for parameter in module.parameters():
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks is not None:
+                    hooks.clear()
+        self.modules.clear()
+        gc.collect()
+
+
+@dataclass
+class _ToldStep:
+    step: RankStep
+    where: _Where
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.module = self.step.module
+
+    def prepare(self) -> None:
+        self.count += 1
+        self.where.enter(f"step {self.count}")
+        self.step.prepare()
+
+    def run(self) -> Tensor | None:
+        return self.step.run()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What the step says that it holds, by kind, if it says so."""
+        own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
+        return iter(()) if own is None else own()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of the parameters, without padding."""
+        own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "weights", None)
+        named = self.step.module.named_parameters()
+        return ((name, local(p)) for name, p in named) if own is None else own()
+
+
+def _peak_and_times(
+    job: RankJob, strategy: _Told, where: _Where
+) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
+    """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
+    losses: list[float | None] = []
+    on_gpu = where.world.device == "cuda"
+    resting = nullcontext() if on_gpu else _RestAfterCollectives()
+    with no_collection(), profile(enabled=not on_gpu, profile_memory=True) as log, resting:
+        step = _prepared(job, strategy, where, dropout=True)
+        for _ in range(warm_steps_of(strategy, where.world)):
+            step.prepare()
+            losses.append(number(step.run(), where.world))
+            gc.collect()
+        step.prepare()
+        where.meet()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with record_function(_MARK):
+            loss = step.run()
+            where.finish()
+        losses.append(number(loss, where.world))
+        where.meet()
+        _let_threads_rest()
+    if on_gpu:
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:
+        peak, reserved = peak_within(log, _MARK), None
+        del log
+    times = _times(job, step, where, losses)
+    return peak, reserved, times, tuple(losses[:_COMPARED])
+
+
+def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
+    """Milliseconds of each timed step, from a barrier before it; its loss goes to ``losses``."""
+    times = []
+    with no_collection():
+        for _ in range(job.rounds):
+            step.prepare()
+            where.meet()
+            start = time.perf_counter_ns()
+            loss = step.run()
+            where.finish()
+            times.append((time.perf_counter_ns() - start) / 1e6)
+            losses.append(number(loss, where.world))
+    return tuple(times)
+
+
+def _losses(job: RankJob, strategy: _Told, where: _Where) -> tuple[tuple[float | None, ...], str]:
+    """Of the first steps from fresh weights, and the digest of the weights behind them. Without dropout, unless weights
+    are asked for: those are compared with another job's on the same ranks, which draws the same numbers."""
+    step = _prepared(job, strategy, where, dropout=job.weights)
+    found: list[float | None] = []
+    for _ in range(_COMPARED):
+        step.prepare()
+        found.append(number(step.run(), where.world))
+    where.meet()
+    return tuple(found), _digest(step)
+
+
+def _digest(step: _ToldStep) -> str:
+    """Of what this rank holds of each parameter: its bytes, without the padding of a step that says what is real."""
+    found = hashlib.sha256()
+    for _, tensor in sorted(step.weights(), key=lambda pair: pair[0]):
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _prepared(job: RankJob, strategy: _Told, where: _Where, *, dropout: bool) -> _ToldStep:
+    """This rank's step, from fresh weights."""
+    work = _workload(job, where)
+    if not dropout:
+        without_dropout(work.module)
+    torch.manual_seed(job.seed)
+    return strategy.prepare(work, where.world)
+
+
+def _workload(job: RankJob, where: _Where) -> Workload:
+    where.enter("the build of the model")
+    spec = model_specs.get(job.model)
+    dtype = job.dtype or (spec.paper_dtype if job.preset == "paper" else spec.dtype)
+    work = spec.build(job.preset, job.seed)
+    work = work.to(dtype) if dtype else work
+    if where.world.device == "cpu":
+        return work
+    device = torch.device(where.world.device, torch.cuda.current_device())
+    work.module.to(device)
+    inputs, targets = (tuple(each.to(device) for each in given) for given in (work.inputs, work.targets))
+    return replace(work, inputs=inputs, targets=targets)
+
+
+def peak_within(log: profile, mark: str) -> int:
+    """The most bytes alive during the event called ``mark``, of those allocated since the log began."""
+    window = _window(log, mark)
+    live: dict[int, int] = {}
+    now = peak = 0
+    for event in allocations(log):
+        if event.time_ns > window[1]:
+            break
+        if event.time_ns >= window[0]:
+            peak = max(peak, now)  # what the window begins with
+        if event.nbytes < 0:
+            now -= live.pop(event.address, 0)
+        else:
+            # an address that comes twice was freed in between by a thread that is not logged
+            now += event.nbytes - live.get(event.address, 0)
+            live[event.address] = event.nbytes
+        if event.time_ns >= window[0]:
+            peak = max(peak, now)
+    return max(peak, now)
+
+
+def _window(log: profile, mark: str) -> tuple[int, int]:
+    results: Any = log.kineto_results
+    pending = list(results.experimental_event_tree())
+    while pending:
+        node = pending.pop()
+        if node.name == mark:
+            return node.start_time_ns, node.end_time_ns
+        pending.extend(node.children)
+    raise LookupError(mark)
+
+
+class _RestAfterCollectives(TorchDispatchMode):
+    """What a collective works on stays until all threads rest, before the next other operator.
+
+    A thread that lets go of a tensor last frees it, which nobody logs: the tensor would count as scratch from then on,
+    in some runs and not in others (seen: 6% of the peak of ``zero3``). A thread that waits for a slower rank rests,
+    too: scratch of collectives that nobody has waited for yet may still differ. Where threads never rest, since
+    somebody else computes in this process, that is tried once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lent: list[object] = []
+        self._is_calm = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """No: code runs as it is written, compiled nowhere."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its parts' operators come by
+        if func.namespace in COLLECTIVES:
+            self._lent.append((args, kwargs))
+        elif self._lent:
+            self._is_calm = self._is_calm and _let_threads_rest()
+            self._lent.clear()
+        return func(*args, **(kwargs or {}))
+
+
+def _let_threads_rest() -> bool:
+    """Wait until no other thread of the process runs; returns whether that came to be in time.
+
+    Gloo's threads free what they still hold when a collective has ended. A tensor seems alive until then, and torch's
+    profiler, which logs what they free, does not expect that while it stops: seen to crash in one of twenty jobs (torch
+    2.13).
+    """
+    own, calm = str(threading.get_native_id()), 0
+    until = time.monotonic() + _REST_SECONDS
+    while calm < 3 and time.monotonic() < until:
+        time.sleep(0.002)
+        calm = 0 if any(_runs(task) for task in _TASKS.iterdir() if task.name != own) else calm + 1
+    return calm == 3
+
+
+def _runs(task: Path) -> bool:
+    """Whether a thread runs or would if it had a core, by Linux's table."""
+    try:
+        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "S"
+    except OSError:  # gone meanwhile
+        return False

@@ -1,0 +1,346 @@
+"""A pool of rank processes for one job after the other, and which rank is to blame when one fails.
+
+A failure is whatever keeps a rank from answering: it raises, it dies, it hangs. The job then ends with one line, within
+a bounded time, and all its ranks are killed with everything that they started; the next job gets new ones.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from magis.child_process import cores
+from magis.errors import MagisError, UsageError
+from magis.extensions.ranks.processes.rank_hosts import LocalHost, RankHost
+from magis.extensions.ranks.processes.records import RankError, RankJob, RankReport
+from magis.plain_records import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from magis.extensions.ranks.processes.agents import Agents
+
+# What a rank has said so far, and which of several ranks is to blame when they do not all answer.
+
+_OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "socket", "recvvalue", "store")
+"""In what ranks say when another one is gone."""
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
+"""Where ranks are that wait for others: in a collective, or in a backward pass that has some."""
+_WATCHER = "magis/extensions/ranks/prediction/live_storage.py"
+"""Stands between an operator and whoever called it."""
+_OWN = str(Path(__file__).resolve().parent)
+
+
+@dataclass
+class Rank:
+    """One rank, as far as it is known."""
+
+    number: int
+    pid: int = 0
+    phase: str = "start"
+    progress: int = 0
+    """Phases that it has begun in this job."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    """What it raised."""
+    death: str = ""
+    """How it died, in words."""
+    words: str = ""
+    """The last line that it printed before."""
+    frames: tuple[str, ...] | None = None
+    """Where it was when it was asked, innermost first; None: it did not say."""
+
+    def begin(self) -> None:
+        """A new job: whatever was said belongs to the last one."""
+        self.progress, self.phase = 0, "start of the job"
+        self.answers, self.error, self.frames = {}, None, None
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Take in an event of the keeper's."""
+        match event["event"]:
+            case "died":
+                self.death, self.words = event["how"], event["said"]
+            case "where":
+                self.frames = tuple(event["frames"])
+            case "says":
+                line = event["line"]
+                if "hello" in line:
+                    self.pid = line["hello"]
+                elif "error" in line:
+                    self.error = line
+                elif "phase" in line:
+                    self.phase, self.progress = line["phase"], self.progress + 1
+                else:
+                    self.answers |= line
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.death or self.error)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it said, and said nothing else, that what was asked for cannot be."""
+        return not self.death and self.error is not None and self.error["usage"]
+
+    @property
+    def said(self) -> str:
+        return str(self.error["error"]) if self.error is not None else self.words
+
+    @property
+    def hit_by_another(self) -> bool:
+        """Whether it merely noticed that another rank is gone."""
+        return not self.death and any(text in self.said.casefold() for text in _OF_A_PEER)
+
+
+def failure(ranks: Sequence[Rank]) -> MagisError:
+    """The error for a job in which ranks failed: of the one that failed first as far as one can tell."""
+    failed = [rank for rank in ranks if rank.failed]
+    first = min(failed, key=lambda rank: (not rank.death and not _raised(rank), rank.hit_by_another, rank.progress))
+    if first.refused:
+        return UsageError(first.said)
+    who = f"rank {first.number} of {len(ranks)}"
+    if first.death:
+        said = f": {first.words}" if first.words else ""
+        hint = "the system kills a process so when memory runs out" if "SIGKILL" in first.death else ""
+        return RankError(f"{who} {first.death} during {first.phase}{said}", rank=first.number, hint=hint)
+    error = first.error or {}
+    place = _place(error.get("frames", ()))
+    return RankError(
+        f"{who} failed during {error['phase']}: {first.said}{f' (in {place})' if place else ''}",
+        rank=first.number,
+        out_of_memory=bool(error.get("exhausted")),
+    )
+
+
+def _raised(rank: Rank) -> bool:
+    return rank.error is not None and not rank.hit_by_another
+
+
+def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
+    """The error for a job in which no rank said anything for a time: of the one that the others wait for."""
+    silent = [rank for rank in ranks if wanted not in rank.answers]
+    last = min(silent, key=lambda rank: (rank.progress, _waits(rank.frames or ()), rank.number))
+    place = _place(last.frames or ())
+    return RankError(
+        f"rank {last.number} of {len(ranks)} did not answer within {timeout_s:g} s during {last.phase}"
+        f"{f' (in {place})' if place else ''}",
+        rank=last.number,
+    )
+
+
+def _waits(frames: Sequence[str]) -> int:
+    """How likely a rank merely waits for others, by the innermost part of its stack: 0 (its own code) to 2."""
+    inner = [frame for frame in frames if _WATCHER not in frame][:3]
+    if any(text in frame for frame in inner for text in _WAITING):
+        return 2
+    return int(any("/torch/" in frame for frame in inner[:1]))
+
+
+def _place(frames: Sequence[str]) -> str:
+    """The innermost frame of the strategy or the network: neither torch's nor of this package."""
+    for frame in frames:
+        path, _, rest = frame.rpartition(":")
+        if "site-packages" not in path and not path.startswith((_OWN, "<frozen")) and "/lib/python" not in path:
+            return f"{Path(path).name}:{rest}"
+    return ""
+
+
+_START_SECONDS = 300.0
+"""For processes to load torch and to meet, on a machine that is busy with other things."""
+_GRACE_SECONDS = 1.5
+"""After a failure, for a better explanation of it: a rank's death is often first noticed by the others."""
+_STACK_SECONDS = 5.0
+_KILL_SECONDS = 20.0
+_SLICE_SECONDS = 0.2
+
+
+class RankPool:
+    """``size`` ranks on "cpu" (gloo) or "cuda" (nccl, one GPU each): a context manager. They start with the first job.
+
+    With ``agents`` they run where the processes of an attached job are, else all on this machine. ``timeout_s``: how
+    long all ranks together may be silent in a job, in seconds; they say so when a step or another phase begins, so a
+    job may take as long as it needs, and one that hangs ends that much later.
+    """
+
+    def __init__(
+        self, size: int, device: str = "cpu", *, timeout_s: float = 300.0, agents: Agents | None = None
+    ) -> None:
+        if platform.system() != "Linux":
+            raise UsageError(
+                f"ranks run on Linux only, this is {platform.system()}",
+                hint="leave the distributed strategies out, or have them predicted: --magis-device=sim:h100",
+            )
+        if size < 1:
+            raise UsageError(f"{size} ranks are too few", hint="use 1 or more")
+        if agents is not None and size > agents.size:
+            raise UsageError(
+                f"{size} ranks are needed, and the job that this run belongs to has {agents.size}",
+                hint=f"start it with {size} processes",
+            )
+        self.size = size
+        self.device = device
+        self._timeout_s = timeout_s
+        self._agents = agents
+        self._hosts: dict[int, RankHost] = {}
+        """By rank; ranks of one machine share theirs."""
+        self._ranks: list[Rank] = []
+        """Empty: none are there."""
+        self._generation = 0
+        self._jobs = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process ids, on their machines; empty while none are there."""
+        return tuple(rank.pid for rank in self._ranks)
+
+    def run(self, job: RankJob) -> tuple[RankReport, ...]:
+        """What each rank measured. Raises RankError where a rank fails, UsageError where one refuses the job."""
+        try:
+            if not self._ranks:
+                self._start()
+            self._jobs += 1
+            for rank in self._ranks:
+                rank.begin()
+                self._tell(rank, {"do": "run", "job": to_plain(job), "number": self._jobs, "path": sys.path})
+            answers = self._gather("report", self._timeout_s)
+        except _Refused as refused:
+            raise UsageError(str(refused)) from None  # by all of them: they are fit for the next job
+        except BaseException:
+            self._kill()
+            raise
+        return tuple(from_plain(RankReport, answer) for answer in answers)
+
+    def close(self) -> None:
+        """End all ranks; returns when they are gone. A later job starts new ones."""
+        self._ranks = []
+        for host in self._each_host():
+            host.close()
+        self._hosts = {}
+
+    def _start(self) -> None:
+        if not self._hosts:
+            self._hosts = self._made_hosts()
+        self._generation = time.monotonic_ns()  # no other pool's, of the same agents
+        self._ranks = [Rank(number) for number in range(self.size)]
+        for host in self._each_host():
+            there = [number for number, its in self._hosts.items() if its is host]
+            self._send(host, self._start_message(there))
+        address = self._agents.address if self._agents is not None else "127.0.0.1"
+        self._tell(self._ranks[0], {"do": "host", "address": address})
+        (port,) = self._gather("port", _START_SECONDS, self._ranks[:1])
+        for rank in self._ranks:
+            self._tell(rank, {"do": "join", "address": address, "port": port})
+        self._gather("joined", _START_SECONDS)
+
+    def _made_hosts(self) -> dict[int, RankHost]:
+        if self._agents is not None:
+            return self._agents.hosts(self.size)
+        host = LocalHost(max(1, cores() // self.size))
+        return dict.fromkeys(range(self.size), host)
+
+    def _start_message(self, there: Sequence[int]) -> dict[str, object]:
+        agents = self._agents
+        together = self.size if agents is None else min(self.size, agents.local_size)
+        env = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(together)}
+        if agents is None or agents.one_machine:
+            # gloo asks for the address of the machine's name, which may not resolve
+            env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return {
+            "do": "start",
+            "size": self.size,
+            "ranks": list(there),
+            "device": self.device,
+            "threads": max(1, cores() // together),
+            "env": env,
+        }
+
+    def _each_host(self) -> list[RankHost]:
+        return list({id(host): host for host in self._hosts.values()}.values())
+
+    def _send(self, host: RankHost, message: dict[str, object]) -> None:
+        host.send({"generation": self._generation, **message})
+
+    def _tell(self, rank: Rank, line: dict[str, object]) -> None:
+        self._send(self._hosts[rank.number], {"do": "tell", "rank": rank.number, "line": line})
+
+    def _events(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Of this generation, for as long as nothing comes ``timeout_s`` at most."""
+        hosts = self._each_host()
+        for host in hosts:
+            for event in host.events(timeout_s / len(hosts)):
+                if event["generation"] == self._generation:
+                    yield event
+
+    def _hear(self) -> int:
+        """Take in what ranks have said, or died of; the number of events."""
+        count = 0
+        for event in self._events(_SLICE_SECONDS):
+            if "rank" in event:
+                self._ranks[event["rank"]].hear(event)
+                count += 1
+        return count
+
+    def _gather(self, wanted: str, timeout_s: float, ranks: Sequence[Rank] | None = None) -> list[Any]:
+        """The answer of each rank to what it was told."""
+        asked = self._ranks if ranks is None else ranks
+        last = time.monotonic()
+        while any(wanted not in rank.answers for rank in asked):
+            if self._hear():
+                last = time.monotonic()
+            if any(rank.failed for rank in self._ranks):
+                self._settle()
+                raise failure(self._ranks)
+            if time.monotonic() - last > timeout_s:
+                self._ask_where()
+                raise silence(asked, wanted, timeout_s)
+        return [rank.answers.pop(wanted) for rank in asked]
+
+    def _settle(self) -> None:
+        """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job: they are fit for more."""
+        clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
+        until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
+        while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
+            self._hear()
+        if all(rank.refused for rank in self._ranks):
+            raise _Refused(self._ranks[0].said)
+
+    def _ask_where(self) -> None:
+        """Have every rank say where in the code it is."""
+        for host in self._each_host():
+            self._send(host, {"do": "where"})
+        until = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < until and any(rank.frames is None for rank in self._ranks):
+            self._hear()
+
+    def _kill(self) -> None:
+        """Kill the ranks, keep their keepers; where that does not work, end these, too."""
+        self._ranks = []
+        hosts = self._each_host()
+        try:
+            for host in hosts:
+                self._send(host, {"do": "kill"})
+            until = time.monotonic() + _KILL_SECONDS
+            killed = 0
+            while killed < len(hosts) and time.monotonic() < until:
+                killed += sum(event["event"] == "killed" for event in self._events(_SLICE_SECONDS))
+        except MagisError:  # the keeper itself is gone
+            self.close()
+            return
+        except BaseException:  # Ctrl-C once more
+            self.close()
+            raise
+        if killed < len(hosts):
+            self.close()
+
+
+class _Refused(Exception):  # noqa: N818 (not an error of the pool)
+    """All ranks refuse a job as one that cannot be."""

@@ -1,0 +1,170 @@
+"""What a rank does: waits for jobs and runs each one together with the others, in a process group of its own.
+
+Messages up: hello (pid), port (of the store, from whoever hosts it), phase, report, error (phase, kind, text).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from magis.errors import MagisError, UsageError
+from magis.extensions.ranks.processes.job import measured
+from magis.extensions.ranks.processes.records import RankJob, RankReport, write_line
+from magis.plain_records import from_plain, to_plain
+from magis.runtime.measure import is_out_of_memory
+from magis.strategies.rank_step import World
+
+_LOOPBACK = "127.0.0.1"
+_COLLECTIVE = timedelta(hours=1)
+"""After that a collective gives up by itself; whoever leads the ranks has done so long before."""
+
+
+@dataclass
+class _Place:
+    """One rank's place in the pool."""
+
+    rank: int
+    size: int
+    device: str
+    alone: bool
+    """Whether its keeper has no other rank: each process of a Slurm job may see a GPU of its own."""
+    say: Callable[[dict[str, Any]], None]
+    phase: str = "start"
+    store: Store | None = None
+
+    def enter(self, phase: str) -> None:
+        """Say what is done next."""
+        self.phase = phase
+        self.say({"phase": phase})
+
+
+def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> None:
+    """Obey the commands that come until they end; ``start`` is the command that this rank was started by."""
+
+    def say(message: dict[str, Any]) -> None:
+        write_line(events, message)
+
+    place = _Place(rank, start["size"], start["device"], len(start["ranks"]) == 1, say)
+    say({"hello": os.getpid()})
+    torch.set_num_threads(start["threads"])
+    with os.fdopen(commands, encoding="utf-8") as lines:
+        for line in lines:
+            _obey(place, json.loads(line))
+
+
+def _obey(place: _Place, message: dict[str, Any]) -> None:
+    try:
+        match message["do"]:
+            case "host":
+                place.enter("start of the store")
+                place.store, port = _hosted_store(message["address"], place.size)
+                place.say({"port": port})
+            case "join":
+                place.enter("start")
+                if place.store is None:
+                    where = message["address"], message["port"]
+                    place.store = TCPStore(*where, place.size, False, _COLLECTIVE, wait_for_workers=False)
+                _take_device(place)
+                place.say({"joined": True})
+            case "run":
+                sys.path.extend(path for path in message["path"] if path not in sys.path)
+                report = _run(place, from_plain(RankJob, message["job"]), message["number"])
+                place.say({"report": to_plain(report)})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
+        # before anything else: the others may be waiting for this rank, and so would leaving their process group
+        place.say({"error": _described(error), "phase": place.phase, **_facts(error)})
+        refused = isinstance(error, UsageError)
+    else:
+        return
+    if refused and dist.is_initialized():  # where all ranks say so, the next job can do with them
+        _leave()
+
+
+def _run(place: _Place, job: RankJob, number: int) -> RankReport:
+    """A job in a fresh process group: what the last one left undone is not met."""
+    place.enter("setting up the process group")
+    if place.store is None:
+        raise MagisError("the rank has not joined the others")
+    dist.init_process_group(
+        "nccl" if place.device == "cuda" else "gloo",
+        store=PrefixStore(f"job {number}", place.store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=_COLLECTIVE,
+    )
+    report = measured(job, World(place.size, place.rank, place.device), place.enter)
+    _leave()
+    return report
+
+
+def _leave() -> None:
+    """Drop what outlives a job inside of torch: compiled code, process groups, a GPU's cache."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    dist.destroy_process_group()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _hosted_store(address: str, size: int) -> tuple[Store, int]:
+    """The ranks' store at a free port; on this machine alone where that is all that it needs."""
+    if address != _LOOPBACK:
+        store = TCPStore(address, 0, size, True, _COLLECTIVE, wait_for_workers=False)
+        return store, store.port
+    with socket.create_server((_LOOPBACK, 0)) as server:
+        port = int(server.getsockname()[1])
+        listening = os.dup(server.fileno())  # the store closes its own
+    return TCPStore(address, port, size, True, _COLLECTIVE, wait_for_workers=False, master_listen_fd=listening), port
+
+
+def _take_device(place: _Place) -> None:
+    if place.device != "cuda":
+        return
+    local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if place.alone and there == 1:
+        local = 0
+    if local >= there:
+        raise UsageError(
+            f"rank {place.rank} of {place.size} needs GPU {local} of its machine, which has {there}",
+            hint="use at most one rank per GPU",
+        )
+    torch.cuda.set_device(local)
+
+
+def _described(error: BaseException) -> str:
+    """One line: what kind of error, and what it says."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MagisError):
+        return text
+    kind = type(error).__name__
+    return f"{kind}: {text}" if text else kind
+
+
+def _facts(error: BaseException) -> dict[str, Any]:
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(f"{Path(code.co_filename)}:{trace.tb_lineno} in {code.co_name}")
+        trace = trace.tb_next
+    return {
+        "usage": isinstance(error, UsageError),
+        "magis": isinstance(error, MagisError),
+        "exhausted": is_out_of_memory(error),
+        "frames": frames[::-1],
+    }

@@ -1,0 +1,1 @@
+"""Strategies of several ranks that users compare with: sharding, tensor and pipeline parallelism."""

@@ -1,0 +1,201 @@
+"""Data parallelism: `ddp` and its variants on whole float32 weights, and `fsdp` by torch's `fully_shard`.
+
+`ddp` is `DistributedDataParallel`. `oss` is the same with `ZeroRedundancyOptimizer`: each parameter's optimizer state
+is on one rank, which updates it and hands out the result (fairscale's OSS). `oss+sdp` also reduces each gradient to
+that rank alone, during the backward, and frees it everywhere else (fairscale's ShardedDataParallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from magis.capture import Workload
+from magis.extensions.ranks.strategies.distributed import (
+    BUCKET_BYTES,
+    PlainStep,
+    half,
+    make_optimizer,
+    mesh,
+    of_kind,
+    quiet,
+    trained,
+)
+from magis.strategies.rank_step import World, share_of_batch
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+FIRST_BUCKET_BYTES = 2**20
+"""Of the bucket that is ready first: torch's default."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """`ddp`, `oss` or `oss+sdp`: weights whole and float32 on every rank; ``amp`` is autocast.
+
+    Bytes per parameter with Adam on R ranks: ddp 4 weights + 4 gradients + 4 buckets + 8 state; oss the same with 8/R
+    state; oss+sdp 4 weights + 4/R gradients + 8/R state.
+    """
+
+    plain: str
+    amp: bool = False
+
+    group = 1
+
+    @property
+    def name(self) -> str:
+        return f"amp+{self.plain}" if self.amp else self.plain
+
+    @property
+    def warm_steps(self) -> int:
+        """DistributedDataParallel makes its final buckets at the second step."""
+        return 1 if self.plain == "oss+sdp" else 2
+
+    def prepare(self, work: Workload, world: World) -> PlainStep:
+        """The step on this rank's share of the batch."""
+        module = work.module
+        work = share_of_batch(work, world.rank, world.size)
+        optimizer = make_optimizer(work, trained(module), self.name)
+        if self.plain == "oss+sdp":
+            sharded = _sharded(optimizer)
+            release = _reduce_to_owners(sharded, world)
+            return PlainStep(module, work, sharded, world, self.amp, module, after_backward=release)
+        with quiet():
+            call = BucketedReplica(module) if world.fake else DistributedDataParallel(module)
+        if self.plain == "oss":
+            optimizer = _sharded(optimizer)
+        return PlainStep(module, work, optimizer, world, self.amp, call)
+
+
+def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    """The same update with the state of each parameter on one rank."""
+    groups = [{k: v for k, v in group.items() if k != "foreach"} for group in optimizer.param_groups if group["params"]]
+    with quiet():  # the import warns, too
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), foreach=False)
+
+
+def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Callable[[], None]:
+    """Reduce each gradient, once it is there, to the rank that owns its parameter, and free it on all others."""
+    owners: dict[Tensor, int] = cast("Any", optimizer)._param_to_rank
+    pending: list[tuple[Tensor, Any]] = []
+
+    def reduce(parameter: Tensor) -> None:
+        grad = cast("Tensor", parameter.grad)
+        grad.div_(world.size)
+        owner = owners[parameter]
+        work = dist.reduce(grad, dst=owner, async_op=True)
+        if owner == world.rank:
+            pending.append((grad, work))
+        else:
+            work.wait()
+            parameter.grad = None
+
+    def wait() -> None:
+        for _, work in pending:
+            work.wait()
+        pending.clear()
+
+    for parameter in owners:
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return wait
+
+
+class BucketedReplica(nn.Module):
+    """A stand-in for `DistributedDataParallel`, whose C++ reducer cannot take fake tensors: it allocates the same.
+
+    Flat buckets beside the gradients, cut as torch cuts them: parameters in reverse order, at first, and from the
+    second step on in the order in which their gradients arrive; 1 MiB in the first bucket and 25 MiB in each other one.
+    """
+
+    def __init__(self, module: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__()
+        self.module = module
+        self._limits = [FIRST_BUCKET_BYTES, bucket_bytes]
+        self._arrived: list[Tensor] = []
+        self._rebuilt = False
+        self._synchronizes = True
+        parameters: list[Tensor] = list(trained(module).values())
+        cut = self._cut(parameters, [])
+        self._buckets = [self._bucket([parameters[index] for index in bucket]) for bucket in reversed(cut)]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if self._synchronizes:
+            self._arrived.append(parameter)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The gradients of what runs inside stay this rank's own."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The module's own."""
+        if self._synchronizes and self._arrived and not self._rebuilt:
+            order, self._rebuilt = self._arrived, True
+            cut = self._cut(order, list(range(len(order))))
+            self._buckets = [self._bucket([order[index] for index in bucket]) for bucket in cut]
+        if self._synchronizes:
+            self._arrived.clear()
+        return self.module(*inputs)
+
+    def _cut(self, parameters: list[Tensor], order: list[int]) -> list[list[int]]:
+        """Which of the parameters share a bucket, by torch's own rule."""
+        compute: Any = vars(dist)["_compute_bucket_assignment_by_size"]
+        buckets: list[list[int]] = compute(parameters, self._limits, [False] * len(parameters), order)[0]
+        return buckets
+
+    def _bucket(self, parameters: list[Tensor]) -> Tensor:
+        with of_kind("communication buckets"), torch.no_grad():
+            return torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+
+
+# `fsdp`: torch's `fully_shard` on every block and on the rest, which frees each block's weights after its forward.
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """`fsdp`: float32 weights, gradients and optimizer state, every parameter cut along its first dimension.
+
+    Bytes per parameter with Adam on R ranks: 16/R, and a block's weights whole while it runs. ``amp``: the same, with
+    blocks gathered and gradients reduced in the lower type (`MixedPrecisionPolicy`). What is in no block is whole from
+    the start of the forward to the end of the backward.
+    """
+
+    amp: bool = False
+
+    group = 1
+    warm_steps = 1
+
+    @property
+    def name(self) -> str:
+        return "amp+fsdp" if self.amp else "fsdp"
+
+    def prepare(self, work: Workload, world: World) -> PlainStep:
+        """The step on this rank's share of the batch."""
+        ranks = mesh(world, {"dp": world.size})
+        work = share_of_batch(work, world.rank, world.size)
+        module = work.module
+        policy = MixedPrecisionPolicy(param_dtype=half(world)) if self.amp else MixedPrecisionPolicy()
+        with quiet():
+            for block in work.blocks:
+                fully_shard(module.get_submodule(block), mesh=ranks, mp_policy=policy)
+            fully_shard(module, mesh=ranks, mp_policy=policy)
+        optimizer = make_optimizer(work, trained(module), self.name)
+        return PlainStep(module, work, optimizer, world, self.amp, module, autocast=False)

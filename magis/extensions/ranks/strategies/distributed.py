@@ -1,0 +1,390 @@
+"""What distributed strategies share: mixed precision, loss scaling, averaged gradients, float16 masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.ops.optimizers import OptimizerSpec, torch_optimizer
+from magis.strategies.prepared_work import check_update
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size, split
+
+K = TypeVar("K")
+BUCKET_BYTES = 25 * 2**20
+"""Of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
+
+KIND: ContextVar[str | None] = ContextVar("KIND", default=None)
+"""What storages are made for at the moment, in the words of a memory table; None: activations and temporaries."""
+
+
+@contextmanager
+def of_kind(name: str) -> Iterator[None]:
+    """Storages made inside are counted as ``name`` ("communication buckets") by a ledger that watches."""
+    token = KIND.set(name)
+    try:
+        yield
+    finally:
+        KIND.reset(token)
+
+
+def half(world: World) -> torch.dtype:
+    """The lower data type of mixed precision: bfloat16 on a CPU, float16 on a GPU."""
+    return torch.float16 if world.device == "cuda" else torch.bfloat16
+
+
+def place(world: World) -> str:
+    """The device type of the rank's tensors; fake ones are on the CPU, whatever they stand for."""
+    return "cpu" if world.fake else world.device
+
+
+def cast(world: World, *, amp: bool) -> AbstractContextManager[Any]:
+    """Autocast to the lower data type; nothing without ``amp``."""
+    return torch.autocast(place(world), dtype=half(world)) if amp else nullcontext()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own warnings of names that it is about to change: they are not the user's concern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Named dimensions of ranks. Made with real tensors, which are not part of the step, also in a fake world."""
+    forget_meshes()
+    with _disable_current_modes(), quiet():
+        return init_device_mesh(place(world), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def forget_meshes() -> None:
+    """Distributed tensors remember how operators go on a mesh, with the names of its groups, which are gone by then."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that get gradients, by name; tied ones once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def rule_of(work: Workload, names: Container[str]) -> OptimizerSpec:
+    """The update of ``work`` for a rank that holds the parameters of these names alone."""
+    groups = (replace(g, parameters=tuple(n for n in g.parameters if n in names)) for g in work.optimizer.groups)
+    return replace(work.optimizer, groups=tuple(groups))
+
+
+def make_optimizer(work: Workload, params: Mapping[str, Tensor], strategy: str) -> Optimizer:
+    """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
+    check_update(work, strategy)
+    rule = rule_of(work, params)
+    with quiet():  # a stage may well be left without a parameter of some group
+        optimizer = torch_optimizer(rule, params)
+    if optimizer is None:
+        raise UsageError(
+            f"{strategy} runs whole training steps; the optimizer of {work.name} is {rule.kind!r}",
+            hint="give the workload an optimizer of kind sgd, momentum, adam or adamw",
+        )
+    return optimizer
+
+
+def average_gradients(
+    parameters: Iterable[Tensor], group: dist.ProcessGroup | None, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Replace the gradients by their means over the ranks of ``group`` (None: all), in flat buckets, last ones first.
+
+    Every rank has gradients of the same parameters. One bucket of about ``bucket_bytes`` is in memory at a time, and
+    a larger gradient is a bucket by itself, without a copy.
+    """
+    count = dist.get_world_size(group)
+    if count == 1:
+        return
+    grads = {number: local(p.grad) for number, p in enumerate(reversed(list(parameters))) if p.grad is not None}
+    for numbers in buckets(grads, bucket_bytes):
+        bucket = [grads[number] for number in numbers]
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            bucket[0].div_(count)
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        with of_kind("communication buckets"):
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        flat.div_(count)
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+        del flat, part
+
+
+def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
+    """Neighbours of one data type, together of at most ``most_bytes`` unless alone."""
+    bucket: list[K] = []
+    held = 0
+    for name, grad in grads.items():
+        nbytes = grad.numel() * grad.element_size()
+        if bucket and (grad.dtype != grads[bucket[0]].dtype or held + nbytes > most_bytes):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(name)
+        held += nbytes
+    if bucket:
+        yield bucket
+
+
+class LossScaler:
+    """Dynamic loss scaling by the rule of `torch.amp.GradScaler`, for gradients of which a rank holds a part.
+
+    Without a finite gradient on every rank none of them updates its weights. In a fake world, where no number is known,
+    all are finite. ``first`` 1 and no growth: no scaling, for bfloat16 and float32.
+    """
+
+    def __init__(self, world: World, *, enabled: bool, first: float = 2.0**16, interval: int = 2000) -> None:
+        self._world = world
+        self._enabled = enabled
+        self._scale = first if enabled else 1.0
+        self._interval = interval
+        self._good = 0
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied with now."""
+        return self._scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to run the backward of."""
+        return loss * self._scale if self._enabled else loss
+
+    def step(self, optimizer: Optimizer, grads: Iterable[Tensor]) -> None:
+        """Divide the gradients (in place) by the scale, update where they are finite, and choose the next scale."""
+        if self._enabled and not self._finite(list(grads)):
+            self._scale, self._good = max(self._scale / 2, 1.0), 0
+            return
+        with quiet():
+            optimizer.step()
+        if self._enabled:
+            self._good += 1
+            if self._good % self._interval == 0:
+                self._scale *= 2
+
+    def _finite(self, grads: list[Tensor]) -> bool:
+        device = place(self._world)
+        found = torch.zeros(1, device=device)
+        inverse = torch.full((1,), 1 / self._scale, device=device)
+        for grad in grads:
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)
+        if self._world.size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return self._world.fake or found.item() == 0
+
+
+@dataclass
+class PlainStep:
+    """A step of forward, loss, backward and update on this rank, with what a strategy does in between."""
+
+    module: nn.Module
+    """What this rank holds of the network; `call` may be a wrapper of it."""
+    work: Workload
+    """With this rank's share of the batch; its module is this rank's."""
+    optimizer: Optimizer
+    world: World
+    amp: bool
+    call: nn.Module
+    before_forward: Callable[[], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    after_update: Callable[[], None] | None = None
+    autocast: bool = True
+    """Whether lower precision is autocast's; else the weights are in the lower type themselves."""
+    micro_batches: int = 1
+    """In which forward and backward run, one after another; a replica's gradients are averaged with the last one."""
+
+    def __post_init__(self) -> None:
+        self._scaler = LossScaler(self.world, enabled=self.amp and self.world.device == "cuda")
+
+    def scale(self, scaler: LossScaler) -> None:
+        """Scale gradients by this from now on."""
+        self._scaler = scaler
+
+    def prepare(self) -> None:
+        """Gradients to None."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
+
+    def run(self) -> Tensor:
+        """One whole step; the mean loss of the rank's share."""
+        if self.before_forward is not None:
+            self.before_forward()
+        loss = self._gradients()
+        if self.after_backward is not None:
+            self.after_backward()
+        self._scaler.step(self.optimizer, gradients(self.optimizer))
+        if self.after_update is not None:
+            self.after_update()
+        return loss
+
+    def _gradients(self) -> Tensor:
+        """Forward and backward; the mean loss."""
+        work, count = self.work, self.micro_batches
+        if count == 1:
+            return self._part_of_gradients(work.inputs, work.targets)
+        parts = (split(tensors, batch_size(work), count) for tensors in (work.inputs, work.targets))
+        losses = []
+        for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
+            later = getattr(self.call, "no_sync", None) if number + 1 < count else None
+            with nullcontext() if later is None else later():
+                losses.append(self._part_of_gradients(inputs, targets))
+        return torch.stack(losses).sum()
+
+    def _part_of_gradients(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Of a micro-batch: its share of the mean loss, detached."""
+        with cast(self.world, amp=self.amp and self.autocast), quiet():
+            loss = self.work.loss_fn(self.call(*inputs), *targets)
+            if self.micro_batches > 1:
+                loss = loss / self.micro_batches
+        with quiet():
+            self._scaler.scaled(loss).backward()
+        found: Tensor = loss.detach()
+        return found
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds for longer than an operator, each with its kind."""
+        yield from held_by(self.module, self.optimizer, self.work)
+
+
+def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    """This rank's parts of the gradients that the update reads."""
+    for group in optimizer.param_groups:
+        yield from (local(p.grad) for p in group["params"] if p.grad is not None)
+
+
+def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, batch, optimizer state and gradients, each with its kind."""
+    yield from (("parameters", local(p)) for p in module.parameters())
+    yield from (("buffers", b) for b in module.buffers())
+    yield from (("batch", t) for t in (*work.inputs, *work.targets))
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps its part's state in there
+    for state in inner.state.values():
+        yield from (("optimizer state", local(t)) for t in state.values() if isinstance(t, Tensor))
+    masters = getattr(optimizer, "held", None)
+    yield from masters() if masters is not None else ()
+    owned = [p for group in inner.param_groups for p in group["params"]]
+    yield from (("gradients", local(p.grad)) for p in (*module.parameters(), *owned) if p.grad is not None)
+
+
+@dataclass(frozen=True)
+class Accumulated(Wrapping):
+    """`accumulate4+fsdp` and the like: another strategy, whose ranks add up the gradients of so many micro-batches.
+
+    A replica of `ddp` averages them behind the last one (`no_sync`), `fsdp` reduces those of each; of a pipeline these
+    are the micro-batches that it runs anyway. Loss and gradients are those of the whole share where the loss is a mean
+    over as many numbers in each of them; not of networks with batch norm.
+    """
+
+    strategy: RankStrategy
+    micro_batches: int
+
+    @property
+    def name(self) -> str:
+        return f"accumulate{self.micro_batches}+{self.strategy.name}"
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The inner strategy's step. UsageError for a share of the batch that has no equal micro-batches."""
+        if self.stages > 1:
+            inner: Any = self.strategy
+            return in_micro_batches(inner, self.micro_batches).prepare(work, world)
+        step: Any = self.strategy.prepare(work, world)
+        samples = batch_size(step.work)
+        if samples % self.micro_batches:
+            raise UsageError(
+                f"{work.name}: a share of {samples} samples has no {self.micro_batches} equal micro-batches",
+                hint="accumulate as many as divide it",
+            )
+        step.micro_batches = self.micro_batches
+        found: RankStep = step
+        return found
+
+
+def in_micro_batches(strategy: Any, count: int) -> RankStrategy:
+    """A pipeline on so many micro-batches; in half precision, one in that."""
+    if isinstance(strategy, Halved):
+        return replace(strategy, strategy=in_micro_batches(strategy.strategy, count))
+    found: RankStrategy = replace(strategy, micro_batches=count)
+    return found
+
+
+# Mixed precision without autocast, as Megatron-LM has it, under the strategies that otherwise autocast.
+# Weights, activations and gradients are in the lower type; float32 masters and the optimizer's state beside them.
+# For the update every gradient is turned into a float32 one, and let go of; the optimizer changes the masters, and
+# the weights become copies of these. Bytes a parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (a
+# bucket's 2 more under ddp), 4 in its place during the update.
+
+
+@dataclass(frozen=True)
+class Halved(Wrapping):
+    """`half+ddp`, `half+tp2`, `half+pp2`, ...: another strategy, in half precision with float32 masters."""
+
+    strategy: RankStrategy
+
+    @property
+    def name(self) -> str:
+        return f"half+{self.strategy.name}"
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The inner strategy's step on the halved network, with the optimizer on masters."""
+        dtype = half(world)
+        step: Any = self.strategy.prepare(work.to(str(dtype).removeprefix("torch.")), world)
+        weights = trained(step.module)
+        step.optimizer = Masters(weights, lambda masters: make_optimizer(step.work, masters, self.name))
+        step.scale(LossScaler(world, enabled=world.device == "cuda"))
+        found: RankStep = step
+        return found
+
+
+class Masters(Optimizer):
+    """Trains weights in half precision by way of float32 copies, which ``make`` makes an optimizer of, by name."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], make: Callable[[Mapping[str, Tensor]], Optimizer]) -> None:
+        super().__init__([{"params": list(weights.values())}], {})
+        self._pairs = [
+            (weight, nn.Parameter(weight.detach().float().clone(), weight.requires_grad)) for weight in weights.values()
+        ]
+        self._inner = make(dict(zip(weights, (master for _, master in self._pairs), strict=True)))
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The update of the masters, by the gradients of the weights, which are gone behind it."""
+        loss = None if closure is None else closure()
+        for weight, master in self._pairs:
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+            weight.grad = None
+        self._inner.step()
+        with torch.no_grad():
+            for weight, master in self._pairs:
+                weight.copy_(master)
+                master.grad = None
+        return loss
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """Masters, and the state that the optimizer keeps of them, each with its kind."""
+        found = [("master weights", local(master)) for _, master in self._pairs]
+        for state in self._inner.state.values():
+            found += [("optimizer state", local(item)) for item in state.values() if isinstance(item, Tensor)]
+        return found

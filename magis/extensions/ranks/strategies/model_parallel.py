@@ -1,0 +1,319 @@
+"""Tensor and pipeline parallelism, alone and together, with replicas of the group on the ranks that are left.
+
+Ranks are numbered with the tensor-parallel ones next to each other, then the stages, then the replicas. Gradients are
+averaged over the replicas after the backward, in buckets.
+
+Stages are cut between blocks and run by a schedule of torch (`schedules.py`), on twice as many micro-batches as ranks
+where the share of the batch allows it. The loss is part of the last stage: its output is one number for each
+micro-batch, so that no logits are kept. Embeddings that are tied to the last projection are on both ends, which add
+up their gradients (Megatron-LM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.extensions.ranks.strategies.distributed import (
+    LossScaler,
+    PlainStep,
+    average_gradients,
+    cast,
+    gradients,
+    held_by,
+    local,
+    make_optimizer,
+    mesh,
+    place,
+    quiet,
+    trained,
+)
+from magis.extensions.ranks.strategies.model_cuts import StageCut, cut_of, keep_stages, run_stage, stage_blocks
+from magis.extensions.ranks.strategies.schedules import (
+    Schedule,
+    SettledStage,
+    Waiting,
+    check_micro_batches,
+    held_stages,
+    scheduled,
+    waiting,
+)
+from magis.extensions.ranks.strategies.vocabulary import share_network
+from magis.strategies.rank_step import World, batch_size, share_of_batch, split
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """`tpN`, `tpN+sp`, `ppN`, `ppN+zb`, `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold the weights once.
+
+    Bytes per parameter with Adam: 16, of the parameters that this rank holds; weights are float32, ``amp`` is autocast.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    """Ranks of a pipeline; one stage each, or two where the ``schedule`` says so."""
+    amp: bool = False
+    micro_batches: int | None = None
+    """None: twice the ranks of the pipeline, or the most that divide the share of the batch."""
+    vocabulary: bool = True
+    """Whether the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
+    sequence: bool = False
+    """Whether they also have parts of the sequence between shared layers; without stages."""
+    schedule: str = ""
+    """Of the pipeline, by its name in `schedules.py`; "": 1F1B."""
+
+    warm_steps = 1
+
+    @property
+    def name(self) -> str:
+        sizes = [("tp", self.tensor), ("pp", self.stages)]
+        further = [*(["sp"] if self.sequence else []), *([self.schedule] if self.schedule else [])]
+        plain = "+".join([*(f"{kind}{size}" for kind, size in sizes if size > 1), *further])
+        return f"amp+{plain}" if self.amp else plain
+
+    @property
+    def group(self) -> int:
+        return self.tensor * self.stages
+
+    def prepare(self, work: Workload, world: World) -> PlainStep | PipelineStep:
+        """The step on this rank: its stage, and its part of each block there."""
+        count = world.size // self.group
+        ranks = mesh(world, {"dp": count, "pp": self.stages, "tp": self.tensor})
+        replica, stage, _ = (ranks.get_local_rank(kind) for kind in ("dp", "pp", "tp"))
+        work = share_of_batch(work, replica, count)
+        replicas = ranks.get_group("dp")
+        if self.stages > 1:
+            return self._pipeline(work, world, ranks, stage, replicas)
+        work = share_network(work, ranks["tp"], vocabulary=self.vocabulary, sequence=self.sequence)
+        params = trained(work.module)
+        optimizer = make_optimizer(work, params, self.name)
+
+        def average() -> None:
+            average_gradients(params.values(), replicas)
+
+        return PlainStep(work.module, work, optimizer, world, self.amp, work.module, after_backward=average)
+
+    def _pipeline(
+        self, work: Workload, world: World, ranks: DeviceMesh, index: int, replicas: dist.ProcessGroup
+    ) -> PipelineStep:
+        held = held_stages(self.schedule, self.stages, index)
+        stages = self.stages * len(held)
+        cut = cut_of(work, stages, self.stages)
+        if not work.targets:
+            raise UsageError(f"{work.name}: {self.name} needs targets, of which its last stage computes the loss")
+        count = micro_batches(self, work)
+        targets = split(work.targets, batch_size(work), count)
+        hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
+        keep_stages(work, cut, stages, held)
+        if self.tensor > 1:
+            work = share_network(work, ranks["tp"], vocabulary=self.vocabulary)
+        ends = (0 in held, stages - 1 in held)
+        # each end of the pipeline keeps what it reads of the batch
+        work = replace(work, inputs=work.inputs if ends[0] else (), targets=work.targets if ends[1] else ())
+        params = trained(work.module)
+        parts: list[_Part] = []
+        made: list[PipelineStage] = []
+        sent: list[Tensor] = []
+        for number in held:
+            first, last = number == 0, number == stages - 1
+            blocks = stage_blocks(len(work.blocks), stages, number)
+            parts.append(_Part(work, cut, blocks, (first, last), cast(world, amp=self.amp), targets))
+            stage = (SettledStage if world.fake else PipelineStage)(
+                parts[-1],
+                number,
+                stages,
+                torch.device(place(world)),
+                input_args=_first(work.inputs, count) if first else _like(hidden),
+                output_args=torch.empty(1, device=place(world), requires_grad=True) if last else _like(hidden),
+                group=ranks.get_group("pp"),
+            )
+            if isinstance(stage, SettledStage) and self.schedule:
+                stage.sent = sent
+            made.append(stage)
+        schedule = scheduled(self.schedule, made, count)
+        # where one rank has both ends, a tied weight is one
+        tied = tied_group(ranks, self.stages) if cut.tied and self.schedule != "zbv" else None
+        step = PipelineStep(
+            module=work.module,
+            work=work,
+            optimizer=make_optimizer(work, params, self.name),
+            parts=tuple(parts),
+            schedule=schedule,
+            count=count,
+            scaler=LossScaler(world, enabled=self.amp and world.device == "cuda"),
+            replicas=replicas,
+            tied=(params[cut.tied], tied) if tied is not None and cut.tied in params else None,
+            waiting=waiting(self.schedule, schedule, self.stages, index, count),
+            sent=sent,
+        )
+        step.scale(step.scaler)
+        return step
+
+
+class _Part(nn.Module):
+    """One stage: a range of blocks, behind the network's start in the first, with finish and loss in the last."""
+
+    def __init__(
+        self,
+        work: Workload,
+        cut: StageCut,
+        blocks: range,
+        ends: tuple[bool, bool],
+        casting: AbstractContextManager[Any],
+        targets: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        super().__init__()
+        self.net = work.module
+        self.scaler: LossScaler | None = None
+        self._cut, self._blocks, self._ends, self._casting = cut, blocks, ends, casting
+        self._loss_fn: Callable[..., Tensor] = work.loss_fn
+        self._targets = targets
+        self._next: Iterator[tuple[Tensor, ...]] = iter(())
+        self.losses: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Before each step."""
+        self._next = iter(self._targets)
+        self.losses = []
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The next micro-batch: of the first stage its inputs, else the hidden state; the loss from the last one."""
+        with self._casting:
+            x = run_stage(self.net, self._cut, self._blocks, inputs if self._ends[0] else inputs[0])
+            del inputs
+            if not self._ends[1]:
+                return x
+            loss = self._loss_fn(self._cut.finish(self.net, x), *next(self._next))
+        self.losses.append(loss.detach())
+        scaled = loss if self.scaler is None else self.scaler.scaled(loss)
+        return scaled.reshape(1)
+
+
+@dataclass
+class PipelineStep:
+    """One rank's stages in a step."""
+
+    module: nn.Module
+    work: Workload
+    """With what these stages read of the batch."""
+    optimizer: Optimizer
+    parts: tuple[_Part, ...]
+    schedule: Schedule
+    count: int
+    """Micro-batches."""
+    scaler: LossScaler
+    replicas: dist.ProcessGroup
+    tied: tuple[nn.Parameter, dist.ProcessGroup] | None
+    """A parameter that both ends of the pipeline hold, on these."""
+    waiting: Waiting
+    sent: list[Tensor]
+    """Among fake ranks: what is under way until the end of the schedule."""
+
+    def scale(self, scaler: LossScaler) -> None:
+        """Scale gradients by this from now on."""
+        self.scaler = scaler
+        for part in self.parts:
+            part.scaler = scaler
+
+    def prepare(self) -> None:
+        """Gradients to None."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self) -> Tensor | None:
+        """One whole step; the mean loss of the share on the last stage, None on the others."""
+        for part in self.parts:
+            part.begin()
+        # the loss is in the last stage, the schedule insists on something to compare its output with
+        target = self.work.targets[0].new_zeros(self.count) if self.work.targets else None
+        losses: list[Tensor] | None = [] if self.work.targets else None
+        with quiet():
+            self.schedule.step(*self.work.inputs, target=target, losses=losses, return_outputs=False)
+        self.sent.clear()
+        for parameter in trained(self.module).values():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.count)
+        if self.tied is not None:
+            add_up(*self.tied)
+        average_gradients(trained(self.module).values(), self.replicas)
+        self.scaler.step(self.optimizer, gradients(self.optimizer))
+        found = [loss for part in self.parts for loss in part.losses]
+        return torch.stack(found).mean() if found else None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds for longer than an operator, each with its kind."""
+        yield from held_by(self.module, self.optimizer, self.work)
+
+
+def add_up(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """The gradient of a parameter, summed over the ranks that hold it."""
+    if parameter.grad is None:
+        return
+    grad = local(parameter.grad)
+    whole = grad.contiguous()  # a gradient of weights alone may be a transposed view, which gloo refuses
+    dist.all_reduce(whole, group=group)
+    if whole is not grad:
+        grad.copy_(whole)
+
+
+def micro_batches(strategy: ModelParallel, work: Workload) -> int:
+    """The number of micro-batches; UsageError where the share of the batch has no room for as many as stages."""
+    samples, stages = batch_size(work), strategy.stages
+    wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
+    if wrong:
+        raise UsageError(
+            f"{work.name}: {strategy.name} cuts a batch of {samples} samples into micro-batches, and an input has "
+            f"shape {wrong[0]}"
+        )
+    if strategy.micro_batches is not None:
+        count = strategy.micro_batches
+    else:
+        count = max(n for n in range(1, min(samples, 2 * stages) + 1) if samples % n == 0)
+    if count < stages or samples % count:
+        wanted = f"at least {stages}" if strategy.micro_batches is None else f"{max(count, stages)}"
+        raise UsageError(
+            f"{work.name}: {strategy.name} needs {wanted} equal micro-batches, and a group's share of the "
+            f"batch has {samples} samples",
+            hint=f"use a batch of which that is a multiple of {max(count, stages)}, or fewer ranks",
+        )
+    check_micro_batches(f"{work.name}: {strategy.name}", strategy.schedule, stages, count)
+    return count
+
+
+def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    return tuple(t.tensor_split(count)[0] for t in tensors)
+
+
+def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
+    """The hidden state of a micro-batch as it goes from stage to stage."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
+        return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))
+
+
+def _like(hidden: Tensor) -> Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
+
+
+def tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
+    """The first and last stage of this rank's pipeline; every rank takes part in making all such groups."""
+    if stages == 2:
+        return ranks.get_group("pp")
+    own: dist.ProcessGroup | None = None
+    with _disable_current_modes(), quiet():
+        ends: list[list[int]] = ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist()
+        for members in ends:
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                own = group
+    return own

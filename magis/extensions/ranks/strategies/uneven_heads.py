@@ -1,0 +1,96 @@
+"""Attention by heads on ranks that do not divide their number: the first ranks have one head more.
+
+torch's distributed tensors cut a dimension into chunks of one size, the last one smaller: 3 heads of 16 rows on 2 ranks
+would be 24 and 24 rows, through the middle of a head. So here each rank holds plain parts, 32 and 16 rows, and the two
+messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
+
+    query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
+    out                  forward: products summed over the ranks   backward: own heads of a whole gradient
+
+A rank with more heads draws more numbers where attention drops out, and what all ranks hold alike would part. So in
+there each draws from a generator apart, whose seed comes from the one they have alike; Megatron-LM has two generators
+for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.extensions.models.building import SelfAttention
+from magis.ops.collectives import all_reduce
+from magis.ops.generators import drawing_apart
+
+
+def head_shares(heads: int, ranks: int) -> list[int]:
+    """How many heads each rank has."""
+    each, over = divmod(heads, ranks)
+    return [each + (rank < over) for rank in range(ranks)]
+
+
+def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, *, packed: int = 1) -> None:
+    """Leave a linear layer the rows of this rank's heads, which are so many ``columns`` wide on each rank; of each of
+    the projections that are ``packed`` into one."""
+    for name, whole in list(layer.named_parameters(recurse=False)):
+        parts = [each.split(list(columns))[rank] for each in whole.detach().chunk(packed)]
+        layer.register_parameter(name, nn.Parameter(torch.cat(parts), whole.requires_grad))
+    layer.forward = partial(_rows, layer, group)
+
+
+def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: str) -> None:
+    """Leave a linear layer the columns of this rank's heads; its bias stays whole."""
+    whole: Any = layer.weight
+    part = whole.detach().split(list(columns), 1)[rank].contiguous().clone()
+    layer.register_parameter("weight", nn.Parameter(part, whole.requires_grad))
+    layer.forward = partial(_columns, layer, group)
+
+
+def draw_alike(attention: SelfAttention) -> None:
+    """Have all ranks draw the same numbers behind an attention, however many heads drop out."""
+    vars(attention)["forward"] = partial(_attended, attention)  # a copy of the module gets one of its own
+
+
+def _attended(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    drops = attention.training and attention.dropout
+    with drawing_apart(x.device) if drops else nullcontext():
+        return type(attention).forward(attention, x, mask)
+
+
+def _rows(layer: Any, group: str, x: Tensor) -> Tensor:
+    return functional.linear(_Entering.apply(x, group), layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+
+
+def _columns(layer: Any, group: str, x: Tensor) -> Tensor:
+    found: Tensor = _Leaving.apply(functional.linear(x, layer.weight), group)  # type: ignore[no-untyped-call]
+    return found if layer.bias is None else found + layer.bias
+
+
+class _Entering(torch.autograd.Function):
+    """A whole tensor, of whose gradient every rank has an addend."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0].contiguous(), "sum", ctx.group), None
+
+
+class _Leaving(torch.autograd.Function):
+    """The sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, group: str) -> Tensor:
+        return all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

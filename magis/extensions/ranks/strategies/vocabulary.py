@@ -1,0 +1,213 @@
+"""Embedding, output projection and cross-entropy shared by tensor parallelism: each rank has a part of the vocabulary.
+
+Cut by torch's own styles, as torchtitan does it:
+
+    embedding            `RowwiseParallel`: zeros for the tokens of other ranks, then one sum over the ranks
+    last hidden state    whole on every rank; its gradient is summed over the ranks
+    output projection    the logits of this rank's tokens; the weight is the embedding's own
+    cross-entropy        `loss_parallel`: three small messages, of the largest logit, the sum of exponentials and the
+                         target's logit
+
+No rank holds all logits, unless the loss is another one: it gets them whole. Where ranks do not divide the vocabulary,
+the last part is smaller, as torch's distributed tensors cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.extensions.models.decoders import Btlm, Gpt, GptNeo
+from magis.extensions.models.encoders import Bert
+from magis.extensions.ranks.strategies.distributed import quiet
+from magis.extensions.ranks.strategies.model_cuts import share_blocks
+from magis.extensions.ranks.strategies.sequence_parts import gathered_output, share_sequence
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Where a network meets its vocabulary."""
+
+    embedding: str = "word"
+    """Path of the embedding, whose weight is that of the output projection, too."""
+    hidden: str = "norm"
+    """Path of the module that makes what is projected."""
+    bias: str = ""
+    """Name of the projection's bias."""
+    in_parts: bool = True
+    """Whether sequence parallelism goes as far as there."""
+
+
+_VOCABULARIES: dict[type[nn.Module], Vocabulary] = {
+    Bert: Vocabulary("embeddings.word", "transform_norm", "decoder_bias", in_parts=False),
+    Gpt: Vocabulary(),
+    GptNeo: Vocabulary(),
+    Btlm: Vocabulary(),
+}
+
+
+def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
+    """Cut blocks and vocabulary of ``work`` for the ranks of a group, and the ``sequence`` between blocks. UsageError
+    where there is nothing to share."""
+    share_blocks(work, group, sequence=sequence)
+    if sequence:
+        share_sequence(work, group)
+    work = share_vocabulary(work, group, sequence=sequence) if vocabulary or sequence else work
+    for parameter in work.module.parameters():
+        if parameter.requires_grad and isinstance(parameter.data, DTensor):
+            parameter.register_hook(partial(_placed, tuple(parameter.data.placements)))
+    return work
+
+
+def share_vocabulary(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> Workload:
+    """Cut the vocabulary of ``work`` for the ranks of a group; the loss is then one of logits in parts.
+
+    ``sequence``: what is projected is in parts of the sequence, unless the network made it whole before.
+    The same workload where the network has no vocabulary. UsageError where a rank would have no part of it.
+    """
+    met, net = _VOCABULARIES.get(type(work.module)), work.module
+    if met is None:
+        return work
+    embedding: Any = net.get_submodule(met.embedding)
+    _check(work, embedding.num_embeddings, group.size())
+    whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
+    if sequence and met.in_parts:
+        whole = gathered_output()
+    with quiet():
+        parallelize_module(net, group, {met.embedding: RowwiseParallel(input_layouts=Replicate()), met.hidden: whole})
+        bias = net._parameters.get(met.bias)
+        if bias is not None:
+            part = nn.Parameter(distribute_tensor(bias.detach(), group, [Shard(0)]), bias.requires_grad)
+            net.register_parameter(met.bias, part)
+    return replace(work, loss_fn=LossOfParts(work.loss_fn))
+
+
+def _check(work: Workload, words: int, ranks: int) -> None:
+    if -(-words // ranks) * (ranks - 1) >= words:
+        raise UsageError(
+            f"{work.name}: a vocabulary of {words} leaves one of {ranks} ranks without a part of it",
+            hint="share it out to fewer ranks",
+        )
+
+
+def _placed(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
+    """A gradient cut like its weight: that of an embedding comes whole, that of a norm of parts as an addend."""
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        return grad.redistribute(placements=placements)
+    return grad
+
+
+@dataclass(frozen=True)
+class LossOfParts:
+    """A loss, as of whole logits, that gets each rank's part of them."""
+
+    loss_fn: Callable[..., Tensor]
+
+    def __call__(self, output: Any, *targets: Tensor) -> Tensor:
+        with _Parts(), quiet():
+            loss: Tensor = _whole(self.loss_fn(output, *targets))
+        return loss
+
+
+_LOOKS = frozenset(
+    {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
+    | {"flatten", "view", "reshape", "contiguous", "__getitem__", "detach"}
+    | {"to", "type", "float", "half", "bfloat16", "double"}
+)
+"""Names of functions after which logits are in parts as before."""
+
+
+class _Parts(TorchFunctionMode):
+    """Cross-entropy of logits in parts is computed in parts. All else gets them whole."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is functional.cross_entropy:
+            found = _in_parts(**signature(func).bind(*args, **kwargs).arguments)
+            if found is not None:
+                return found
+        name = func.__name__
+        changes = name == "__setitem__" or name.strip("_") + "_" == name
+        if changes and args and isinstance(args[0], DTensor):
+            what = f"the loss changes the logits in place ({name}), of which a rank has a part"
+            raise UsageError(what, hint="change a copy of them")
+        if name in _LOOKS and not _picks(args[1:]):
+            with suppress(RuntimeError):  # of what torch does not cut: a view that splits the vocabulary, say
+                return func(*args, **kwargs)
+        return func(*_whole(args), **_whole(kwargs))
+
+
+def _picks(indices: tuple[Any, ...]) -> bool:
+    """Whether tensors or lists say which elements are wanted."""
+    items = [item for index in indices for item in (index if isinstance(index, tuple) else (index,))]
+    return any(isinstance(item, (Tensor, list)) for item in items)
+
+
+def _whole(tree: Any) -> Any:
+    return tree_map_only(DTensor, DTensor.full_tensor, tree)
+
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+"""As operators have them."""
+
+
+def _in_parts(
+    input: Tensor,  # noqa: A002  (as torch calls it)
+    target: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    **others: object,
+) -> Tensor | None:
+    """Cross-entropy of logits [tokens, part of the vocabulary]; None for any other."""
+    asked = any(isinstance(other, (Tensor, bool)) or other not in (None, 0.0) for other in others.values())
+    if asked or not isinstance(input, DTensor) or isinstance(target, DTensor):
+        return None
+    if input.dim() != 2 or tuple(input.placements) != (Shard(1),) or target.is_floating_point():
+        return None
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.float()  # noqa: A001
+    found: Tensor = _CrossEntropy.apply(input, target, _REDUCTIONS[reduction], ignore_index)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """As `torch.nn.functional.cross_entropy` under `loss_parallel`, which its backward needs, too."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DTensor, target: Tensor, reduction: int, ignored: int) -> Tensor:
+        aten = torch.ops.aten
+        with loss_parallel():
+            logarithms = aten._log_softmax.default(logits, 1, False)
+            loss, count = aten.nll_loss_forward.default(logarithms, target, None, reduction, ignored)
+        ctx.save_for_backward(logarithms, target, count)
+        ctx.asked = (reduction, ignored)
+        found: Tensor = loss.to_local()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        aten, (logarithms, target, count) = torch.ops.aten, ctx.saved_tensors
+        grad = DTensor.from_local(grads[0], logarithms.device_mesh, [Replicate()], run_check=False)
+        with loss_parallel():
+            of_logits = aten.nll_loss_backward.default(grad, logarithms, target, None, *ctx.asked, count)
+        return of_logits, None, None, None

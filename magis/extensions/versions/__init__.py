@@ -1,0 +1,18 @@
+"""Versions of the code under test: revisions of a project, releases of its dependencies; a run of the gate on one."""
+
+from magis.extensions.versions.environments import environment_of, is_requirement
+from magis.extensions.versions.gate_run import GatedCase, GateRun, run_gate
+from magis.extensions.versions.revisions import checkout, repository, resolved
+from magis.extensions.versions.scratch_folders import scratch_folder
+
+__all__ = [
+    "GateRun",
+    "GatedCase",
+    "checkout",
+    "environment_of",
+    "is_requirement",
+    "repository",
+    "resolved",
+    "run_gate",
+    "scratch_folder",
+]

@@ -1,0 +1,164 @@
+"""Baselines after an upgrade: those of cases that the environment moved are stored anew, all others stay.
+
+The code of the working tree is measured twice: here, and with the releases that the baselines were stored with. A case
+that is as stored there, and is not here, was moved by the environment alone, since the code is the same. One that
+differs there already was moved by the code, perhaps by both: it stays as it is, since an entry is one measurement, and
+cannot be updated by a share. A difference is what the gate reports as one, tolerances included. What is stored is what
+was judged, nothing is measured again for it; and no file is written before all is known.
+
+Peaks and latencies are compared with a measurement of the same device and torch. Where the baseline has one with the
+releases of before, but none with what is installed, a case that is as stored there has its measurement here added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from packaging.version import Version
+
+from magis.child_process import run_captured
+from magis.errors import UsageError
+from magis.extensions.versions.environments import environment_of, is_requirement, read_version
+from magis.extensions.versions.gate_run import GatedCase, run_gate
+from magis.extensions.versions.scratch_folders import scratch_folder
+
+STORE = "pytest_magis.store_outcomes"
+"""The program of the plugin that makes baselines of outcomes."""
+NAME_THEM = "name them: magis rebase transformers==5.22.0 -- test_memory.py"
+
+
+@dataclass(frozen=True)
+class RebasedCase:
+    """A case that differs from its baseline, could not be compared with all of it, or is red for another reason."""
+
+    name: str
+    is_updated: bool
+    """Whether its baseline is now what was measured here."""
+    is_red: bool
+    """Whether the gate is red for it still, or compares its tensor bytes alone."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'updated' if self.is_updated else 'left'} {self.name}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """What became of the baselines."""
+
+    releases: str
+    """Those that were compared with; empty: nothing moved, so none were."""
+    looked_at: int
+    cases: tuple[RebasedCase, ...]
+
+
+def rebase(
+    requirements: Sequence[str],
+    *,
+    start: Path,
+    arguments: Sequence[str] = (),
+    cases: Sequence[str] = (),
+    say: Callable[[str], None],
+) -> Rebased:
+    """Update the baselines of cases that differ here, but not with other releases ("transformers==5.22.0").
+
+    Without requirements the release of torch is taken that the baselines name. `arguments` are pytest's; `cases` are
+    names as the table of a run has them ("bert[eager]"), all cases without any. Raises UsageError in one line for what
+    cannot be compared; nothing is then written.
+    """
+    for text in requirements:
+        if not is_requirement(text):
+            raise UsageError(f"{text} names no release", hint="write it as for pip: transformers==5.22.0")
+    if any(argument.startswith("--magis-update") for argument in arguments):
+        raise UsageError("--magis-update: what the environment moved is updated, nothing else", hint="leave it out")
+    with scratch_folder() as folder:
+        if requirements:  # what pip does not find is told before anything is measured
+            environment_of(requirements, say, folder)
+        say("measuring with what is installed")
+        run = run_gate("this environment", arguments, folder / "here", start=start, stores=False)
+        here = run.read_cases(cases)
+        if all(case.is_new for case in here.values()):
+            hint = "store them where they hold: pytest --magis-update=new, with the releases of before"
+            raise UsageError(f"no baseline is stored of {', '.join(list(here)[:8])}", hint=hint)
+        moved = [case for case in here.values() if case.has_moved or _is_uncompared(case)]
+        if not moved:
+            return Rebased("", len(here), tuple(_judged(here.values(), {}, "")))
+        wanted = requirements or stored_with(moved)
+        releases = " ".join(wanted)
+        python = environment_of(wanted, say, folder)
+        say(f"measuring with {releases}")
+        run = run_gate(releases, arguments, folder / "there", start=start, python=python, stores=False)
+        found = tuple(_judged(here.values(), run.read_cases(), releases))
+        updated = {case.name for case in found if case.is_updated}
+        _store([case for case in moved if case.name in updated], folder / "updated")
+        return Rebased(releases, len(here), found)
+
+
+def _judged(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases: str) -> Iterator[RebasedCase]:
+    """What is to be told of each case, and done."""
+    torch = Version(version("torch")).public
+    unmeasured = f"peaks not compared: the baseline has no measurement of this device with torch {torch}"
+    for case in here:
+        before = there.get(case.name)
+        if case.is_new:
+            yield RebasedCase(case.name, False, not case.passed, "no baseline is stored")
+        elif _is_uncompared(case):
+            if before is not None and not before.differs and not before.is_foreign:
+                yield RebasedCase(case.name, True, False, f"measured with torch {torch}")
+            else:
+                why = "there is no such case" if before is None else before.differs or "neither"
+                text = f"{unmeasured}; with {releases} {why}; accept with --magis-update=new"
+                yield RebasedCase(case.name, False, True, text)
+        elif not case.has_moved:
+            if not case.passed:
+                yield RebasedCase(case.name, False, True, f"red for another reason: {case.differs}")
+        elif before is None:
+            text = f"{case.differs}; with {releases} there is no such case"
+            yield RebasedCase(case.name, False, not case.passed, text)
+        elif before.differs and not before.has_moved:
+            text = f"{case.differs}; with {releases} there is nothing to compare: {before.differs}"
+            yield RebasedCase(case.name, False, not case.passed, text)
+        elif before.differs:
+            text = f"the code moved it: with {releases} {before.differs}; here {case.differs}"
+            yield RebasedCase(case.name, False, not case.passed, text)
+        else:
+            yield RebasedCase(case.name, True, False, case.differs)
+
+
+def _is_uncompared(case: GatedCase) -> bool:
+    """Whether only its tensor bytes could be compared, and are as stored."""
+    return case.is_foreign and case.passed and not case.differs
+
+
+def stored_with(cases: Iterable[GatedCase]) -> list[str]:
+    """The release of torch that the baselines of these cases were stored with, as a requirement.
+
+    Baselines of simulated devices name none, and none name other packages. Raises UsageError where they name no single
+    release, or the one that is installed.
+    """
+    named = re.findall(r"\btorch=([^,\n]+)", "\n".join(place for case in cases for place in case.stored_with))
+    found = {release.public for text in named if (release := read_version(text)) is not None}
+    if not found:
+        raise UsageError("the baselines do not say with which releases they were stored", hint=NAME_THEM)
+    here = Version(version("torch")).public
+    if here in found:
+        raise UsageError(f"the baselines were stored with torch {here}, which is installed", hint=NAME_THEM)
+    if len(found) > 1:
+        raise UsageError(f"the baselines were stored with torch {' and '.join(sorted(found))}", hint=NAME_THEM)
+    return [f"torch=={found.pop()}"]
+
+
+def _store(cases: Sequence[GatedCase], file: Path) -> None:
+    """Make baselines of what was measured here."""
+    if not cases:
+        return
+    file.write_text("".join(f"{json.dumps((case.path, case.outcome))}\n" for case in cases), encoding="utf-8")
+    done = run_captured([sys.executable, "-m", STORE, str(file)])
+    if done.returncode != 0:
+        raise UsageError(" ".join(done.stderr.splitlines()[-1:]).removeprefix("ERROR: "))

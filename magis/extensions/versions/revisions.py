@@ -1,0 +1,109 @@
+"""Revisions of a git repository, each checked out in a folder of its own: nothing changes in the working tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from magis.child_process import run_captured
+from magis.errors import UsageError
+from magis.extensions.versions.scratch_folders import PREFIX, remove_abandoned
+
+OF_A_HOOK = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_NAMESPACE",
+)
+"""What git sets for its hooks, and then obeys: a checkout would go into the index of the commit that is being made."""
+FETCH = "name a branch, a tag or a commit that was fetched"
+SHALLOW = "the clone is shallow: fetch its history with git fetch --unshallow (in CI: fetch-depth: 0)"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What a git command prints. Raises UsageError with git's last line where it fails."""
+    try:
+        done = run_captured(["git", "-C", str(folder), *arguments], env=environment())
+    except OSError as error:
+        raise UsageError(f"git cannot be started: {error.strerror}") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise UsageError(lines[-1] if lines else "there is no such revision", hint=FETCH)
+    return done.stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """That of this process without what git sets for its hooks."""
+    return {name: value for name, value in os.environ.items() if name not in OF_A_HOOK}
+
+
+def repository(start: Path) -> Path:
+    """The root of the repository that a folder lies in."""
+    return Path(git(start, "rev-parse", "--show-toplevel"))
+
+
+def resolved(root: Path, revision: str) -> str:
+    """The commit that a revision names. Raises UsageError where there is none."""
+    try:
+        return git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    except UsageError:
+        shallow = git(root, "rev-parse", "--is-shallow-repository") == "true"
+        raise UsageError(f"there is no such revision: {revision}", hint=SHALLOW if shallow else FETCH) from None
+
+
+def commits_between(root: Path, good: str, bad: str) -> list[str]:
+    """The commits from `good` to `bad`, both included, oldest first, along the first parents of `bad`.
+
+    Raises UsageError where `good` is no ancestor of `bad`, or not one along first parents.
+    """
+    first, last = resolved(root, good), resolved(root, bad)
+    listed = git(root, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
+    if not listed:
+        raise UsageError(f"there is no commit between {good} and {bad}", hint="name the older revision first")
+    parents = git(root, "rev-list", "--max-count=1", "--parents", listed[0]).split()[1:]
+    if first not in parents:
+        shallow = git(root, "rev-parse", "--is-shallow-repository") == "true"
+        hint = SHALLOW if shallow else f"name a revision that {bad} was made from: git merge-base {good} {bad}"
+        raise UsageError(f"{bad} does not descend from {good} by first parents", hint=hint)
+    return [first, *listed]
+
+
+def title(root: Path, commit: str) -> str:
+    """A commit in one line: abbreviated name, date, author and subject."""
+    return git(root, "show", "--no-patch", "--date=short", "--format=%h %ad %an: %s", commit)
+
+
+@contextmanager
+def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
+    """The commit's files in `folder`, removed again at the end. What killed runs left in the repository goes first."""
+    forget_abandoned(root)
+    try:
+        git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _forget(root, folder)
+
+
+def forget_abandoned(root: Path) -> None:
+    """Remove the checkouts whose process was killed, and what the repository knows of them; no others."""
+    listed = git(root, "worktree", "list", "--porcelain").splitlines()
+    paths = [Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")]
+    ours = [path for path in paths if path.parent.name.startswith(PREFIX)]
+    remove_abandoned(path.parent for path in ours)
+    for path in ours:
+        if not path.parent.exists():
+            _forget(root, path)
+
+
+def _forget(root: Path, path: Path) -> None:
+    """Remove what the repository knows of a checkout that is gone. Not by `prune`, which takes those of disks that are
+    not mounted, too."""
+    with suppress(UsageError):  # it is not known, or somebody else was quicker
+        git(root, "worktree", "remove", "--force", "--force", str(path))
