@@ -193,7 +193,7 @@ def _optimized(script: Script, found: Mapping[str, Any], batch: Any, budget: int
     for limit in limits:
         try:
             return magis.optimize(
-                model, found["loss_fn"], found["optimizer"], batch, budget=budget, **limit, **cast,  # type: ignore[arg-type]
+                model, batch, found["loss_fn"], found["optimizer"], budget=budget, **limit, **cast,  # type: ignore[arg-type]
             )  # fmt: skip
         except magis.MagisError as error:
             if NO_PLAN not in str(error) or limit is LEANEST:
@@ -217,7 +217,7 @@ def _replanned(
         step.save(path)
         redos, swaps = write_adversarial_plan(path, graph, seed)
         again = magis.optimize(
-            found["model"], found["loss_fn"], found["optimizer"], batch, memory_ratio=1.0, plan=path, autocast=cast
+            found["model"], batch, found["loss_fn"], found["optimizer"], memory_ratio=1.0, plan=path, autocast=cast
         )
     torch.set_rng_state(state)
     return again, Outcome("equal", recomputed=redos, swapped=swaps)
