@@ -209,13 +209,13 @@ def estimate(
     "adam", "sgd", "momentum", "none". ``memory_limit`` (bytes, or "24 GiB") stands in for the device's memory. Raises
     MagisError for what cannot be captured or asked for.
     """
+    asked = None if memory_limit is None else _bytes(memory_limit)
     device = default_device() if device is None else device
     name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
     case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
     bench = Bench()
     result = run_case(case, cache=bench, make=make)
-    limit = result.device_memory_bytes if memory_limit is None else _bytes(memory_limit)
-    return Estimate(result, bench, make, limit)
+    return Estimate(result, bench, make, result.device_memory_bytes if asked is None else asked)
 
 
 def _bytes(limit: str | int) -> int:
