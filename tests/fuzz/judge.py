@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import magis
+from magis.capture import OptimizerSpec
 from magis.capture.workload import as_batch
 from magis.frontends.planned import subject_now
 from magis.results import Case
@@ -241,7 +242,7 @@ def in_case(script: Script, *, budget: int = BUDGET) -> Outcome:
     def make(seed: int) -> magis.Workload:
         found = namespace(script)
         inputs, targets = found["batch"](seed)
-        rule = magis.OptimizerSpec(kind, lr=1e-2)
+        rule = OptimizerSpec(kind, lr=1e-2)
         return magis.Workload("script", found["model"], inputs, targets, found["loss_fn"], rule)
 
     case = Case("script", "magis", "cpu", "small", budget=budget, timing_rounds=1, **dict(script.limit))  # type: ignore[arg-type]
