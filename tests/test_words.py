@@ -47,6 +47,17 @@ def test_a_private_name_is_defined_in_few_modules(repository: Path) -> None:
     assert {name: sorted(modules) for name, modules in places.items() if len(modules) > MOST} == {}
 
 
+PLANTED = '''"""Kernels."""
+X = 1
+"""Whether it is."""
+def f():
+    """What is."""
+class C:
+    """Code."""
+    y: int
+    """Of x."""
+'''
+
+
 def test_a_planted_riddle_is_found() -> None:
-    text = '"""Kernels."""\nX = 1\n"""Whether it is."""\ndef f():\n    """What is."""\nclass C:\n    """Code."""\n    y: int\n    """Of x."""\n'
-    assert riddles(ast.parse(text)) == [3, 5, 9]
+    assert riddles(ast.parse(PLANTED)) == [3, 5, 9]
