@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix
+from itertools import takewhile
 
 import rustworkx as rx
 
@@ -27,7 +27,7 @@ from magis.ops.splits import Cut, Halo, Overlap, part
 
 
 def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
-    """Return the graph with the region as one ``magis.loop``. Raises VerifyError with the rule that the region breaks.
+    """Return the graph with the region as one ``magis.loop``. Raises VerifyError with the first broken rule.
 
     ``in_place``: what the loop makes takes over, stretch by stretch, the memory of a tensor that it takes and that
     nobody needs afterwards, where both look the same (``magis.fission.region``).
@@ -65,7 +65,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
 def _merged_behind(
     graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
 ) -> dict[int, list[Leaving]]:
-    """Map positions to the leaving tensors merged behind them: the part is finished, the whole's memory read no more."""
+    """Map positions to the tensors whose parts go into the whole behind them: finished, and its memory read no more."""
     written: dict[int, int] = {}
     for position in sorted(region.cuts):
         written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)
@@ -248,8 +248,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         reads=tuple((storage, met.get(storage, 0)) for storage in sorted(shared)),
         writes=tuple((storage, after.get(storage, met.get(storage, 0) + 1)) for storage in body.written()),
         phase="backward" if "backward" in (first.phase, last.phase) else first.phase,
-        module=".".join(commonprefix([graph.ops[p].module.split(".") for p in inside if graph.ops[p].module])),
-        body=body.loop(),
+        module=_common_module([graph.ops[p].module for p in inside if graph.ops[p].module]), body=body.loop(),
     )  # fmt: skip
     storages = dict(graph.storages)
     for leaving in left:
@@ -267,6 +266,12 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         for key, value in graph.values.items()
     }
     return _pruned(replace(graph, storages=storages, values=values, ops=ops))
+
+
+def _common_module(modules: list[str]) -> str:
+    """Return the innermost module that holds all of them."""
+    levels = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _on_moved_storages(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:

@@ -62,13 +62,13 @@ def verify_fission(graph: Graph, original: Graph | None = None) -> None:
 
 
 def loop_proof_problems(graph: Graph, op: Op) -> Iterator[str]:
-    """Yield a line for each place where the operator's loop computes no whole; none for sound loops and other calls."""
+    """Yield a line for each place where the operator's loop computes no whole; none for other operators."""
     if op.body is not None:
         yield from _Undoing(graph.values, op, op.body).problems
 
 
 def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[int, Value]]:
-    """Return the graph's operators with loops undone, and all values; ids of values are kept, further ones are fresh."""
+    """Return the graph's operators with loops undone, and all values: known ones keep their ids."""
     ops: list[Op] = []
     values = dict(graph.values)
     for op in graph.ops:

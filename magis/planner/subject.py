@@ -16,7 +16,7 @@ from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
-from magis.fission.lower_bound import LowerBound, floor, with_behind
+from magis.fission.lower_bound import LowerBound, explained_lower_bound, with_behind
 from magis.graph import Graph, digest, verify
 from magis.planner.conformance import conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
@@ -314,14 +314,14 @@ class Subject(TracedModel):
         return self.floor.nbytes
 
     @cached_property
-    def floor(self) -> LowerBound:
+    def explained_lower_bound(self) -> LowerBound:
         """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self.floor_at(self.costs(known))
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
         """The same at these costs."""
-        found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        found, own = explained_lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
             return found
