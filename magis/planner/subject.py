@@ -314,7 +314,7 @@ class Subject(TracedModel):
         return self.floor.nbytes
 
     @cached_property
-    def explained_lower_bound(self) -> LowerBound:
+    def floor(self) -> LowerBound:
         """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self.floor_at(self.costs(known))
