@@ -134,7 +134,7 @@ class _Undoing:
             missing = [value for value in op.made() if value not in self.results]
             self.problems += [f"{self.where}: value {value} is made of no parts" for value in missing]
 
-    def global_calls(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
+    def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
         """List the whole calls, numbered, whose parts make the operator's results; those that look likely first."""
         every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
