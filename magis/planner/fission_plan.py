@@ -28,8 +28,8 @@ from magis.search.latency_bound import nest_latency_bound
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
-    bound,
     level,
+    nest_lower_bound,
     realize_level,
     solution,
     solve,
@@ -206,7 +206,7 @@ def _left_for_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, g
 
 def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
     """The same under a latency limit: plans for memory limits below the best peak so far."""
-    floor = bound(here)
+    floor = nest_lower_bound(here)
     best, states, failures = start, 0, 0
     step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
     for _ in range(SQUEEZES):
