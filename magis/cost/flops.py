@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from magis.graph.nodes import ITEM_SIZE, Arg, Op, Ref, Value
+from magis.graph.nodes import ITEM_SIZE, Op, Ref, Value
 from magis.ops.op_info import OpInfo
 from magis.ops.operators import name_of, op_info
 
@@ -40,14 +40,11 @@ def tensors_and_kernels(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
         return 1, 1
     sizes = [values[item.value].numel for item in lists[0] if isinstance(item, Ref)]
     if max(sizes) > 1:  # counters of steps beside larger tensors are no operands, but numbers
-        lists = [each for each in lists if not _are_counters(each, values)]
+        numbers = [all(isinstance(item, Ref) and values[item.value].shape == () for item in each) for each in lists]
+        lists = [each for each, are_numbers in zip(lists, numbers, strict=True) if not are_numbers]
     depth = min(max(1, len(lists) + bool(op.made())), len(MOST_TENSORS))
     most = (MOST_WITH_NUMBERS if op.target.endswith(".ScalarList") else MOST_TENSORS)[depth - 1]
     return len(sizes), _kernels(sizes, most)
-
-
-def _are_counters(given: tuple[Arg, ...], values: Mapping[int, Value]) -> bool:
-    return all(isinstance(item, Ref) and values[item.value].shape == () for item in given)
 
 
 def _kernels(sizes: list[int], most: int) -> int:

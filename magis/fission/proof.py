@@ -235,7 +235,7 @@ class _Emitting:
         for at, op in enumerate(self.undoing.ops):
             if op.writes and op.target not in (JOIN, REDUCE):
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
-                self._call(op, _Source(at, facts, number))
+                self._emit_call(op, _Source(at, facts, number))
         for value, (part, fact) in self.undoing.results.items():
             self.ops.append(Op(len(self.ops), "magis.alias", (Ref(self._need(part, fact)),), (), (value,)))
         return self.ops
@@ -248,10 +248,10 @@ class _Emitting:
         if isinstance(source, _Alias):
             return self._need(source.value, source.fact)
         op = self.undoing.ops[source.at]
-        made = self._call(op, source)[op.outputs.index(value)]
+        made = self._emit_call(op, source)[op.outputs.index(value)]
         return -1 if made is None else made  # never: it has a fact
 
-    def _call(self, op: Op, source: _Source) -> tuple[int | None, ...]:
+    def _emit_call(self, op: Op, source: _Source) -> tuple[int | None, ...]:
         if source not in self.emitted:
             inputs = [self._need(value, fact) for value, fact in zip(op.inputs(), source.inputs, strict=True)]
             undoing = self.undoing

@@ -20,25 +20,8 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.search.budgeted_evaluator import (
-    BudgetedEvaluator,
-    JudgedPlan,
-    Objective,
-    Over,
-    PlanRequest,
-    Watch,
-    never,
-)
-from magis.search.loop_nest import (
-    LoopNest,
-    LoopNestPlan,
-    PlanCosts,
-    least_ns,
-    level,
-    other_parts,
-    solution,
-    with_body,
-)
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
+from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem

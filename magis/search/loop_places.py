@@ -158,7 +158,9 @@ def _promising(
     for number in untried:
         if known is not None and wanted.over():
             return
-        if any(_holds(work, number, other) for other in beaten):
+        cuts = work.places[number].cuts
+        held = (its for its in (work.places[other].cuts for other in beaten) if its.items() <= cuts.items())
+        if any(most_parts(its) == most_parts(cuts) for its in held):  # all that a beaten one runs, in as few parts
             continue
         if is_beaten(work, number, wanted, tried, known):
             beaten.append(number)
@@ -176,12 +178,6 @@ def is_beaten(
     if number not in tried.least_ns:
         tried.least_ns[number] = least_ns_at(work, number)
     return wanted.key(*known) <= wanted.key(0, tried.least_ns[number])
-
-
-def _holds(work: DivisibleStep, number: int, other: int) -> bool:
-    """Return True if the loops of a place run all operators of another one's, in as few parts."""
-    mine, its = work.places[number].cuts, work.places[other].cuts
-    return its.items() <= mine.items() and most_parts(its) == most_parts(mine)
 
 
 def _in_turn(

@@ -218,8 +218,10 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:
             _approach(judge, floor, share, allow_swap=allow_swap)
-        for plan in spread(judge.front(), effort.polished):
-            _climb(judge, plan, allow_swap=allow_swap)
+        for plan in spread(judge.front(), effort.polished):  # neighbours faster at its peak, or leaner at its latency
+            judge.use(plan.order)
+            for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
+                climb(judge, goal, plan, allow_swap=allow_swap)
         _mix(judge, spread(judge.front(), effort.mixed), allow_swap=allow_swap)
     return Front(tuple(judge.front()), judge.states, judge.stopped_by_seconds)
 
@@ -248,13 +250,6 @@ def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: b
         return
     make = Proposer(judge, allow_swap=allow_swap, brief=True)
     make.mix(make.propose(leanest.order, limit, thorough=False), Objective(memory_limit=limit))
-
-
-def _climb(judge: BudgetedEvaluator, plan: JudgedPlan, *, allow_swap: bool) -> None:
-    """Judge neighbours of a plan that are faster at its peak, or leaner at its latency."""
-    judge.use(plan.order)
-    for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
-        climb(judge, goal, plan, allow_swap=allow_swap)
 
 
 def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: bool) -> None:

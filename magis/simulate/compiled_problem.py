@@ -13,6 +13,7 @@ from typing import Protocol
 
 import rustworkx as rx
 
+from magis.cost.machines import Times
 from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
 from magis.ops.collectives import WAITS, is_message
@@ -126,16 +127,11 @@ GENERATOR_NS = 10_000
 """Time to set a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
 
 
-class Costs(Protocol):
+class Costs(Times, Protocol):
     """Cost model that the arrays are compiled with (``magis.cost.cost_model.RooflineCosts``)."""
 
     @property
     def rounding(self) -> int: ...
-    @property
-    def link_bytes_per_s(self) -> float: ...
-    @property
-    def copy_ns(self) -> int: ...
-    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int: ...
 
 

@@ -6,7 +6,7 @@ cannot be merged, no legal order is left. ``Refused`` says so and never leaves `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
@@ -64,10 +64,17 @@ class Draft:
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
         """Add a call and return its values. Raises Refused where it takes no such tensors."""
         probe = Op(self.fresh.op, target, args, kwargs, ())
-        made = _describe_or_refuse(probe, self.values)
+        try:
+            made = describe(probe, self.values)
+        except VerifyError as error:
+            raise Refused(str(error)) from error
         outputs = tuple(self._add_value(probe, each) for each in made if each is not None)
         fresh = any(each is not None and each.base is None for each in made)
-        reads = tuple(sorted(self._reads(probe))) if fresh else ()
+        read = sorted({self.values[value].storage for value in probe.inputs()}) if fresh else []
+        for storage in read:
+            if storage not in self._versions:
+                raise Refused(f"nobody says which version of storage {storage} is meant")
+        reads = tuple((storage, self._versions[storage]) for storage in read)
         many = target in _MANY
         self.added.append(
             replace(
@@ -91,12 +98,6 @@ class Draft:
         looks = Value(number, made.shape, made.stride, made.dtype, storage, offset, bits=made.bits)
         self.values[number] = looks
         return number
-
-    def _reads(self, op: Op) -> Iterator[tuple[int, int]]:
-        for storage in {self.values[value].storage for value in op.inputs()}:
-            if storage not in self._versions:
-                raise Refused(f"nobody says which version of storage {storage} is meant")
-            yield storage, self._versions[storage]
 
     def cat(self, values: Sequence[int], dim: int) -> int:
         """Put tensors side by side along a dimension (counted from 0): by a call that copies them, or, of weights, by a
@@ -126,13 +127,6 @@ class Draft:
 
 _PHASES = ("forward", "backward", "update")
 _MANY = ("aten.split_with_sizes.default", "aten.split.Tensor")
-
-
-def _describe_or_refuse(op: Op, values: dict[int, Value]) -> tuple[Made | None, ...]:
-    try:
-        return describe(op, values)
-    except VerifyError as error:
-        raise Refused(str(error)) from error
 
 
 def common_module(modules: Sequence[str]) -> str:

@@ -183,7 +183,10 @@ def _match_list(index: Index, patterns: Sequence[Pattern], values: Sequence[int]
         return
     first, rest = patterns[0], patterns[1:]
     if isinstance(first, Each) and isinstance(first.of, CallPattern):
-        yield from _match_split(index, first.of, values, bound) if not rest else ()
+        # All pieces of one split, in order.
+        op = index.maker.get(values[0]) if values and not rest else None
+        if op is not None and op.outputs == tuple(values):
+            yield from _match_call(index, first.of, op, bound)
     elif is_family(first):
         yield from _match_members(index, first, values, bound) if not rest else ()
     elif isinstance(first, Each) and isinstance(first.of, Var):
@@ -214,13 +217,6 @@ def _with_lists(bound: Bound, count: int) -> Bound:
     lists = {name: tuple(bound.values[f"{name}.{number}"] for number in range(count)) for name in names}
     single = {name: value for name, value in bound.values.items() if "." not in name}
     return replace(bound, values=single, lists={**bound.lists, **lists})
-
-
-def _match_split(index: Index, pattern: CallPattern, values: Sequence[int], bound: Bound) -> Iterator[Bound]:
-    """Match all pieces of one split, in order."""
-    op = index.maker.get(values[0]) if values else None
-    if op is not None and op.outputs == tuple(values):
-        yield from _match_call(index, pattern, op, bound)
 
 
 # -- families ---------------------------------------------------------------------------------------------------------

@@ -270,22 +270,18 @@ def _ordered(
         if not all(met.runs(op) for op in ops[len(found) : low]):
             raise Refused("what stands in front of the calls would meet something else")
         middle = ops[low:high]
-        if not met.then(middle):
-            middle = _sorted(middle, change, before)
+        if not met.then(middle):  # sorted by their dependences, otherwise as they stand
+            dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), before.inputs, ()))
+            if not rx.is_directed_acyclic_graph(dag):
+                raise Refused("a call would need its own result")
+            order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{node:09d}")
+            middle = [middle[node] for node in order]
         if not all(met.runs(op) for op in middle):
             raise Refused("no order meets the same versions")
         found += [*ops[len(found) : low], *middle]
     if not all(met.runs(op) for op in ops[len(found) :]):
         raise Refused("no order meets the same versions")
     return (*found, *ops[len(found) :])
-
-
-def _sorted(ops: Sequence[Op], change: _Change, before: Graph) -> list[Op]:
-    """Sort operators by their dependences, otherwise as they stand."""
-    dag = dependency_graph(Graph(change.storages, change.values, tuple(ops), before.inputs, ()))
-    if not rx.is_directed_acyclic_graph(dag):
-        raise Refused("a call would need its own result")
-    return [ops[node] for node in rx.lexicographical_topological_sort(dag, key=lambda node: f"{node:09d}")]
 
 
 class _State:

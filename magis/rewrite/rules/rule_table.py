@@ -307,7 +307,11 @@ def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
 
     Layers are mostly alike: one that saves too little stands for all, and the others are not tried.
     """
-    sites = _sites(graph)
+    # The innermost modules that hold the calls of each leading aggregation, in program order.
+    index = Index(graph)
+    bounds = (bound for each in LEADING for bound in each.occurrences(index))
+    modules = (common_module([graph.ops[index.position[number]].module for number in bound.ops]) for bound in bounds)
+    sites = list(dict.fromkeys(modules))
     if not sites:
         return graph
     before = nanoseconds(graph)
@@ -317,14 +321,6 @@ def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
             return graph
     found, _ = aggregated(graph)
     return found if nanoseconds(found) <= (1 - GAIN) * before else graph
-
-
-def _sites(graph: Graph) -> list[str]:
-    """List the innermost modules that hold the calls of each leading aggregation, in program order."""
-    index = Index(graph)
-    bounds = (bound for each in LEADING for bound in each.occurrences(index))
-    modules = (common_module([graph.ops[index.position[number]].module for number in bound.ops]) for bound in bounds)
-    return list(dict.fromkeys(modules))
 
 
 def aggregated(
