@@ -26,7 +26,7 @@ def ways(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
     storages = {storage: number for number, storage in enumerate(dict.fromkeys(v.storage for v in own.values()))}
     lies = tuple((storages[own[number].storage], own[number].offset) for number in op.inputs())
     results = [None if number is None else own[number] for number in op.outputs]
-    made = tuple(v and (v.dtype, v.shape, v.stride, v.offset, storages[v.storage]) for v in results)
+    made = tuple(None if v is None else (v.dtype, v.shape, v.stride, v.offset, storages[v.storage]) for v in results)
     return _cached_splits(_Call((signature(op, own), op.random, lies, made), op, own))
 
 
