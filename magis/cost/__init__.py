@@ -1,1 +1,1 @@
-"""What an operator costs: nanoseconds and workspace bytes, from a profile store or a roofline."""
+"""Costs of an operator: nanoseconds and workspace bytes, from a profile store or a roofline."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 
 from magis.cost.devices import DeviceModel, find_device
-from magis.cost.machines import worst
+from magis.cost.machines import worst_factors
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
 from magis.cost.profile_store import Profile
 from magis.cost.signature import signature
@@ -45,7 +45,7 @@ _HALF = ("float16", "bfloat16")
 
 
 def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> int:
-    """Estimated workspace of one call in bytes; 0 for operators that the module's head does not name."""
+    """Estimate the workspace of one call in bytes; 0 for operators that the module's head does not name."""
     if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
         return 0 if gpu else STATE_BYTES["cpu"]
     inputs = [values[number] for number in op.inputs()]
@@ -94,7 +94,7 @@ def _on_cpu(op: Op, name: str, kind: str, inputs: list[Value], outputs: list[Val
 
 
 def _features(op: Op, image: Value) -> int:
-    """Elements of one normalized row: the product of the shape that LayerNorm names, else of the channels."""
+    """Count the elements of one normalized row: the product of the shape that LayerNorm names, else the channels."""
     for arg in op.args:
         if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
             return prod(item for item in arg if isinstance(item, int))
@@ -103,19 +103,19 @@ def _features(op: Op, image: Value) -> int:
 
 @dataclass(frozen=True)
 class RooflineCosts:
-    """Costs from a profile where it knows the signature or kin of it, else from the roofline of `device`.
+    """Costs from a profile where it knows the signature or its kin, else from the roofline of `device`.
 
-    Every answer is a whole number and depends on the arguments alone. `workspaces` (bytes by signature, measured in
-    isolation on the device) come before the profile's, those before the documented estimates above.
+    Every answer is a whole number and depends on the arguments alone. A workspace is looked up in `workspaces` (bytes
+    by signature, measured alone on the device), then in the profile, then in the documented estimates above.
     """
 
     device: DeviceModel
     profile: Profile | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict)
     prices: Prices | None = field(default=None, repr=False, compare=False)
-    """Of this device and profile, where they are shared with other costs."""
+    """Prices of this device and profile that other costs share; None: own ones."""
     slack: float = 0.0
-    """Copies take as long as on the worst machine of that slack (`magis.cost.machines`), in units of these kernels."""
+    """Slack whose worst machine gives the time of copies (`magis.cost.machines`), in units of these kernels."""
 
     @property
     def name(self) -> str:
@@ -128,26 +128,26 @@ class RooflineCosts:
 
     @property
     def rounding(self) -> int:
-        """The allocator hands out multiples of this many bytes."""
+        """Bytes that the allocator rounds every block up to a multiple of."""
         return self.device.rounding
 
     @property
     def link_bytes_per_s(self) -> float:
         """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
         measured = 0 if self.profile is None else self.profile.link
-        link, kernels = worst(self.slack)
+        link, kernels = worst_factors(self.slack)
         return float(measured or self.device.link_bytes_per_s) * link * kernels
 
     @property
     def copy_ns(self) -> int:
-        """What a copy takes besides its bytes."""
+        """Nanoseconds of a copy besides those of its bytes."""
         measured = 0 if self.profile is None else self.profile.copy_ns
-        _, kernels = worst(self.slack)
+        _, kernels = worst_factors(self.slack)
         return round((measured or self.device.copy_ns) / kernels)
 
     @property
     def nominal(self) -> RooflineCosts:
-        """The same without slack."""
+        """These costs without slack."""
         return replace(self, slack=0.0)
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
@@ -157,15 +157,15 @@ class RooflineCosts:
         return self.price(op, values).ns
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
-        """The time of one call that is no loop, and where it is from."""
-        return (self.prices or self._own).price(op, values)
+        """Return the time of one call that is no loop, and its source."""
+        return (self.prices or self._own_prices).price(op, values)
 
     @cached_property
-    def _own(self) -> Prices:
+    def _own_prices(self) -> Prices:
         return Prices(self.device, self.profile)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        """Bytes that the call allocates at its worst moment beyond its fresh outputs."""
+        """Return the bytes that the call allocates at its worst moment beyond its fresh outputs."""
         if op.target in MERGING:
             return 0  # copies and sums in place
         key = signature(op, values)
@@ -176,7 +176,7 @@ class RooflineCosts:
         return estimated_workspace(op, values, gpu=self.device.name != "cpu")
 
     def transfer_ns(self, nbytes: int) -> int:
-        """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
+        """Return the nanoseconds of a copy between device and host. Raises ValueError on a device without a link."""
         if self.link_bytes_per_s <= 0:
             raise ValueError(f"{self.name} has no host link to swap over")
         return self.copy_ns + round(nbytes / self.link_bytes_per_s * 1e9)
@@ -189,29 +189,29 @@ def device_model(
     profile: Profile | None = None,
     workspaces: Mapping[str, int] | None = None,
 ) -> RooflineCosts:
-    """Costs of "cpu", "sim:<name>", or "cuda" with a GPU that calls itself `gpu`.
+    """Return the costs of "cpu", "sim:<name>", or "cuda" with a GPU that calls itself `gpu`.
 
     Raises UnknownDevice, whose message lists the names.
     """
     return RooflineCosts(find_device(name, gpu), profile, workspaces if workspaces is not None else {})
 
 
-# What the latency of a step rests on: which share of it was measured, interpolated, or estimated by a roofline.
+# Sources of a step's latency: the shares of it that were measured, interpolated, or estimated by a roofline.
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of a step's time by where they are from; they add up to 1."""
+    """Shares of a step's time by their source; they add up to 1."""
 
     measured: float = 0.0
     interpolated: float = 0.0
     estimated: float = 1.0
     error: float = 0.0
-    """By which share the interpolated part is typically off."""
+    """Relative error that is typical of the interpolated part."""
 
 
 def shares(costs: RooflineCosts, graph: Graph) -> Shares:
-    """The shares of a graph's operators, those of loops counted for every part; what the host does is left out."""
+    """Return the shares of a graph's operators, those of loops counted for every part; host time is left out."""
     spent: Counter[str] = Counter()
     off = 0.0
     for times, price in _prices(costs, graph, 1):

@@ -72,9 +72,9 @@ class DeviceModel:
     link_bytes_per_s: float
     """Host link, one direction; 0: nothing is swapped on this device."""
     copy_ns: int
-    """Of every copy between host and device, however small: the launch, and until the first byte moves."""
+    """Fixed time of a copy between host and device: the launch, and until the first byte moves."""
     overlaps: bool
-    """Whether arithmetic and memory traffic of one operator hide each other (max) or not (sum)."""
+    """True if arithmetic and memory traffic of one operator hide each other (max), else they add up."""
     half_outputs: int = 0
     """Results of a matrix product (or convolution, attention) at which half of the peak is reached."""
     half_bytes: int = 0
@@ -82,7 +82,7 @@ class DeviceModel:
     half_dimension: int = 0
     """Smallest dimension of a matrix product at which half of the peak is reached."""
     half_channels: int = 0
-    """The same of a convolution (`OperatorWork.smallest_channels`)."""
+    """Channels of a convolution (`OperatorWork.smallest_channels`) at which half of the peak is reached."""
     lays_out: frozenset[str] = frozenset()
     """Data types of which pictures whose channels are not innermost are laid out anew around a convolution."""
     element_ns: Mapping[str, float] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class DeviceModel:
     """Cost of touching fresh memory for the first time, for storages of at least `fault_bytes`."""
     fault_bytes: int = 0
     loops_lists: bool = False
-    """Whether a call on lists of tensors launches once for each of them, not once for many."""
+    """True if a call on lists of tensors launches once for each of them, not once for many."""
 
     def rates_of(self, done: OperatorWork) -> Rates:
-        """Those that say most about an operator."""
+        """Return the most specific rates of an operator: by data type, by layout, else by kind."""
         names = (f"{done.kind}.{done.dtype}", f"{done.kind}.channels_last" if done.channels_last else "", done.kind)
         return next((self.rates[name] for name in names if name in self.rates), self.rates["unknown"])
 
@@ -104,14 +104,14 @@ class Fitted:
     """Shares of a GPU's peaks, as `benchmarks/calibrate.py` fits them to published measurements."""
 
     matmul: float
-    """Of the peak of float32 products (tf32 where the device has it)."""
+    """Share of the peak of float32 products (tf32 where the device has it)."""
     matmul_half: float
     conv: float
     conv_half: float
     bandwidth: float
-    """Of an operator that reads and writes each element once; the other kinds have theirs in proportion."""
+    """Share that an operator reaches which reads and writes each element once; other kinds are in proportion."""
     layout: float
-    """Of the bandwidth, for pictures that a convolution lays out anew; each of its bytes is counted once."""
+    """Share of the bandwidth for pictures that a convolution lays out anew; each of its bytes is counted once."""
 
 
 _KINDS = {
@@ -138,7 +138,7 @@ _KINDS = {
 
 
 def gpu_rates(fitted: Fitted) -> dict[str, Rates]:
-    """Rates by kind; two kernels run for a convolution's gradients, and for attention's."""
+    """Return the rates by kind; two kernels run for a convolution's gradients, and for attention's."""
     products = 0.96 * fitted.bandwidth
     rates = {kind: replace(each, bandwidth=each.bandwidth * fitted.bandwidth) for kind, each in _KINDS.items()}
     for suffix, matmul, conv in (
@@ -170,7 +170,7 @@ def _gpu(
     link_bytes_per_s: float,
     lays_out: frozenset[str] = _HALF | {"float32"},
 ) -> DeviceModel:
-    """A GPU from its datasheet. `tera` holds TFLOP/s of matrix products by data type.
+    """Build a GPU's constants from its datasheet; `tera` holds TFLOP/s of matrix products by data type.
 
     Utilization falls with the operator's size: half of the matrix peak at half a wave of 128 x 128 tiles, half of the
     bandwidth at 1024 float32 elements per multiprocessor, read twice and written once.
@@ -278,12 +278,12 @@ _DEVICES = {"cpu": CPU, **{f"sim:{gpu.name}": replace(gpu, name=f"sim:{gpu.name}
 
 
 def device_names() -> tuple[str, ...]:
-    """Names that `find_device` knows without a GPU: "cpu" and "sim:<name>"."""
+    """Return the names that `find_device` knows without a GPU: "cpu" and "sim:<name>"."""
     return tuple(_DEVICES)
 
 
 def gpu_name(gpu: str) -> str:
-    """The short name of a GPU that calls itself "NVIDIA H200": "h200"; empty where no constants are known for it."""
+    """Return the short name of a GPU that calls itself "NVIDIA H200": "h200"; empty if it has no constants here."""
     words = re.split(r"[^a-z0-9]+", gpu.lower())
     if {"ti", "super"} & set(words):
         return ""
@@ -291,7 +291,7 @@ def gpu_name(gpu: str) -> str:
 
 
 def find_device(name: str, gpu: str = "") -> DeviceModel:
-    """The constants of "cpu", "sim:<name>", or of "cuda" for a GPU that calls itself `gpu` ("NVIDIA H200").
+    """Return the constants of "cpu", "sim:<name>", or of "cuda" for a GPU that calls itself `gpu` ("NVIDIA H200").
 
     A GPU without constants of its own is taken for an A100. Raises UnknownDevice, which lists the names.
     """

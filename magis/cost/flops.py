@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from magis.graph.nodes import ITEM_SIZE, Arg, Op, Ref, Value
+from magis.graph.nodes import ITEM_SIZE, Op, Ref, Value
 from magis.ops.op_info import OpInfo
 from magis.ops.operators import name_of, op_info
 
@@ -29,28 +29,26 @@ MOST_WITH_NUMBERS = (96, 64, 48, 36, 30)
 
 
 def is_on_lists(target: str) -> bool:
-    """Whether the operator goes through lists of tensors, one tensor like the other."""
+    """Return True if the operator goes through lists of tensors, one tensor like the other."""
     return target.startswith(("aten._foreach_", "aten._fused_")) and not target.startswith("aten._fused_rms_norm")
 
 
-def counts(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
-    """Tensors that one call goes through, and the kernels that a GPU runs for it; 1 and 1 of other operators."""
+def tensors_and_kernels(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
+    """Count the tensors that one call goes through and the kernels that a GPU runs for it; 1 and 1 without lists."""
     lists = [arg for arg in op.args if isinstance(arg, tuple) and arg and isinstance(arg[0], Ref)]
     if not lists or not is_on_lists(op.target):
         return 1, 1
     sizes = [values[item.value].numel for item in lists[0] if isinstance(item, Ref)]
-    lists = [each for each in lists if not _are_counters(each, values, sizes)]
+    if max(sizes) > 1:  # counters of steps beside larger tensors are no operands, but numbers
+        numbers = [all(isinstance(item, Ref) and values[item.value].shape == () for item in each) for each in lists]
+        lists = [each for each, are_numbers in zip(lists, numbers, strict=True) if not are_numbers]
     depth = min(max(1, len(lists) + bool(op.made())), len(MOST_TENSORS))
     most = (MOST_WITH_NUMBERS if op.target.endswith(".ScalarList") else MOST_TENSORS)[depth - 1]
     return len(sizes), _kernels(sizes, most)
 
 
-def _are_counters(given: tuple[Arg, ...], values: Mapping[int, Value], sizes: list[int]) -> bool:
-    """Whether a list holds counters of steps beside larger tensors: these are no operands, but numbers."""
-    return max(sizes) > 1 and all(isinstance(item, Ref) and values[item.value].shape == () for item in given)
-
-
 def _kernels(sizes: list[int], most: int) -> int:
+    """Count the kernels for tensors of these sizes, `most` of which fit into one."""
     kernels = tensors = blocks = 0
     for size in sizes:
         chunks = -(-size // CHUNK)
@@ -78,7 +76,7 @@ _EASY_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What one call does.
+    """Arithmetic and traffic of one call.
 
     `kind` is that of the operator's row, "view" or "strided_copy" (a copy that changes the innermost dimension);
     `dtype` the type that the arithmetic runs in.
@@ -98,19 +96,19 @@ class OperatorWork:
     elements: int = 0
     """Elements gone through one by one: of inputs or outputs, windows of a pooling, attention scores."""
     smallest_dimension: int = 0
-    """Of a matrix product's three dimensions; 0 for other operators."""
+    """Smallest of a matrix product's three dimensions; 0 for other operators."""
     smallest_channels: int = 0
-    """Of a convolution, as the product that it is: its results' channels, or the products that each sums; by group."""
+    """Smaller of a convolution's channels out and the products that each result sums, by group; 0 for others."""
     channels_last: bool = False
-    """Whether a convolution's or a batch norm's picture has its channels innermost."""
+    """True if a convolution's or a batch norm's picture has its channels innermost."""
     tensors: int = 1
-    """Of an operator on lists: how many tensors it goes through."""
+    """Tensors that an operator on lists goes through."""
     launches: int = 1
-    """Of an operator on lists: the kernels that a GPU runs for it (`magis.cost.flops`)."""
+    """Kernels that a GPU runs for an operator on lists."""
 
     @property
     def laid_out(self) -> bool:
-        """Whether tensor cores would want another layout: depthwise convolutions run on none."""
+        """True if tensor cores would want another layout; depthwise convolutions run on none."""
         return not self.channels_last and self.smallest_channels != 1
 
     @property
@@ -119,11 +117,11 @@ class OperatorWork:
 
 
 def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
-    """What `op` does; `values` holds its inputs and outputs."""
-    inputs = [values[number] for number in dict.fromkeys(_read(op))]
+    """Count the arithmetic and traffic of `op`; `values` holds its inputs and outputs."""
+    inputs = [values[number] for number in dict.fromkeys(_read_values(op))]
     outputs = [values[number] for number in op.made()]
     given = {values[number].storage for number in op.inputs()}
-    dtype = _arithmetic(inputs or outputs)
+    dtype = _arithmetic_dtype(inputs or outputs)
     known = op_info(op.target)
     if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
@@ -131,7 +129,7 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     # operators that update lists in place return nothing
     written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
     elements = _elements(op, known, inputs, outputs)
-    tensors, launches = counts(op, values)
+    tensors, launches = tensors_and_kernels(op, values)
     matrix = known.kind in ("matmul", "conv", "conv_backward")
     done = OperatorWork(
         kind=known.kind,
@@ -145,10 +143,10 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
         tensors=tensors,
         launches=launches,
     )
-    return _refined(done, known, op, values, outputs)
+    return _with_arithmetic(done, known, op, values, outputs)
 
 
-def _refined(
+def _with_arithmetic(
     done: OperatorWork, known: OpInfo, op: Op, values: Mapping[int, Value], outputs: list[Value]
 ) -> OperatorWork:
     """`done` with the arithmetic of its kind, and the bytes that its algorithm skips or passes over again."""
@@ -158,15 +156,15 @@ def _refined(
             return _with_long_sums(_matmul(done, op, values, outputs))
         case "conv":
             done = replace(done, flops=_convolution_flops(op, values, outputs))
-            return _with_long_sums(_looked_at(done, op, values, 0, outputs))
+            return _with_long_sums(_with_channels(done, op, values, 0, outputs))
         case "conv_backward":
             flops = _convolution_backward_flops(op, values)
-            gradient = _tensor(op, values, 0)
-            done = _looked_at(replace(done, flops=flops), op, values, 1, [] if gradient is None else [gradient])
+            gradient = _tensor_arg(op, values, 0)
+            done = _with_channels(replace(done, flops=flops), op, values, 1, [] if gradient is None else [gradient])
             return _with_long_sums(done, products=2)
         case "batch_norm":
             backward = name.endswith("_backward")
-            done = replace(done, channels_last=_is_channels_last(_tensor(op, values, 1 if backward else 0)))
+            done = replace(done, channels_last=_is_channels_last(_tensor_arg(op, values, 1 if backward else 0)))
         case "attention" | "attention_backward":
             return _attention(done, op, values)
         case "none":
@@ -180,7 +178,7 @@ def _refined(
 
 
 def _elements(op: Op, known: OpInfo, inputs: list[Value], outputs: list[Value]) -> int:
-    """What an operator goes through one by one; for a pooling forward, its outputs times the window."""
+    """Count the elements that an operator goes through; for a pooling forward, its outputs times the window."""
     elements = max((value.numel for value in (*outputs, *inputs)), default=0)
     if is_on_lists(op.target):
         return sum(value.numel for value in (outputs or inputs))
@@ -193,10 +191,12 @@ def _elements(op: Op, known: OpInfo, inputs: list[Value], outputs: list[Value]) 
 
 
 def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
-    """ "strided_copy" where neighbours of an input are no neighbours in the output, or the other way round;
+    """Name the kind of a copy.
+
+    "strided_copy" where neighbours of an input are no neighbours in the output, or the other way round;
     "permuted_copy" where they are but the order of the outer dimensions changes; else "copy".
     """
-    touched = [values[number] for number in (*_read(op), *op.made())]
+    touched = [values[number] for number in (*_read_values(op), *op.made())]
     if not touched:
         return "copy"
     innermost = {v.stride[-1] != 1 for v in touched if v.shape and v.shape[-1] > 1 and v.stride[-1] != 0}
@@ -208,7 +208,7 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
 
 
 def _same_order(first: Value, second: Value) -> bool:
-    """Whether the dimensions lie in memory in the same order, those of size 1 or expanded in either left out."""
+    """Return True if both order their dimensions alike in memory, those of size 1 or expanded in either left out."""
     pairs = [
         steps
         for *steps, size in zip(first.stride, second.stride, first.shape, strict=True)
@@ -217,44 +217,44 @@ def _same_order(first: Value, second: Value) -> bool:
     return sorted(pairs, key=lambda steps: -steps[0]) == sorted(pairs, key=lambda steps: -steps[1])
 
 
-def _read(op: Op) -> tuple[int, ...]:
-    """Value ids whose elements the call reads, the destination of `out=` and what it overwrites left out."""
+def _read_values(op: Op) -> tuple[int, ...]:
+    """List the values whose elements the call reads: no destination of `out=`, and nothing that it overwrites."""
     overwrites = op_info(op.target).overwrites and op.target.split(".")[1].endswith("_")
     kwargs = tuple((name, arg) for name, arg in op.kwargs if name not in _DESTINATIONS)
     return replace(op, args=op.args[1:] if overwrites else op.args, kwargs=kwargs).inputs()
 
 
 def _distinct_bytes(value: Value) -> int:
-    """Bytes of the distinct elements of a value: expanded dimensions count once."""
+    """Count the bytes of a value's distinct elements: expanded dimensions count once."""
     sizes = (size for size, step in zip(value.shape, value.stride, strict=True) if step != 0 or size == 0)
     return prod(sizes) * ITEM_SIZE[value.dtype]
 
 
 def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
-    """Bytes of what a call without outputs updates: its first argument; all but the gradients if fused."""
+    """Count the bytes that a call without outputs updates: its first argument; all but the gradients if fused."""
     lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
     updated = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
     numbers = {item.value for arg in updated for item in arg if isinstance(item, Ref)}
     return sum(_distinct_bytes(values[number]) for number in numbers)
 
 
-def _arithmetic(values: list[Value]) -> str:
-    """The type of the arithmetic: the widest floating-point type among `values`, else the first type."""
+def _arithmetic_dtype(values: list[Value]) -> str:
+    """Return the type of the arithmetic: the widest floating-point type among `values`, else the first type."""
     floating = [value.dtype for value in values if value.dtype.startswith(("float", "bfloat", "complex"))]
     if floating:
         return max(floating, key=lambda dtype: (ITEM_SIZE[dtype], dtype))
     return values[0].dtype if values else "float32"
 
 
-def _tensor(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
+def _tensor_arg(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
     arg = op.args[position] if position < len(op.args) else None
     return values[arg.value] if isinstance(arg, Ref) else None
 
 
 def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
-    """2 m n k, batches included: every element of the output is a sum of `k` products."""
+    """Add a matrix product's arithmetic, 2 m n k with batches: every element of the output sums `k` products."""
     info = op_info(op.target)
-    left, right = (_tensor(op, values, info.adds + factor) for factor in range(2))
+    left, right = (_tensor_arg(op, values, info.adds + factor) for factor in range(2))
     if left is None or right is None or not outputs:
         return done
     if info.product:
@@ -270,9 +270,11 @@ def _with_long_sums(done: OperatorWork, products: int = 1) -> OperatorWork:
     return replace(done, results=max(done.results, done.flops // (2 * products * INNER_DEPTH)))
 
 
-def _looked_at(done: OperatorWork, op: Op, values: Mapping[int, Value], first: int, made: list[Value]) -> OperatorWork:
-    """A convolution's layout, and its channels by group; its picture and weight are arguments from `first` on."""
-    image, weight = _tensor(op, values, first), _tensor(op, values, first + 1)
+def _with_channels(
+    done: OperatorWork, op: Op, values: Mapping[int, Value], first: int, made: list[Value]
+) -> OperatorWork:
+    """Add a convolution's layout and its channels by group; picture and weight are arguments from `first` on."""
+    image, weight = _tensor_arg(op, values, first), _tensor_arg(op, values, first + 1)
     if image is None or weight is None or weight.numel == 0 or not made or len(made[0].shape) < 2:
         return done
     position = 8 + first
@@ -287,8 +289,9 @@ def _is_channels_last(image: Value | None) -> bool:
 
 
 def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]) -> int:
-    """Each output element sums in-channels / groups x kernel products; transposed: each input element does."""
-    image, weight = _tensor(op, values, 0), _tensor(op, values, 1)
+    """Count a convolution's arithmetic: an output element (transposed: an input element) sums in-channels / groups x
+    kernel products."""
+    image, weight = _tensor_arg(op, values, 0), _tensor_arg(op, values, 1)
     if image is None or weight is None or weight.numel == 0 or not outputs:
         return 0
     transposed = name_of(op.target).endswith("convolution") and len(op.args) > 6 and op.args[6] is True
@@ -297,8 +300,8 @@ def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]
 
 
 def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
-    """The forward's products once for each of the two large gradients asked for; a sum for the bias."""
-    gradient, image, weight = (_tensor(op, values, position) for position in range(3))
+    """Count the forward's products once for each of the two large gradients asked for, and a sum for the bias."""
+    gradient, image, weight = (_tensor_arg(op, values, position) for position in range(3))
     mask = op.args[-1]
     if gradient is None or image is None or weight is None or not isinstance(mask, tuple):
         return 0
@@ -309,9 +312,9 @@ def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
 
 
 def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> OperatorWork:
-    """Two products forward, five backward (one is computed again); half of each under a causal mask."""
+    """Add attention's two products forward, five backward (one is computed again); half of each if causal."""
     first = 1 if done.kind == "attention_backward" else 0
-    query, key, value = (_tensor(op, values, first + step) for step in range(3))
+    query, key, value = (_tensor_arg(op, values, first + step) for step in range(3))
     if query is None or key is None or value is None:
         return done
     scores = prod(query.shape[:-1]) * key.shape[-2]
@@ -326,15 +329,18 @@ def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> Opera
 
 
 def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWork) -> tuple[int, int]:
-    """Bytes read and written, corrected for what the algorithm skips or passes over again."""
+    """Count the bytes read and written, corrected for what the algorithm skips or passes over again."""
     read, written = done.read_bytes, done.written_bytes
     outputs = sum(values[number].nbytes for number in op.made())
     name = name_of(op.target)
     match known.kind:
         case "batch_norm":  # once for the sums, once to apply them
             return 2 * read, written
-        case "gather" if name.startswith("nll_loss"):
-            return _row_bytes(op, values), written
+        case "gather" if name.startswith("nll_loss"):  # one element and one target per row
+            scores, target = _tensor_arg(op, values, 0), _tensor_arg(op, values, 1)
+            if scores is None or target is None:
+                return 0, written
+            return target.nbytes + target.numel * ITEM_SIZE[scores.dtype], written
         case "gather":
             indices = sum(v.nbytes for v in map(values.__getitem__, op.inputs()) if v.dtype.startswith("int"))
             return indices + outputs, written
@@ -348,11 +354,3 @@ def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWo
             return 2 * touched, touched
         case _:
             return read, written
-
-
-def _row_bytes(op: Op, values: Mapping[int, Value]) -> int:
-    """One element and one target per row: what a loss of one class per row reads."""
-    scores, target = _tensor(op, values, 0), _tensor(op, values, 1)
-    if scores is None or target is None:
-        return 0
-    return target.nbytes + target.numel * ITEM_SIZE[scores.dtype]

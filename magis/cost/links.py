@@ -1,4 +1,4 @@
-"""Links between the ranks of one machine, and what a message over them takes."""
+"""Links between the ranks of one machine, and the time of a message over them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from magis.ops.exchanges import EXCHANGE
 
 @dataclass(frozen=True)
 class Links:
-    """Between the ranks of one machine."""
+    """Speed of the links between the ranks of one machine."""
 
     bytes_per_s: float
-    """Of one rank to the next, in one direction, in long messages."""
+    """Bytes a second from one rank to the next, in one direction, in long messages."""
     message_ns: int = 20_000
-    """To begin a message."""
+    """Time to begin a message."""
     hidden: float = 0.5
-    """Part of the operators' time behind which messages that need not be waited for can hide: the backward."""
+    """Share of the operators' time behind which messages that need not be waited for can hide: the backward."""
 
     def ns(self, sent_bytes: float) -> float:
-        """Of a message in which a rank sends so many bytes."""
+        """Return the nanoseconds of a message in which a rank sends so many bytes."""
         return self.message_ns + sent_bytes / self.bytes_per_s * 1e9
 
 
@@ -39,13 +39,16 @@ links of 25 GB/s each)."""
 
 
 def links_of(device: str) -> Links:
-    """Those of a device by its name; of one that is not known, a CPU's."""
+    """Return the links of a device by its name; of an unknown one, a CPU's."""
     return LINKS.get(device.removeprefix("sim:"), LINKS["cpu"])
 
 
 def message_ns(device: str, op: Op, values: Mapping[int, Value]) -> int:
-    """Nanoseconds of a message of a step: by rings, in which a rank sends (n - 1) / n of the whole tensor, twice for
-    a sum that all get; between two ranks the larger of what either sends, without waiting for the other."""
+    """Return the nanoseconds of a message of a step.
+
+    By rings, in which a rank sends (n - 1) / n of the whole tensor, twice for a sum that all get; between two ranks
+    the larger of the tensors that either sends, without waiting for the other.
+    """
     ranks = ranks_of(op)
     sizes = [values[value].nbytes for value in (*op.inputs(), *op.made())]
     if op.target == EXCHANGE:

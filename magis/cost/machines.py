@@ -22,7 +22,7 @@ from magis.graph.nodes import Op, Value
 
 
 class Times(Protocol):
-    """What calls take, and copies to and from the host (0 bytes a second: there are none)."""
+    """Times of calls, and of copies to and from the host (0 bytes a second: there are none)."""
 
     @property
     def link_bytes_per_s(self) -> float: ...
@@ -33,7 +33,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """A device whose link is so many times as fast, and whose kernels take so many times as long."""
+    """A device whose link is `link` times as fast, and whose kernels take `kernels` times as long."""
 
     times: Times
     link: float = 1.0
@@ -51,12 +51,12 @@ class Machine:
         return round(self.times.nanoseconds(op, values) * self.kernels)
 
 
-def worst(slack: float) -> tuple[float, float]:
-    """How many times as fast the link is, and how many times as long kernels take, on the worst machine of a slack."""
+def worst_factors(slack: float) -> tuple[float, float]:
+    """Return the link's speed and the kernels' time on the worst machine of a slack, in units of the nominal ones."""
     return 1 - slack, 1 - slack / 2
 
 
 def machines(times: Times, slack: float) -> tuple[Machine, ...]:
-    """The nominal one, the one with a slower link, the one with quicker kernels, and the one with both."""
-    link, kernels = worst(slack)
+    """Return the nominal machine, the one with a slower link, the one with quicker kernels, and the one with both."""
+    link, kernels = worst_factors(slack)
     return Machine(times), Machine(times, link), Machine(times, kernels=kernels), Machine(times, link, kernels)

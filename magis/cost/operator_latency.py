@@ -10,8 +10,8 @@ from functools import cached_property
 from magis.cost.devices import DeviceModel
 from magis.cost.flops import OperatorWork, work
 from magis.cost.links import message_ns
-from magis.cost.profile_store import Curve, Profile, kin, target_of
-from magis.cost.shapes import made
+from magis.cost.profile_store import Curve, Profile, kin_key, target_of
+from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse, signature
 from magis.errors import MagisError
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
@@ -34,7 +34,7 @@ _MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
 
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
-    """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    """Estimate the nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
     if op.target == ARRIVED:
         return 0
     if is_message(op.target):
@@ -43,7 +43,7 @@ def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int
 
 
 def work_ns(device: DeviceModel, done: OperatorWork) -> int:
-    """Estimated nanoseconds of what one call does."""
+    """Estimate the nanoseconds of one call from its arithmetic and traffic."""
     if done.kind in ("view", "none"):  # nothing runs on the device
         return device.view_ns
     rates = device.rates_of(done)
@@ -69,7 +69,7 @@ def work_ns(device: DeviceModel, done: OperatorWork) -> int:
 
 
 def _share(size: int, half: int) -> float:
-    """Part of a peak that an operator of this size reaches; 1 where no size is known."""
+    """Return the share of a peak that an operator of this size reaches; 1 where no size is known."""
     return size / (size + half) if size else 1.0
 
 
@@ -77,16 +77,16 @@ MERGING = (PART, JOIN, REDUCE)
 
 
 def signatures_of(graph: Graph) -> Iterator[str]:
-    """Of every operator that the device runs, bodies of loops included, the signature by which costs know it."""
+    """Yield the cost signature of every operator that the device runs, bodies of loops included."""
     for op, values in every_op(graph):
         if op.body is None and (op.target in MERGING or not op.target.startswith("magis.")):
             yield signature(*equivalent(op, values))
 
 
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
-    """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are.
+    """Return the ATen call that moves as many bytes as a `magis.part`, `join` or `reduce`; others as they are.
 
-    With the values of the call alone: a copy of all of a step's for every stretch would take longer than all the rest.
+    With the values of the call alone: to copy all of a step's for every part would take longer than all the rest.
     """
     if op.target not in MERGING:
         return op, values
@@ -112,7 +112,7 @@ MEASURED, INTERPOLATED, ESTIMATED = "measured", "interpolated", "estimated"
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Nanoseconds of a call, where they are from, and by which share they are typically off (0: not known)."""
+    """Nanoseconds of a call, their source, and their typical relative error (0: not known)."""
 
     ns: int
     source: str
@@ -126,55 +126,47 @@ class Prices:
     device: DeviceModel
     profile: Profile | None = None
     _known: dict[str, Price] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By signature: equal layers ask once."""
+    """Prices by signature: equal layers ask once."""
     _curves: dict[str, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _kinds: dict[str, Mapping[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kinds: dict[str, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Measured signatures by operator and kind of their kin."""
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
         op, values = equivalent(op, values)
         key = signature(op, values)
         if key not in self._known:
-            self._known[key] = self._priced(key, op, values)
+            self._known[key] = self._look_up(key, op, values)
         return self._known[key]
 
-    def _priced(self, key: str, op: Op, values: Mapping[int, Value]) -> Price:
+    def _look_up(self, key: str, op: Op, values: Mapping[int, Value]) -> Price:
+        """Return the measured price, else the one drawn between measured kin, else the roofline's."""
         expected = roofline_ns(self.device, op, values)
         if self.profile is None or not expected:  # what takes no time needs no measurement
             return Price(expected, MEASURED if not expected else ESTIMATED)
         entry = self.profile.entries.get(key)
         if entry is not None:
             return Price(entry.ns, MEASURED, entry.spread / entry.ns if entry.ns else 0.0)
-        answer = self._curve(op.target, kin(op, values)).at(expected)
+        answer = self._curve(self.profile, op.target, kin_key(op, values)).at(expected)
         return Price(expected, ESTIMATED) if answer is None else Price(answer.ns, INTERPOLATED, answer.error)
 
-    def _curve(self, target: str, kind: str) -> Curve:
+    def _curve(self, profile: Profile, target: str, kind: str) -> Curve:
+        """Return roofline and measured nanoseconds of an operator's measured calls of one kind."""
         if target not in self._kinds:
-            self._kinds[target] = self._kinds_of(target)
+            kinds = self._kinds[target] = {}
+            for key in self._by_target.get(target, ()):
+                with contextlib.suppress(MagisError):  # no signature: nobody asks for it
+                    kinds.setdefault(kin_key(*parse(key)), []).append(key)
         if kind not in self._curves:
-            keys = self._kinds[target].get(kind, ())
-            self._curves[kind] = Curve.of([point for key in keys if (point := self._point(key)) is not None])
+            points = []
+            for key in self._kinds[target].get(kind, ()):
+                with contextlib.suppress(MagisError):  # this torch refuses the call
+                    points.append((roofline_ns(self.device, *parse_with_outputs(key)), profile.entries[key].ns))
+            self._curves[kind] = Curve.of(points)
         return self._curves[kind]
-
-    def _point(self, key: str) -> tuple[int, int] | None:
-        """Roofline and measured nanoseconds of an entry; None of a call that this torch refuses."""
-        if self.profile is None:
-            return None
-        try:
-            return roofline_ns(self.device, *made(key)), self.profile.entries[key].ns
-        except MagisError:
-            return None
-
-    def _kinds_of(self, target: str) -> Mapping[str, list[str]]:
-        """An operator's signatures in the profile, by what they have in common."""
-        found: dict[str, list[str]] = {}
-        for key in self._by_target.get(target, ()):
-            with contextlib.suppress(MagisError):  # no signature: nobody asks for it
-                found.setdefault(kin(*parse(key)), []).append(key)
-        return found
 
     @cached_property
     def _by_target(self) -> Mapping[str, list[str]]:
-        """All signatures by operator: reading them is put off until one of its kin is asked for."""
+        """Signatures by operator, not yet parsed: most operators are never asked for."""
         found: dict[str, list[str]] = {}
         for key in self.profile.entries if self.profile is not None else ():
             found.setdefault(target_of(key), []).append(key)

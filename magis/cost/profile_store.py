@@ -68,11 +68,11 @@ class Profile:
     device: Mapping[str, str]
     entries: Mapping[str, Entry] = field(default_factory=dict)
     schemas: Mapping[str, str] = field(default_factory=dict)
-    """By operator: "aten.mm.default"."""
+    """Schemas by operator: "aten.mm.default"."""
     link: int = 0
     """Bytes a second between host and device, the slower direction; 0: not measured."""
     copy_ns: int = 0
-    """What a copy between them takes besides its bytes; 0: not measured."""
+    """Nanoseconds of a copy between them besides those of its bytes; 0: not measured."""
 
     @property
     def dtypes(self) -> frozenset[str]:
@@ -81,21 +81,23 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Tells profiles apart that price differently; what they were recorded with and how often does not count."""
+        """Hash of all that sets prices; the device and the numbers of timings do not count."""
         copies = [self.link] if self.copy_ns == 0 else [self.link, self.copy_ns]  # older profiles keep their digest
         prices = [*copies, sorted((key, entry.ns, entry.workspace) for key, entry in self.entries.items())]
         return sha256(json.dumps(prices).encode()).hexdigest()[:12]
 
 
 def target_of(key: str) -> str:
-    """The operator that a signature is of."""
+    """Return the operator of a signature: "aten.mm.default"."""
     return key.partition("(")[0]
 
 
-def matched(profile: Profile, schema_of: Callable[[str], str | None]) -> tuple[Profile, tuple[str, ...]]:
-    """The profile without operators whose schema is another one here, and these, sorted.
+def without_changed_operators(
+    profile: Profile, schema_of: Callable[[str], str | None]
+) -> tuple[Profile, tuple[str, ...]]:
+    """Return the profile without operators whose schema is another one here, and the names of these, sorted.
 
-    `schema_of` says what an operator looks like to the torch at hand; None: it has none of that name.
+    `schema_of` gives an operator's schema in the torch at hand; None: it has none of that name.
     """
     changed = {target for target, text in profile.schemas.items() if schema_of(target) != text}
     kept = {key: entry for key, entry in profile.entries.items() if target_of(key) not in changed}
@@ -147,7 +149,7 @@ def _texts(path: Path, data: Any, missing: str) -> dict[str, str]:
 
 
 def _check_text(path: Path, text: str) -> None:
-    """Texts end up in reports: they must be of a size and kind that can be printed."""
+    """Refuse a text that a report cannot print."""
     if not 0 < len(text) <= _LONGEST or not text.isprintable():
         raise _corrupt(path, f"a text that cannot be shown: {text[:40]!a}")
 
@@ -167,14 +169,14 @@ def _entries(path: Path, data: Any) -> dict[str, Entry]:
 
 
 def merge(first: Profile, second: Profile) -> Profile:
-    """Both profiles' entries. Where both know a signature, the median of more samples wins, then the lower one.
+    """Unite two profiles. Where both know a signature, the median of more samples wins, then the lower one.
 
     The order of the two does not matter. Raises ProfileError when they are of different devices, or of operators that
     changed in between.
     """
     if dict(first.device) != dict(second.device):
         raise ProfileError(
-            f"profiles of different devices: {_line(first.device)} and {_line(second.device)}",
+            f"profiles of different devices: {_device_line(first.device)} and {_device_line(second.device)}",
             hint="keep one file per device",
         )
     for target in sorted(first.schemas.keys() & second.schemas.keys()):
@@ -189,29 +191,26 @@ def merge(first: Profile, second: Profile) -> Profile:
     return Profile(first.device, entries, {**first.schemas, **second.schemas}, max(first.link, second.link), copy_ns)
 
 
-def _line(device: Mapping[str, str]) -> str:
+def _device_line(device: Mapping[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in sorted(device.items()))
 
 
 def save(profile: Profile, path: Path) -> None:
     """Write a profile, sorted, one operator a line, in one step. Raises ProfileError when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        put_in_place(path, _text(profile).encode())
-    except OSError as error:
-        raise ProfileError(f"cannot write the operator profile {path}: {error.strerror}") from None
-
-
-def _text(profile: Profile) -> str:
     rows = {key: {name: getattr(entry, name) for name in Entry.__slots__} for key, entry in profile.entries.items()}
     parts = [f'"schema": {SCHEMA}', f'"device": {json.dumps(dict(profile.device), sort_keys=True)}']
     parts += [f'"link": {profile.link}', f'"copy_ns": {profile.copy_ns}']
     parts += [f'"schemas": {_lines(profile.schemas)}', f'"operators": {_lines(rows)}']
-    return "{\n " + ",\n ".join(parts) + "\n}\n"
+    text = "{\n " + ",\n ".join(parts) + "\n}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put_in_place(path, text.encode())
+    except OSError as error:
+        raise ProfileError(f"cannot write the operator profile {path}: {error.strerror}") from None
 
 
 def _lines(table: Mapping[str, Any]) -> str:
-    """A table, sorted, one row a line."""
+    """Write a table as JSON, sorted, one row a line."""
     rows: Iterator[str] = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table.items()))
     body = ",\n".join(rows)
     return f"{{\n{body}\n }}" if body else "{}"
@@ -232,7 +231,7 @@ def _lines(table: Mapping[str, Any]) -> str:
 LEAST = 3
 """Kin that it takes: one can be left out and asked for, between or beside two others."""
 REACH = 4
-"""Beyond the measured sizes, in times of the roofline."""
+"""Factor of the roofline by which an answer may lie beyond the measured sizes."""
 SMALL = 8
 FARTHEST = 2.0
 """An error above this says that the kin have nothing in common."""
@@ -240,7 +239,7 @@ FARTHEST = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Nanoseconds, and the share by which they are typically off."""
+    """Nanoseconds and their typical relative error."""
 
     ns: int
     error: float
@@ -248,40 +247,40 @@ class Answer:
 
 @dataclass(frozen=True)
 class Curve:
-    """The kin of one kind: roofline and measured nanoseconds, by rising roofline."""
+    """Measured calls of one kind: roofline and measured nanoseconds, by rising roofline."""
 
     points: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, int]]) -> Curve:
-        """Kin of equal roofline count once, as their median."""
+        """Build the curve; calls of equal roofline count once, as their median."""
         known: dict[int, list[int]] = {}
         for expected, seen in points:
             known.setdefault(max(1, expected), []).append(seen)
         return cls(tuple((expected, statistics.median_low(seen)) for expected, seen in sorted(known.items())))
 
     def at(self, expected: int) -> Answer | None:
-        """The time of a call whose roofline is `expected` nanoseconds; None where the kin do not tell."""
+        """Return the time of a call whose roofline is `expected` nanoseconds; None where the kin do not tell."""
         if len(self.points) < LEAST or self.error > FARTHEST:
             return None
         ends = self.points[0][0], self.points[-1][0]
         if expected * REACH < ends[0] or expected > ends[1] * REACH:
             return None
-        return Answer(_drawn(self.points, expected), self.error)
+        return Answer(_interpolate(self.points, expected), self.error)
 
     @cached_property
     def error(self) -> float:
-        """Median share by which a measured call is missed when it is left out."""
+        """Median relative error for a measured call that is left out of the curve."""
         missed = []
         for position, (expected, seen) in enumerate(self.points):
             others = self.points[:position] + self.points[position + 1 :]
             if others and seen:
-                missed.append(abs(_drawn(others, expected) - seen) / seen)
+                missed.append(abs(_interpolate(others, expected) - seen) / seen)
         return statistics.median(missed) if missed else FARTHEST
 
 
-def _drawn(points: Sequence[tuple[int, int]], expected: int) -> int:
-    """On the line between the neighbours, exactly; beyond the ends in the ratio of the last one."""
+def _interpolate(points: Sequence[tuple[int, int]], expected: int) -> int:
+    """Draw the ratio to the roofline straight between the neighbours, exactly; beyond the ends it stays."""
     right = bisect_left(points, (expected, 0))
     low = points[max(0, right - 1)]
     high = points[min(right, len(points) - 1)]
@@ -291,21 +290,21 @@ def _drawn(points: Sequence[tuple[int, int]], expected: int) -> int:
     return round(expected * ratio)
 
 
-def kin(op: Op, values: Mapping[int, Value]) -> str:
-    """What calls that differ in sizes alone have in common, as a text.
+def kin_key(op: Op, values: Mapping[int, Value]) -> str:
+    """Return the text that all calls share which differ from this one in sizes alone.
 
     Whole numbers above SMALL count as sizes, smaller ones as dimensions, strides or paddings, which make another
     kernel; so does the window of a convolution. Truth values, names and types are kept.
     """
-    parts = [_worded(arg, values) for arg in op.args]
-    parts += [f"{name}={_worded(arg, values)}" for name, arg in op.kwargs]
-    return f"{op.target}({', '.join(parts)}){_window(op, values)}"
+    parts = [_arg_kind(arg, values) for arg in op.args]
+    parts += [f"{name}={_arg_kind(arg, values)}" for name, arg in op.kwargs]
+    return f"{op.target}({', '.join(parts)}){_kernel_window(op, values)}"
 
 
-def _worded(arg: Arg, values: Mapping[int, Value]) -> str:
+def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
     match arg:
         case Ref(value):
-            return _tensor(values[value])
+            return _tensor_kind(values[value])
         case bool() | str() | None:
             return repr(arg)
         case int():
@@ -313,15 +312,15 @@ def _worded(arg: Arg, values: Mapping[int, Value]) -> str:
         case float():
             return "#"
         case tuple():
-            return f"[{', '.join(_worded(item, values) for item in arg)}]"
+            return f"[{', '.join(_arg_kind(item, values) for item in arg)}]"
         case Const(kind, name):
             return f"{kind}:{name}" if kind == "dtype" else kind
         case _:
             return "$"
 
 
-def _tensor(value: Value) -> str:
-    """Data type, and the dimensions from the slowest to the fastest: those of size 1 first, repeated ones marked."""
+def _tensor_kind(value: Value) -> str:
+    """Write the data type and the dimensions, slowest first: those of size 1 ahead, expanded ones marked."""
     sizes = list(zip(value.shape, value.stride, strict=True))
     order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
     marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
@@ -329,8 +328,8 @@ def _tensor(value: Value) -> str:
     return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
 
 
-def _window(op: Op, values: Mapping[int, Value]) -> str:
-    """The sizes that a convolution's weight has in space; nothing of other operators."""
+def _kernel_window(op: Op, values: Mapping[int, Value]) -> str:
+    """Write the spatial sizes of a convolution's weight; nothing for other operators."""
     at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
     if at is None or at >= len(op.args):
         return ""

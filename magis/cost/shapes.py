@@ -1,4 +1,4 @@
-"""What a call makes when its tensors have other sizes: shapes, strides and sizes of storages, worked out on fakes."""
+"""Results of a call at other sizes: shapes, strides and sizes of storages, worked out on fake tensors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Made:
     bits: tuple[str, ...] = ()
 
     def offset_on(self, base: Value) -> int:
-        """Where it lies on the storage of ``base``, in elements of its own data type, which may be another one."""
+        """Return its offset on the storage of ``base``, in elements of its own data type, which may be another one."""
         return base.offset * ITEM_SIZE[base.dtype] // ITEM_SIZE[self.dtype] + self.offset
 
 
-def made(text: str) -> tuple[Op, dict[int, Value]]:
-    """The call that a signature is of, with what it makes: `parse` reads the inputs alone.
+def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
+    """Return the call of a signature with its outputs; `parse` reads the inputs alone.
 
-    SignatureError for another text, CallError or VerifyError where this torch knows no such call.
+    Raises SignatureError for another text, CallError or VerifyError where this torch knows no such call.
     """
     op, values = parse(text)
     inputs = op.inputs()
@@ -62,30 +62,30 @@ def made(text: str) -> tuple[Op, dict[int, Value]]:
 
 
 def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:
-    """What ``op`` returns for inputs as ``values`` describes them; VerifyError if it refuses them."""
+    """Describe the tensors that ``op`` returns for its inputs in ``values``. Raises VerifyError if it refuses them."""
     return _describe(signature(op, values))
 
 
 @functools.lru_cache(maxsize=65536)
 def _describe(text: str) -> tuple[Made | None, ...]:
-    """By signature: equal layers ask once."""
+    """Describe by signature: equal layers ask once."""
     op, values = parse(text)
     with _unlogged(), FakeTensorMode(), torch.no_grad():
         try:
-            tensors = {number: _fake(value) for number, value in values.items()}
+            tensors = {number: _fake_tensor(value) for number, value in values.items()}
             results = call(op, tensors, {"$": 1.0})
         except Exception as error:  # kernels, shape functions and decompositions each have their own kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
         owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}
         largest = max((values[number].nbytes for number in op.inputs()), default=0)
-        return tuple(_made(op, at, tensor, owners, largest) for at, tensor in enumerate(as_made(op, results, tensors)))
+        made = as_made(op, results, tensors)
+        return tuple(_describe_result(op, at, tensor, owners, largest) for at, tensor in enumerate(made))
 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Sizes that do not fit are an answer here: torch would log them with a traceback each, and give a result's memory
-    another size if it is not that of the result."""
+    """Silence torch where sizes do not fit, which is an answer here, and refuse to resize a result's memory."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -96,12 +96,14 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-def _fake(value: Value) -> torch.Tensor:
+def _fake_tensor(value: Value) -> torch.Tensor:
     flat = torch.empty(reach(value.shape, value.stride), dtype=getattr(torch, value.dtype))
     return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
 
 
-def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int], largest: int) -> Made | None:
+def _describe_result(
+    op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int], largest: int
+) -> Made | None:
     if tensor is None:
         return None
     storage = tensor.untyped_storage()
@@ -114,12 +116,12 @@ def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int
 
 
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a dense tensor."""
+    """Return the bytes of a dense tensor."""
     return prod(shape) * ITEM_SIZE[dtype]
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last that a tensor covers, gaps included."""
+    """Count the elements from the first to the last that a tensor covers, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

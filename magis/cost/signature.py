@@ -27,7 +27,7 @@ _WORD = re.compile(
     r"|(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)"
     rf"|(?P<complex>-?{_FLOAT}[+-]{_FLOAT}j)|(?P<float>-?(?:inf|nan)\b)|(?P<scalar>\$)|(?P<keyword>[A-Za-z_]\w*)="
 )
-"""What a signature is made of beyond literals of Python. Texts come first: within one nothing else is meant."""
+"""Parts of a signature that are no literals of Python. Texts come first: within one nothing else is meant."""
 _HEAD = re.compile(r"([\w.]+)\(")
 
 
@@ -36,53 +36,47 @@ class SignatureError(MagisError):
 
 
 def signature(op: Op, values: Mapping[int, Value]) -> str:
-    """The signature of `op`, whose inputs `values` knows."""
-    parts = [_text(arg, values) for arg in op.args]
-    parts += [f"{name}={_text(arg, values)}" for name, arg in op.kwargs]
+    """Return the signature of `op`, whose inputs `values` knows."""
+    parts = [_arg_text(arg, values) for arg in op.args]
+    parts += [f"{name}={_arg_text(arg, values)}" for name, arg in op.kwargs]
     return f"{op.target}({', '.join(parts)})"
 
 
-def _text(arg: Arg, values: Mapping[int, Value]) -> str:
+def _arg_text(arg: Arg, values: Mapping[int, Value]) -> str:
     match arg:
         case Ref(value):
-            return tensor_text(values[value])
+            tensor = values[value]
+            return _tensor_text(tensor.dtype, tensor.shape, tensor.stride, tensor.bits)
         case Scalar():
             return "$"
         case Const(kind, name):
             return f"{kind}:" if kind in ("device", "generator") else f"{kind}:{name}"
         case tuple():
-            return f"[{', '.join(_text(item, values) for item in arg)}]"
+            return f"[{', '.join(_arg_text(item, values) for item in arg)}]"
         case complex():
             return complex_text(arg)
         case _:
             return repr(arg)
 
 
-def tensor_text(value: Value) -> str:
-    """A tensor as signatures write it: `float32[2,3]{3,1}`; sizes and strides in elements."""
-    return _looks(value.dtype, value.shape, value.stride, value.bits)
-
-
-@functools.lru_cache(maxsize=65536)
-def _looks(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], bits: tuple[str, ...]) -> str:
-    """Written once: a step has few looks, and is asked for them again and again."""
+@functools.lru_cache(maxsize=65536)  # a step has few kinds of tensors, and writes them again and again
+def _tensor_text(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], bits: tuple[str, ...]) -> str:
+    """Write a tensor as signatures do, `float32[2,3]{3,1}`; sizes and strides in elements."""
     sizes, strides = (",".join(map(str, items)) for items in (shape, stride))
     return f"{dtype}[{sizes}]{{{strides}}}{''.join(f'~{bit}' for bit in bits)}"
 
 
 def parse(text: str) -> tuple[Op, dict[int, Value]]:
-    """The call that `text` describes: an operator without outputs, and its inputs, each on a storage of its
-    own.
+    """Return the call that `text` describes: an operator without outputs, and its inputs, each on its own storage.
 
-    Raises SignatureError when the text is no signature. `signature(*parse(text)) == text` for every
-    signature.
+    Raises SignatureError when the text is no signature. `signature(*parse(text)) == text` for every signature.
     """
     head = _HEAD.match(text)
     values: dict[int, Value] = {}
     taken: list[Arg] = []
 
     def renamed(found: re.Match[str]) -> str:
-        """A name of Python's for what Python has none for."""
+        """Replace a tensor or constant, which Python has no literal for, by a name."""
         if found["text"] is not None:
             return found[0]
         if found["keyword"] is not None:
@@ -117,7 +111,7 @@ def parse(text: str) -> tuple[Op, dict[int, Value]]:
 
 
 def _argument(found: re.Match[str], values: dict[int, Value]) -> Arg:
-    """What a word stands for; a tensor becomes one of `values`."""
+    """Return the argument that a word stands for; a tensor becomes one of `values`."""
     if found["kind"] is not None:
         return Const(found["kind"], found["name"])
     if found["complex"] is not None:

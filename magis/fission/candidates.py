@@ -25,29 +25,29 @@ def grow(
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None = None,
 ) -> dict[int, Split]:
-    """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
+    """Grow a region from tensors cut as ``start`` says (value -> dimension), among the positions ``allowed``.
 
     In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
-    needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
-    parts can be had of what is there before the region begins.
+    needs waits for the region to end. Growth stops at operators that cannot be cut, and where windows overlap: rows of
+    other parts can be taken only of tensors that exist before the region begins.
     """
     return _followed(graph, start, allowed, dag, across=False)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """How the batch, or another dimension of the input, runs through a step: the cut dimension of every tensor that it
-    reaches, and how operators would be cut (not all of them together where windows overlap)."""
+    """The batch, or another dimension of the input, as it runs through a step: the cut dimension of every tensor that
+    it reaches, and the split of every operator (not all of them together where windows overlap)."""
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
-    """The axis that runs through the values of ``start`` (value -> dimension).
+    """Follow the axis that runs through the values of ``start`` (value -> dimension).
 
-    No region, but what might be the beginning of one: the axis goes on where windows overlap, and through dropout,
-    which is never cut but has the same elements behind it.
+    An axis is no region yet: it goes on where windows overlap, and through dropout, which is never cut but has the
+    same elements behind it.
     """
     cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
     return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts)
@@ -61,7 +61,7 @@ def _followed(
     *,
     across: bool,
 ) -> tuple[dict[int, Split], dict[int, How]]:
-    """As ``grow``, or ``across`` as ``follow``; and how every tensor that is reached is cut."""
+    """Do the work of ``grow``, or ``across`` that of ``follow``; also return the cut of every tensor reached."""
     dag = dependency_graph(graph) if dag is None else dag
     state: dict[int, How] = dict(start)
     made: set[int] = set()
@@ -82,21 +82,21 @@ def _followed(
             outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
             state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
         elif across and touched and op.random:
-            state.update(_kept(op, graph, state))
+            state.update(_cuts_through(op, graph, state))
         elif any(p in cuts for p in before):
             behind.add(position)
     return cuts, state
 
 
-def _kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
-    """Results of an operator that look like an input whose cut is known."""
+def _cuts_through(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
+    """Cut results of an operator like an input of the same shape whose cut is known."""
     known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
     shapes = {value: graph.values[value].shape for value in op.made()}
     return {value: known[shape] for value, shape in shapes.items() if shape in known}
 
 
 def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[int]) -> Split | None:
-    """The way to cut ``op`` that agrees with what is known of its inputs; ``made`` are those that the region makes."""
+    """Return the split of ``op`` that agrees with the known cuts of its inputs; ``made`` are values of the region."""
     if op.random or op.phase == "update":
         return None
     for split in ways(op, graph.values):
@@ -114,7 +114,7 @@ def _same(given: How, wanted: Cut, *, outside: bool) -> bool:
 
 
 def most_parts(cuts: Mapping[int, Split]) -> int:
-    """Every number of parts that divides this one divides every cut dimension."""
+    """Return the number whose divisors are the numbers of parts that divide every cut dimension."""
     found = 0
     for split in cuts.values():
         found = gcd(found, split.extent)
@@ -124,14 +124,14 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
 def connected(
     graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None] | None = None
 ) -> list[dict[int, Split]]:
-    """The weakly connected pieces of the operators, largest first, each in program order; ``dag`` is the graph's."""
+    """Split operators into weakly connected pieces, largest first, each in program order; ``dag`` is the graph's."""
     dag = dependency_graph(graph) if dag is None else dag
     sub = dag.subgraph(sorted(cuts))
     pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]
     return [{p: cuts[p] for p in piece} for piece in sorted(pieces, key=len, reverse=True)]
 
 
-# Regions around one operator: what could run in parts so that less is in memory while that operator runs.
+# Regions around one operator: they could run in parts so that less is in memory while that operator runs.
 
 REACH = 8
 """Operators ahead of the one in question, weight updates not counted, at which a region may begin."""
@@ -142,8 +142,10 @@ SMALL = 16
 
 
 def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, Split]]:
-    """At most ``most`` sets of operators, the one at ``position`` among them, that can be cut together; those first
-    which hold most bytes that nobody outside needs. Whether they are legal regions is not looked at."""
+    """Return up to ``most`` sets of operators around the one at ``position`` that can be cut together.
+
+    The first hold most bytes that nobody outside needs. They may be illegal as regions.
+    """
     dag = dependency_graph(graph)
     found: dict[tuple[tuple[int, Split], ...], int] = {}
     ahead = [p for p in range(position) if graph.ops[p].phase != "update"][-REACH:]
@@ -158,23 +160,15 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
         cuts = {position: split}
         found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     ranked = sorted(found, key=lambda key: (-found[key], len(key)))
-    return [dict(key) for key in _varied(ranked, found, most)]
-
-
-def _varied(
-    ranked: list[tuple[tuple[int, Split], ...]], weight: Mapping[tuple[tuple[int, Split], ...], int], most: int
-) -> list[tuple[tuple[int, Split], ...]]:
-    """The smallest region of every weight, in order."""
-    smallest: dict[int, tuple[tuple[int, Split], ...]] = {}
+    smallest: dict[int, tuple[tuple[int, Split], ...]] = {}  # of all regions that hold so many bytes
     for key in ranked:
-        smallest.setdefault(weight[key], key)
-    chosen = list(smallest.values())[: most - 1]
-    chosen += [key for key in ranked if key not in chosen]
-    return chosen[:most]
+        smallest.setdefault(found[key], key)
+    varied = dict.fromkeys([*list(smallest.values())[: most - 1], *ranked])
+    return [dict(key) for key in list(varied)[:most]]
 
 
 def _starts(graph: Graph, near: Sequence[int]) -> Iterator[tuple[dict[int, int], int]]:
-    """Cut tensors from which a region may grow, with the first operator that it may hold."""
+    """Yield cut tensors from which a region may grow, with the first operator that it may hold."""
     sizes = [_weight(graph, value) for at in near for value in graph.ops[at].inputs()]
     largest = max(sizes, default=0)
     seen: set[tuple[int, int, int]] = set()
@@ -194,7 +188,7 @@ def _weight(graph: Graph, value: int) -> int:
 
 
 def inner_bytes(graph: Graph, cuts: Mapping[int, Split]) -> int:
-    """Bytes of storages that the operators make and nobody else uses."""
+    """Sum the bytes of storages that the operators make and nobody else uses."""
     made = {graph.values[value].storage for p in cuts for value in graph.ops[p].made()}
     used = {graph.values[v].storage for p, op in enumerate(graph.ops) if p not in cuts for v in op.inputs()}
     used |= {graph.values[value].storage for value in graph.outputs}

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import rustworkx as rx
 
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
-from magis.fission.global_calls import sized
+from magis.fission.global_calls import with_literals
 from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
 from magis.graph import Graph, Loop, Op, Ref, Storage, Value
 from magis.graph.hazards import dependency_graph, is_dense, is_pure_view
@@ -26,7 +27,7 @@ from magis.ops.splits import Cut, Halo, Overlap, part
 
 
 def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
-    """The graph with the region as one ``magis.loop``; VerifyError names the rule that the region breaks, if any.
+    """Return the graph with the region as one ``magis.loop``. Raises VerifyError with the first broken rule.
 
     ``in_place``: what the loop makes takes over, stretch by stretch, the memory of a tensor that it takes and that
     nobody needs afterwards, where both look the same (``magis.fission.region``).
@@ -38,9 +39,9 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
 
 
 def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
-    """The loop alone of a region that ``expand`` has expanded before, now cut into another number of parts.
+    """Return the loop alone of a region that ``expand`` has expanded before, now in another number of parts.
 
-    VerifyError if that number does not divide what is cut, or no kernel takes parts of that size.
+    Raises VerifyError if that number does not divide the cut dimensions, or no kernel takes parts of that size.
     """
     for split in region.cuts.values():
         if split.extent % region.parts:
@@ -64,7 +65,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
 def _merged_behind(
     graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
 ) -> dict[int, list[Leaving]]:
-    """Position behind which the part of what leaves goes into the whole: it is finished, its memory no longer read."""
+    """Map positions to the tensors whose parts go into the whole behind them: finished, and its memory read no more."""
     written: dict[int, int] = {}
     for position in sorted(region.cuts):
         written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)
@@ -84,14 +85,14 @@ class _Body:
     graph: Graph
     region: Region
     over: Mapping[int, int]
-    """Storage of what leaves -> storage that it takes over."""
+    """Storage of a tensor that leaves -> storage that it takes over."""
     storages: dict[int, Storage] = field(default_factory=dict)
     values: dict[int, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     given: dict[int, int] = field(default_factory=dict)
     """Value outside -> input of the body."""
     wholes: dict[int, int] = field(default_factory=dict)
-    """The same for the tensors that the loop makes."""
+    """Value outside that the loop makes -> input of the body."""
     inside: dict[int, int] = field(default_factory=dict)
     """Value of the graph -> its part in the body."""
     outer: dict[int, int] = field(default_factory=dict)
@@ -100,18 +101,18 @@ class _Body:
     stretches: dict[tuple[int, int | Halo], int] = field(default_factory=dict)
 
     def operator(self, op: Op, position: int) -> None:
-        """One operator at the size of a part."""
+        """Add one operator at the size of a part."""
         split = self.region.cuts[position]
         taken = [
             self.inside[value] if value in self.inside else self._from_outside(value, dim)
             for value, dim in zip(op.inputs(), split.inputs, strict=True)
         ]
-        new = sized(part(op, split, self.region.parts), (), taken, op.outputs)
+        new = with_literals(part(op, split, self.region.parts), (), taken, op.outputs)
         new = replace(new, id=len(self.ops), origin=op.id, random=False)
         self._emit(new, op)
 
     def _emit(self, new: Op, op: Op) -> None:
-        """Append an operator with what it makes, reads and writes."""
+        """Append an operator with its outputs, and the storages that it reads and writes."""
         made = describe(new, self.values)
         if len(made) != len(op.outputs):
             raise VerifyError(f"operator {op.id} ({op.target}): makes {len(made)} tensors in parts")
@@ -163,7 +164,7 @@ class _Body:
         return key
 
     def _outer(self, value: int) -> int:
-        """A tensor from outside as an input of the body."""
+        """Add a tensor from outside as an input of the body."""
         looks = self.graph.values[value]
         theirs = self.over.get(looks.storage, looks.storage)
         if theirs not in self.outer:
@@ -173,7 +174,7 @@ class _Body:
         return new.id
 
     def _from_outside(self, value: int, cut: Cut) -> int:
-        """The part's stretch of a tensor from outside, or all of it."""
+        """Return the part's stretch of a tensor from outside, or all of it."""
         if value not in self.given:
             self.given[value] = self._outer(value)
         whole = self.given[value]
@@ -190,7 +191,7 @@ class _Body:
         shape[dim] = shape[dim] // self.region.parts + sum(around)
         window = replace(looks, id=len(self.values), shape=tuple(shape))
         if around or not is_window(window):
-            stride = _same_order(tuple(shape), looks.stride)
+            stride = _dense_strides(tuple(shape), looks.stride)
             storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
             window = replace(window, stride=stride, storage=storage, offset=0, bits=())
         self.values[window.id] = window
@@ -212,19 +213,19 @@ class _Body:
         return Loop(self.region.parts, Graph(self.storages, self.values, tuple(self.ops), inputs, ()))
 
     def written(self) -> list[int]:
-        """Storages outside, other than those that the loop makes, that the body writes."""
+        """List the storages outside that the body writes, those that the loop makes left out."""
         made = {self.graph.values[value].storage for value in self.wholes}
         hit = {storage for op in self.ops for storage, _ in op.writes}
         return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
 
 
 def is_window(value: Value) -> bool:
-    """Whether a stretch can be taken as it lies: dense, or, as its whole, with expanded dimensions."""
+    """Return True if a stretch can be a view: dense, or, as its whole, with expanded dimensions."""
     return is_dense(value) or 0 in (stride for stride, size in zip(value.stride, value.shape, strict=True) if size > 1)
 
 
-def _same_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides with the dimensions in the same order in memory."""
+def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return dense strides with the dimensions in the same order in memory."""
     order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
     dense = [0] * len(shape)
     step = 1
@@ -235,7 +236,7 @@ def _same_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
 
 
 def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> Graph:
-    """The graph with the loop instead of the region's operators; views of what leaves are opened again behind it."""
+    """Return the graph with the loop for the region's operators; views of tensors that leave are reopened behind it."""
     inside = sorted(region.cuts)
     shared = {graph.values[value].storage for value in body.given} | set(body.written())
     met = {storage: version for p in reversed(inside) for storage, version in reversed(graph.ops[p].reads)}
@@ -247,7 +248,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         reads=tuple((storage, met.get(storage, 0)) for storage in sorted(shared)),
         writes=tuple((storage, after.get(storage, met.get(storage, 0) + 1)) for storage in body.written()),
         phase="backward" if "backward" in (first.phase, last.phase) else first.phase,
-        module=_common([graph.ops[p].module for p in inside]), body=body.loop(),
+        module=_common_module([graph.ops[p].module for p in inside if graph.ops[p].module]), body=body.loop(),
     )  # fmt: skip
     storages = dict(graph.storages)
     for leaving in left:
@@ -259,7 +260,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
     made = {graph.values[value].storage for value in loop.made()}
     moved = {storage: (storage, -after.get(storage, 0)) for storage in made}
     moved |= {ours: (theirs, met.get(theirs, 0) + 1) for ours, theirs in body.over.items()}
-    ops = tuple(_moved(replace(op, id=number), moved) for number, op in enumerate(order))
+    ops = tuple(_on_moved_storages(replace(op, id=number), moved) for number, op in enumerate(order))
     values = {
         key: replace(value, storage=moved[value.storage][0]) if value.storage in moved else value
         for key, value in graph.values.items()
@@ -267,8 +268,14 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
     return _pruned(replace(graph, storages=storages, values=values, ops=ops))
 
 
-def _moved(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
-    """The operator meeting storages that have moved: to another one, or to other version numbers."""
+def _common_module(modules: list[str]) -> str:
+    """Return the innermost module that holds all of them."""
+    levels = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+
+
+def _on_moved_storages(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
+    """Return the operator with the new numbers of storages and versions that have moved."""
     if not moved or not any(storage in moved for storage, _ in (*op.reads, *op.writes)):
         return op
 
@@ -279,7 +286,7 @@ def _moved(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
 
 
 def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
-    """Views of the region that operators outside look through."""
+    """List the region's views that operators outside use."""
     used = set(graph.outputs)
     for position, op in enumerate(graph.ops):
         if position not in region.cuts:
@@ -293,7 +300,7 @@ def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
 
 
 def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]:
-    """Program order with the loop as early as its inputs allow."""
+    """Return program order with the loop as early as its inputs allow."""
     dag = dependency_graph(graph)
     anchor = min(gone)
     taken = {storage for storage, _ in loop.writes}
@@ -314,20 +321,9 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
 
 
 def _pruned(graph: Graph) -> Graph:
-    """Without the values and temporary storages that nothing shows any more."""
+    """Drop values and temporary storages that no operator uses any more."""
     shown = {*graph.inputs, *graph.outputs, *(value for op in graph.ops for value in (*op.inputs(), *op.made()))}
     values = {key: value for key, value in graph.values.items() if key in shown}
     held = {value.storage for value in values.values()}
     storages = {k: s for k, s in graph.storages.items() if k in held or s.kind != "temporary"}
     return replace(graph, values=values, storages=storages)
-
-
-def _common(modules: list[str]) -> str:
-    """The innermost module that holds all of them."""
-    rows = [module.split(".") for module in modules if module] or [[""]]
-    shared = []
-    for names in zip(*rows, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return ".".join(shared)

@@ -1,4 +1,4 @@
-"""Which calls at the size of the whole an operator in a loop is a part of: what the labels of ATen calls say."""
+"""Whole calls that an operator in a loop is a part of, as the labels of ATen calls say."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from magis.graph import Arg, Op, Ref, Value
 from magis.ops.splits import Halo, How, Overlap, Path, dimension, part, splits
 
 MOST_LITERALS = 2
-"""Size literals of one call that stand for the same axis: sizes of a bias and groups, groups and channels."""
+"""Size literals of one call that may stand for the same axis: sizes of a bias and groups, groups and channels."""
 
-Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, tuple[str, ...]]
+TensorLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, tuple[str, ...]]
 """Shape, strides, data type and bits of a whole tensor."""
 Literals: TypeAlias = tuple[tuple[Path, int], ...]
-"""Where literals stand, and what they are."""
+"""Paths of literals, and their values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a value of the body makes up a whole tensor: the dimension along which the parts lie side by side, with rows
-    of other parts or not, "same" where each part has all of it, or how parts combine (``COMBINATIONS``, rows that
-    overlap)."""
+    """A whole tensor, and the way in which a value of the body is a part of it.
+
+    ``how``: the dimension along which the parts lie side by side, with rows of other parts or not; "same" where each
+    part has all of it; or how parts combine (``COMBINATIONS``, rows that overlap).
+    """
 
     how: int | str | Halo | Overlap
-    whole: Looks
+    whole: TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalCall:
-    """A whole call that an operator is a part of: where it has other literals, and what its results look like."""
+    """A whole call that an operator is a part of: the literals in which it differs, and its results."""
 
     literals: Literals
     outputs: tuple[Placement | None, ...]
 
 
 @functools.lru_cache(maxsize=65536)
-def ways(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
-    """The whole calls that a call (its signature) is one of ``parts`` parts of, given the facts of its inputs.
+def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
+    """Find the whole calls that a call (its signature) is one of ``parts`` parts of, given the facts of its inputs.
 
-    Where every part takes the same, the call may be whole itself; where some literals are larger, too, it may still
-    be cut (a factory, an expansion). Otherwise the labels decide; what has two readings ([1, 4] as part of [2, 4] or of
-    [1, 8]) has both. Where windows overlap, a part has a 0 for the rows of padding that the whole has: as many as rows
-    are taken before some stretch, or added to (``rows``).
+    Where every part takes the same tensors, the call may be whole itself; with larger literals it may also be cut (a
+    factory, an expansion). Otherwise the labels decide; of two readings ([1, 4] as part of [2, 4] or of [1, 8]) both
+    are returned. Where windows overlap, a part has 0 rows of padding and the whole has as many as rows are taken
+    before some stretch, or added to (``rows``).
     """
     op, small = parse(text)
     values = {number: value_of(number, fact.whole) for number, fact in enumerate(facts)}
@@ -56,12 +58,12 @@ def ways(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, .
         return ()
     found: list[GlobalCall] = []
     same = all(fact.how == "same" for fact in facts)
-    made = _made(op, values) if same else None
+    made = _with_results(op, values) if same else None
     if made is not None and made[0].outputs:
         found.append(GlobalCall((), _placed(*made, ["same"] * len(made[0].outputs))))
     for count in range(MOST_LITERALS + 1):
         for literals in _candidates(op, count, parts, () if same else rows):
-            way = _cut(op, literals, values, facts, parts)
+            way = _call_with_literals(op, literals, values, facts, parts)
             found += [] if way is None else [way]
         if found and not same:
             break  # the fewer literals are other ones, the better
@@ -69,35 +71,40 @@ def ways(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, .
 
 
 def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator[Literals]:
-    """Ways in which ``count`` literals of the whole call may be other ones."""
-    numbers = list(_literals(_calls(op), ()))
+    """Yield the ways in which ``count`` literals of the whole call may differ."""
+    numbers = list(_literals(_arguments(op), ()))
     larger = [(path, number * parts) for path, number in numbers if number > 0]
     yield from combinations(larger, count)
     for padding in ((path, before) for path, number in numbers if number == 0 for before in rows if count):
         yield from ((*literals, padding) for literals in combinations(larger, count - 1))
 
 
-def _cut(
+def _call_with_literals(
     small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
 ) -> GlobalCall | None:
-    """The whole call, if one of its splits takes the inputs as the facts say, and makes just this call of it."""
-    made = _made(sized(small, literals, small.inputs(), ()), values)
+    """Return the whole call with these literals, if one of its splits takes the inputs as the facts say and makes just
+    this call of it."""
+    made = _with_results(with_literals(small, literals, small.inputs(), ()), values)
     if made is None:
         return None
     whole, known = made
     wanted = tuple(None if fact.how == "same" else fact.how for fact in facts)
     for split in splits(whole, known):
-        if split.inputs == wanted and split.extent % parts == 0 and _calls(part(whole, split, parts)) == _calls(small):
+        if (
+            split.inputs == wanted
+            and split.extent % parts == 0
+            and _arguments(part(whole, split, parts)) == _arguments(small)
+        ):
             return GlobalCall(literals, _placed(whole, known, split.outputs))
     return None
 
 
-def _calls(op: Op) -> tuple[Arg, ...]:
+def _arguments(op: Op) -> tuple[Arg, ...]:
     return (*op.args, *(arg for _, arg in op.kwargs))
 
 
-def _made(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]] | None:
-    """The call with results of its own, laid out as the operator makes them, and all values; None if it refuses its
+def _with_results(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]] | None:
+    """Return the call with its results, laid out as the operator makes them, and all values; None if it refuses its
     arguments."""
     try:
         made = describe(op, values)
@@ -118,9 +125,9 @@ def _made(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]] | 
 
 
 def _placed(op: Op, known: Mapping[int, Value], hows: Iterable[How | None]) -> tuple[Placement | None, ...]:
-    """The call's results as they are made up of parts."""
+    """Place the call's results as wholes that are made up of parts."""
     pairs = zip(op.outputs, hows, strict=True)
-    return tuple(None if v is None or how is None else Placement(how, looks_of(known[v])) for v, how in pairs)
+    return tuple(None if v is None or how is None else Placement(how, layout_of(known[v])) for v, how in pairs)
 
 
 def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:
@@ -131,19 +138,19 @@ def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:
         yield path, arg
 
 
-def value_of(number: int, looks: Looks) -> Value:
-    """A tensor with these looks, on a storage of its own."""
+def value_of(number: int, looks: TensorLayout) -> Value:
+    """Return a tensor of this layout, on a storage of its own."""
     shape, stride, dtype, bits = looks
     return Value(number, shape, stride, dtype, number, bits=bits)
 
 
-def looks_of(value: Value) -> Looks:
-    """What a tensor looks like, wherever it lies."""
+def layout_of(value: Value) -> TensorLayout:
+    """Return shape, strides, data type and bits of a tensor."""
     return value.shape, value.stride, value.dtype, value.bits
 
 
 def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
-    """The shape of one of the parts; None where there are none of equal size."""
+    """Return the shape of one of the parts; None where there are none of equal size."""
     shape, cut = fact.whole[0], dimension(fact.how)
     if cut is None:
         return shape
@@ -153,8 +160,8 @@ def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
     return tuple(size // parts + around if dim == cut else size for dim, size in enumerate(shape))
 
 
-def sized(op: Op, literals: Literals, inputs: Sequence[int], outputs: tuple[int | None, ...]) -> Op:
-    """The whole call: other literals, other values in and out."""
+def with_literals(op: Op, literals: Literals, inputs: Sequence[int], outputs: tuple[int | None, ...]) -> Op:
+    """Return the call with other literals, inputs and outputs."""
     queue, known = iter(inputs), dict(literals)
 
     def resized(arg: Arg, path: Path) -> Arg:

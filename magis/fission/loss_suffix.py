@@ -1,4 +1,4 @@
-"""Regions from a place of the forward pass to the loss and back, their pieces, and why a step has none.
+"""Regions from a place of the forward pass to the loss and back, their pieces, and the reason why a step has none.
 
     forward  a b c | d e f loss        the region "from d": d e f loss f' e' d', cut along the batch
     backward a'b'c'| d'e'f'
@@ -13,7 +13,7 @@ never exist in full), the first place one of the whole step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,7 +27,7 @@ from magis.ops.splits import Halo, Split, why_not
 
 
 def axes(graph: Graph) -> Iterator[Axis]:
-    """The batch; where that is 1, the places of pictures: height, width ..."""
+    """Yield the axis of the batch; where that is 1, those of pictures: height, width ..."""
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
     if all(shape[:1] != (1,) for shape in shapes):
@@ -41,12 +41,12 @@ def axes(graph: Graph) -> Iterator[Axis]:
 
 
 def batch_inputs(graph: Graph) -> dict[int, int]:
-    """The first dimension of everything that the step is given as input."""
+    """Map every input of the step to its first dimension."""
     return {value: 0 for value in graph.inputs if graph.values[value].name.startswith("input:")}
 
 
 def places(graph: Graph, axis: Axis, count: int) -> list[int]:
-    """Positions of the forward pass at which few bytes cross, about evenly spread over what the backward pass keeps.
+    """Pick positions of the forward pass at which few bytes cross, spread evenly over the bytes that backward keeps.
 
     The first position of the axis comes first, the loss head last. Where windows overlap, no region that begins ahead
     of the last such operator reaches the loss.
@@ -70,19 +70,13 @@ def places(graph: Graph, axis: Axis, count: int) -> list[int]:
             seen += kept[p]
         if stretch:
             found.append(min(stretch, key=lambda p: (crossing[p], p)))
-    head = _head(graph, forward)
-    return list(dict.fromkeys([forward[0], *found, *head]))
-
-
-def _head(graph: Graph, forward: Sequence[int]) -> list[int]:
-    """Matrix products and convolutions among the last operators: the loss head begins at one of them."""
+    # The loss head begins at one of the last products.
     heavy = [p for p in forward if graph.ops[p].target.split(".")[1] in ("mm", "addmm", "convolution")]
-    return heavy[-2:]
+    return list(dict.fromkeys([forward[0], *found, *heavy[-2:]]))
 
 
 def _crossing_bytes(graph: Graph, end: int) -> list[int]:
-    """Per position of the forward pass, bytes of temporary storages made before it that a later forward operator
-    takes."""
+    """Sum, per position of the forward pass, the temporary storages made before it that it or a later one takes."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for position in range(end):
@@ -104,7 +98,7 @@ def _crossing_bytes(graph: Graph, end: int) -> list[int]:
 
 
 def _kept_bytes(graph: Graph) -> dict[int, int]:
-    """Per forward operator, bytes that it makes and the backward pass takes."""
+    """Sum, per operator, the bytes that it makes and the backward pass takes."""
     used = {graph.values[value].storage for op in graph.ops if op.phase == "backward" for value in op.inputs()}
     found: dict[int, int] = {}
     counted: set[int] = set()
@@ -117,8 +111,8 @@ def _kept_bytes(graph: Graph) -> dict[int, int]:
 
 
 def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> dict[int, Split]:
-    """The operators that a cut of the values crossing position ``at`` of the forward pass reaches, to the loss and
-    back; ``dag`` is the graph's."""
+    """Grow a region from the values that cross position ``at`` of the forward pass, to the loss and back; ``dag`` is
+    the graph's."""
     made_late = {value for op in graph.ops[at:] for value in op.made()}
     crossing = {
         value: axis.dims[value]
@@ -145,8 +139,6 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
 
 PLACES = 8
 """Positions of the forward pass that are looked at, besides the first one and the loss head."""
-
-
 LEAST = 200
 """A piece must hold so much of the step's bytes for itself (the reciprocal). Seen in fourteen networks: pieces that
 gain something hold a fiftieth and more, stretches between two dropouts less than a thousandth."""
@@ -161,19 +153,21 @@ class Piece:
 
     @property
     def at(self) -> int:
-        """The first of them."""
+        """Position of the first operator."""
         return min(self.cuts)
 
 
 def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
-    """The pieces of all places (about ``most``) that are worth a loop, each once, those that hold most first; the graph
-    free of needless constraints (``rewrite.untangle``)."""
+    """Return the pieces of all places (about ``most``) that are worth a loop, each once, those that hold most first.
+
+    The graph is free of needless constraints (``rewrite.untangle``).
+    """
     whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
-    worth = (piece for piece in _every(graph, most) if piece.nbytes * LEAST >= whole)
+    worth = (piece for piece in _pieces_of_all_places(graph, most) if piece.nbytes * LEAST >= whole)
     return sorted(worth, key=lambda piece: -piece.nbytes)
 
 
-def _every(graph: Graph, most: int) -> Iterator[Piece]:
+def _pieces_of_all_places(graph: Graph, most: int) -> Iterator[Piece]:
     seen: set[tuple[tuple[int, Split], ...]] = set()
     dag = dependency_graph(graph)
     for axis in axes(graph):
@@ -185,7 +179,7 @@ def _every(graph: Graph, most: int) -> Iterator[Piece]:
 
 
 def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:
-    """Of the connected pieces of some operators the one that holds most; None of none. ``dag`` is the graph's.
+    """Return the connected piece of some operators that holds most bytes, None without any; ``dag`` is the graph's.
 
     Tensors that nothing outside of it touches count: a loop makes nothing else smaller.
     """
@@ -196,8 +190,8 @@ def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, Non
 
 
 def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
-    """Per piece: most bytes, in program order, of temporary storages that no operator outside of it touches and the
-    caller does not get."""
+    """Return, per piece, the peak in program order of temporary storages that only its operators touch, those that the
+    caller gets left out."""
     span: dict[int, tuple[int, int]] = {}
     returned = {graph.values[value].storage for value in graph.outputs}
     holder: dict[int, int | None] = {}
@@ -217,14 +211,13 @@ def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
 
 
 ENOUGH_PLACES = 2
-
-
+"""Places that are tried for a reason."""
 NAMED = 3
 """Operators that are named, those first that stand in the way most often."""
 
 
 def blocked(graph: Graph) -> str:
-    """What stands in the way, in one line; empty where nothing does."""
+    """Say in one line why the step has no region; empty where it has one."""
     start = batch_inputs(graph)
     sizes = sorted({graph.values[value].shape[0] for value in start if graph.values[value].shape})
     if not sizes:
@@ -244,11 +237,11 @@ def blocked(graph: Graph) -> str:
         return ", ".join(f"{name} ({calls[name]} calls: {reason})" for name, reason in first)
     if axis.cuts and most_parts(axis.cuts) == 1:
         return f"a batch of {' or '.join(map(str, sizes))} has no equal parts with the other sizes of the step"
-    return _refused(graph, axis)
+    return _first_problem(graph, axis)
 
 
-def _refused(graph: Graph, axis: Axis) -> str:
-    """Why the first region that could be cut is no legal one; empty if one is."""
+def _first_problem(graph: Graph, axis: Axis) -> str:
+    """Say why the first region that could be cut is illegal; empty if one is legal."""
     reason = ""
     dag = dependency_graph(graph)
     for at in places(graph, axis, ENOUGH_PLACES):
@@ -263,7 +256,7 @@ def _refused(graph: Graph, axis: Axis) -> str:
 
 
 def _reasons(graph: Graph, position: int, dims: Mapping[int, int]) -> set[str]:
-    """Why the operator cannot be cut as its inputs are; one reason at most."""
+    """Say why the operator cannot be cut as its inputs are; one reason at most."""
     op = graph.ops[position]
     for number, value in enumerate(op.inputs()):
         if value in dims:

@@ -1,8 +1,8 @@
-"""Bytes that no plan avoids, not even one that runs everything in parts; and what makes them, in words."""
+"""Bytes that no plan avoids, not even one that runs everything in parts; and the tensors that make them, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from magis.graph import Graph, Op, Value
@@ -40,19 +40,19 @@ class Needed:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """The bound, and what makes it: all that stays, and one operator with the tensors that it needs whole."""
+    """The bound, and its parts: all that stays, and one operator with the tensors that it needs whole."""
 
     nbytes: int
     kinds: tuple[tuple[str, int], ...]
     """Persistent bytes by kind of storage, most first."""
     largest: Needed | None
-    """Of the persistent tensors."""
+    """Largest of the persistent tensors."""
     op: str = ""
-    """Empty: every operator can be cut, and only what stays counts."""
+    """Name of the operator; empty: every operator can be cut, and only persistent tensors count."""
     module: str = ""
     phase: str = ""
     tensors: tuple[Needed, ...] = ()
-    """Temporary ones, most bytes first."""
+    """Temporary tensors that the operator needs whole, most bytes first."""
     scratch_bytes: int = 0
 
     @property
@@ -60,7 +60,7 @@ class LowerBound:
         return sum(nbytes for _, nbytes in self.kinds)
 
     def __str__(self) -> str:
-        """One line."""
+        """Write the bound in one line."""
         kinds = ", ".join(f"{WORDS[kind]} {format_bytes(nbytes)}" for kind, nbytes in self.kinds)
         largest = "" if self.largest is None else f" (largest: {self.largest})"
         stays = f"{format_bytes(self.persistent_bytes)} that stay{': ' if kinds else ''}{kinds}{largest}"
@@ -68,37 +68,36 @@ class LowerBound:
             return f"{stays}; every operator can be cut"
         where = f" of {self.module}" if self.module else ""
         own = format_bytes(self.nbytes - self.persistent_bytes)
-        return f"{stays}; + {own} that {self.op}{where} ({self.phase}) needs whole: {', '.join(self._wholes())}"
-
-    def _wholes(self) -> Iterator[str]:
-        named, others = self.tensors[:NAMED], self.tensors[NAMED:]
-        yield from map(str, named)
+        whole, others = [str(tensor) for tensor in self.tensors[:NAMED]], self.tensors[NAMED:]
         if others:
-            yield f"{len(others)} more {format_bytes(sum(tensor.nbytes for tensor in others))}"
+            whole.append(f"{len(others)} more {format_bytes(sum(tensor.nbytes for tensor in others))}")
         if self.scratch_bytes:
-            yield f"scratch {format_bytes(self.scratch_bytes)}"
+            whole.append(f"scratch {format_bytes(self.scratch_bytes)}")
+        return f"{stays}; + {own} that {self.op}{where} ({self.phase}) needs whole: {', '.join(whole)}"
 
 
 def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
-    """Persistent bytes + the largest working set of one operator, of tensors that no way of cutting it makes smaller.
+    """Return persistent bytes + the largest working set of one operator, of tensors that no way to cut it shrinks.
 
-    An operator that can be cut may run on ever smaller parts of what is cut, one way within the other; only one that
-    cannot be cut at all needs its scratch and, unless it may write over an input, all that it makes.
+    An operator that can be cut may run on ever smaller parts of the cut tensors, one way within the other; only one
+    that cannot be cut at all needs its scratch and, unless it may write over an input, all that it makes.
     """
-    return floor(graph, workspace, rounding).nbytes
+    return explained_lower_bound(graph, workspace, rounding).nbytes
 
 
-def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
-    """The same, explained."""
+def explained_lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
+    """Return the bound of ``lower_bound`` with its parts."""
     sizes = {s.id: rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent}
     kinds: dict[str, int] = {}
     for storage, nbytes in sizes.items():
         kind = graph.storages[storage].kind
         kinds[kind] = kinds.get(kind, 0) + nbytes
+    there = [graph.values[value] for value in graph.inputs if graph.values[value].storage in sizes]
+    largest = max(there, key=lambda value: value.nbytes, default=None)
     stays = LowerBound(
         nbytes=sum(sizes.values()),
         kinds=tuple(sorted(((kind, n) for kind, n in kinds.items() if n), key=lambda item: (-item[1], item[0]))),
-        largest=_largest(graph, sizes),
+        largest=None if largest is None else _described(largest, sizes[largest.storage]),
     )
     every = ((op, *_needed(graph, op, workspace, rounding)) for op in graph.ops)
     worst, scratch, needed = max(every, key=lambda each: each[1] + sum(each[2].values()), default=(None, 0, {}))
@@ -127,8 +126,8 @@ def with_behind(
     rounding: int,
     start: int,
 ) -> LowerBound:
-    """The bound for a step that others follow, from position ``start`` of ``whole`` on, which no plan changes and
-    which are called ``name``."""
+    """Raise the bound to the peak of the operators from position ``start`` of ``whole`` on, which no plan changes and
+    the bound calls ``name``."""
     profile = replay(whole, workspace, deaths=deaths, rounding=rounding)
     at = max(range(start, len(whole.ops)), key=lambda position: profile.peaks[position], default=-1)
     if at < 0 or profile.peaks[at] <= found.nbytes:
@@ -149,20 +148,13 @@ def with_behind(
     )
 
 
-def _largest(graph: Graph, sizes: dict[int, int]) -> Needed | None:
-    """The first of the largest persistent tensors."""
-    there = [graph.values[value] for value in graph.inputs if graph.values[value].storage in sizes]
-    found = max(there, key=lambda value: value.nbytes, default=None)
-    return None if found is None else _described(found, sizes[found.storage])
-
-
 def _described(value: Value, nbytes: int) -> Needed:
     return Needed(value.name, value.shape, value.dtype, nbytes)
 
 
 def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[int, dict[int, int]]:
-    """Scratch bytes, and those of the temporary tensors (value -> bytes, one of each storage) that the operator needs
-    whole."""
+    """Return the scratch bytes that the operator needs, and the temporary tensors that it needs whole (value -> bytes,
+    one of each storage)."""
     if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
         return 0, {}
     ways = splits(op, graph.values)
@@ -185,5 +177,5 @@ def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[
 
 
 def _extent(graph: Graph, value: Value) -> int:
-    """Tensors, not storages: some operators leave room behind a small result, which they need not when cut."""
+    """Return the bytes of a tensor, not of its storage: room behind a small result is not needed when it is cut."""
     return min(graph.storages[value.storage].nbytes, value.nbytes)

@@ -4,10 +4,10 @@
 
 The body is read at the size of a part. ``magis.part`` says how its stretch relates to the whole tensor; for each
 further operator a call at the size of the whole is sought whose labels (``magis.ops.splits``) say that this one is a
-part of it (one that takes rows of other parts pads nothing where the whole does); joins and reductions must fit what
-that says of their parts. What can be read in several ways (a part [1, 4] of [2, 4] or of [1, 8]) is first read as
-tensors of the original step look, where that is given. Neither the region that a loop was made of nor the code that
-made it is looked at. Loops within loops are undone from the innermost on.
+part of it (one that takes rows of other parts pads nothing where the whole does); joins and reductions must fit these
+readings of their parts. Of several readings (a part [1, 4] of [2, 4] or of [1, 8]) the first one tried is that whose
+shapes the original step has, if it is given. The proof uses neither the region that a loop was made of nor the code
+that made it. Loops within loops are undone from the innermost on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from typing import TypeAlias
 
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.fission.global_calls import GlobalCall, Looks, Placement, looks_of, part_shape, sized, value_of, ways
+from magis.fission.global_calls import (
+    GlobalCall,
+    Placement,
+    TensorLayout,
+    global_calls,
+    layout_of,
+    part_shape,
+    value_of,
+    with_literals,
+)
 from magis.graph import Arg, Graph, Loop, Op, Ref, Value
 from magis.graph.loop_rules import JOIN, REDUCE, rows_around
 from magis.ops.splits import Halo, Overlap
@@ -29,11 +38,11 @@ Likely: TypeAlias = frozenset[tuple[tuple[int, ...], str]]
 """Shapes and data types of tensors in the original step."""
 
 MOST_COMBINATIONS = 64
-"""Of what may be said of the inputs of one operator: few have more than one reading."""
+"""Combinations of readings of one operator's inputs that are tried: few inputs have more than one."""
 
 
 def verify_fission(graph: Graph, original: Graph | None = None) -> None:
-    """Raise VerifyError for the first loop that computes no whole; with ``original``, also if the step is another one.
+    """Raise VerifyError for the first loop that computes no whole; with ``original``, also if the steps differ.
 
     The original is the step before fission: values that exist in both have the same ids. Equal steps make the same
     results, and the same writes, by the same operators from the same inputs.
@@ -53,13 +62,13 @@ def verify_fission(graph: Graph, original: Graph | None = None) -> None:
 
 
 def loop_proof_problems(graph: Graph, op: Op) -> Iterator[str]:
-    """Why the operator's loop computes no whole, one line per place; nothing for sound loops and other operators."""
+    """Yield a line for each place where the operator's loop computes no whole; none for other operators."""
     if op.body is not None:
         yield from _Undoing(graph.values, op, op.body).problems
 
 
-def _whole(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[int, Value]]:
-    """The graph's operators with loops undone; ids of values are kept, further ones are fresh."""
+def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[int, Value]]:
+    """Return the graph's operators with loops undone, and all values: known ones keep their ids."""
     ops: list[Op] = []
     values = dict(graph.values)
     for op in graph.ops:
@@ -68,8 +77,10 @@ def _whole(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[i
 
 
 def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) -> list[Op]:
-    """A loop undone: the whole calls that its parts make up, then a ``magis.alias`` for each result. ``values``
-    takes up what they make. VerifyError where there are none."""
+    """Undo a loop: return the whole calls that its parts make up, then a ``magis.alias`` for each result.
+
+    Their values are added to ``values``. Raises VerifyError where there are no such calls.
+    """
     undoing = None if op.body is None else _Undoing(values, op, op.body, likely)
     if undoing is None or undoing.problems:
         raise VerifyError("no loop" if undoing is None else undoing.problems[0])
@@ -78,7 +89,7 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a fact is from: position of the operator, the facts of its inputs, and which of the ways."""
+    """Source of a fact: position of the operator, the facts of its inputs, and the number of the whole call."""
 
     at: int
     inputs: tuple[Placement, ...]
@@ -87,14 +98,14 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """A fact of a value that says the same of the whole of another one."""
+    """Source of a fact that a value takes over from another one."""
 
     value: int
     fact: Placement
 
 
 class _Undoing:
-    """One loop while it is being undone: what is known of the values of its body."""
+    """One loop while it is being undone, with the facts known of its body's values."""
 
     def __init__(self, outside: Mapping[int, Value], op: Op, loop: Loop, likely: Likely = frozenset()) -> None:
         self.likely = likely
@@ -103,20 +114,20 @@ class _Undoing:
         self.where = f"operator {op.id} ({op.target})"
         self.facts: dict[int, dict[Placement, _Source | _Alias | None]] = {}
         self.results: dict[int, tuple[int, Placement]] = {}
-        """Value outside that the loop makes -> the value of the body that is its part, and how."""
+        """Value outside that the loop makes -> the value of the body that is its part, and the fact that says so."""
         self.given: dict[int, int] = {}
         """Input of the body -> value outside."""
         self.problems = [
             f"{self.where}: {problem}" for each in loop.graph.ops for problem in loop_proof_problems(loop.graph, each)
         ]
         if self.problems:
-            return  # nothing can be said of what an unsound loop makes
-        self.ops, self.values = _whole(loop.graph)
+            return  # nothing is known of the results of an unsound loop
+        self.ops, self.values = _undo_loops(loop.graph)
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
         for inside, value in self.given.items():
-            self.facts[inside] = {Placement("same", looks_of(outside[value])): None}
+            self.facts[inside] = {Placement("same", layout_of(outside[value])): None}
         for at, each in enumerate(self.ops):
             self._see(at, each)
         if not self.problems:
@@ -124,17 +135,17 @@ class _Undoing:
             self.problems += [f"{self.where}: value {value} is made of no parts" for value in missing]
 
     def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
-        """The whole calls, numbered, whose parts make what the operator makes."""
-        every = ways(signature(op, self.values), facts, self.parts, self.rows)
+        """List the whole calls, numbered, whose parts make the operator's results; those that look likely first."""
+        every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
         return sorted(found, key=lambda each: self._unlikely(each[1]))
 
     def _unlikely(self, way: GlobalCall) -> int:
-        """How many results of a whole call look like nothing in the original step."""
+        """Count the results of a whole call that look like nothing in the original step."""
         return sum((fact.whole[0], fact.whole[2]) not in self.likely for fact in way.outputs if fact is not None)
 
     def known(self, op: Op) -> Iterator[tuple[Placement, ...]]:
-        """What is known of the operator's inputs, in every combination."""
+        """Yield every combination of the facts of the operator's inputs."""
         return islice(product(*(self.facts[value] for value in op.inputs())), MOST_COMBINATIONS)
 
     def _see(self, at: int, op: Op) -> None:
@@ -159,7 +170,7 @@ class _Undoing:
         self.problems.append(f"{self.where}, operator {op.id} ({op.target}): {text}")
 
     def _part(self, op: Op, whole: int, cut: int | Halo) -> None:
-        """A stretch of what every part has all of."""
+        """Note a stretch of a tensor that every part has all of."""
         known = [fact for fact in self.facts.get(whole, ()) if fact.how == "same"]
         if not known:
             self._problem(op, f"takes a stretch of value {whole}, which is no whole tensor")
@@ -167,7 +178,7 @@ class _Undoing:
             self.facts[value] = {Placement(cut, fact.whole): _Alias(whole, fact) for fact in known}
 
     def _merge(self, op: Op, whole: int, part: int, how: int | str | Overlap) -> None:
-        """A result made of its parts the way that they make it up."""
+        """Note a result that is made up of its parts."""
         if part not in self.facts or whole not in self.wholes:
             return  # said where it is made; or no result of this loop, which the rules of loops say
         looks = self.values[whole]
@@ -179,7 +190,7 @@ class _Undoing:
         self._problem(op, f"takes value {part} for {_words(how)} of {looks.dtype}{looks.shape}, but it is {known}")
 
     def _operator(self, at: int, op: Op) -> None:
-        """An operator as part of a whole one."""
+        """Note the results of an operator as parts of those of whole calls."""
         taken = dict.fromkeys(op.inputs())
         if any(value not in self.facts for value in taken):
             return  # said where the input is made
@@ -198,7 +209,7 @@ class _Undoing:
         self._problem(op, f"is a part of no whole call with {', '.join(given) or 'these sizes'}")
 
     def _agrees(self, op: Op, way: GlobalCall) -> bool:
-        """Whether the parts of what the whole call makes look as the operator's results do."""
+        """Return True if the parts of the whole call's results look like the operator's results."""
         if len(op.outputs) != len(way.outputs):
             return False
         for value, fact in zip(op.outputs, way.outputs, strict=True):
@@ -212,7 +223,7 @@ class _Undoing:
 
 @dataclass
 class _Emitting:
-    """The whole calls that make a loop's results, each once, behind those that it needs; ``values`` takes up theirs."""
+    """Emits the whole calls that make a loop's results, each once, behind those that it needs."""
 
     undoing: _Undoing
     values: dict[int, Value]
@@ -220,38 +231,38 @@ class _Emitting:
     emitted: dict[_Source, tuple[int | None, ...]] = field(default_factory=dict)
 
     def everything(self) -> list[Op]:
-        """What makes results under the ids that they have outside, and what writes."""
+        """Emit all calls that write, and those of the results, under the ids that these have outside."""
         for at, op in enumerate(self.undoing.ops):
             if op.writes and op.target not in (JOIN, REDUCE):
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
-                self._call(op, _Source(at, facts, number))
+                self._emit_call(op, _Source(at, facts, number))
         for value, (part, fact) in self.undoing.results.items():
             self.ops.append(Op(len(self.ops), "magis.alias", (Ref(self._need(part, fact)),), (), (value,)))
         return self.ops
 
     def _need(self, value: int, fact: Placement) -> int:
-        """Id of the whole tensor that a value of the body is a part of."""
+        """Emit the whole tensor that a value of the body is a part of; return its id."""
         source = self.undoing.facts[value][fact]
         if source is None:
             return self.undoing.given[value]
         if isinstance(source, _Alias):
             return self._need(source.value, source.fact)
         op = self.undoing.ops[source.at]
-        made = self._call(op, source)[op.outputs.index(value)]
+        made = self._emit_call(op, source)[op.outputs.index(value)]
         return -1 if made is None else made  # never: it has a fact
 
-    def _call(self, op: Op, source: _Source) -> tuple[int | None, ...]:
+    def _emit_call(self, op: Op, source: _Source) -> tuple[int | None, ...]:
         if source not in self.emitted:
             inputs = [self._need(value, fact) for value, fact in zip(op.inputs(), source.inputs, strict=True)]
             undoing = self.undoing
-            every = ways(signature(op, undoing.values), source.inputs, undoing.parts, undoing.rows)
+            every = global_calls(signature(op, undoing.values), source.inputs, undoing.parts, undoing.rows)
             way = every[source.way]
             outputs = tuple(None if fact is None else self._fresh(fact.whole) for fact in way.outputs)
             self.emitted[source] = outputs
-            self.ops.append(sized(op, way.literals, inputs, outputs))
+            self.ops.append(with_literals(op, way.literals, inputs, outputs))
         return self.emitted[source]
 
-    def _fresh(self, looks: Looks) -> int:
+    def _fresh(self, looks: TensorLayout) -> int:
         key = len(self.values)
         while key in self.values:
             key += 1
@@ -270,8 +281,8 @@ def _words(how: int | str | Halo | Overlap) -> str:
 
 
 def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
-    """How each result comes about from the inputs, and each write, as digests that do not depend on ids or order."""
-    ops, _ = _whole(graph, likely)
+    """Digest how each result, and each write, comes about from the inputs, whatever the ids and the order."""
+    ops, _ = _undo_loops(graph, likely)
     known = {value: f"input {value}" for value in graph.inputs}
     writes: list[str] = []
     for op in ops:

@@ -20,7 +20,7 @@ from magis.ops.splits import Cut, Halo, How, Overlap, Split, why_opaque
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operators (by position in ``graph.ops``) with the way in which each is cut, and into how many parts."""
+    """Operators (by position in ``graph.ops``) with the split of each, and the number of parts."""
 
     cuts: Mapping[int, Split]
     parts: int
@@ -28,7 +28,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that the region makes and others use: ``how`` its parts make it up."""
+    """A tensor that the region makes and others use; ``how`` says how its parts make it up."""
 
     value: int
     maker: int
@@ -36,7 +36,7 @@ class Leaving:
 
 
 def region_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Every broken rule as one line; a region without any can be expanded, sizes of parts permitting."""
+    """Yield every broken rule as one line; a region without any can be expanded, sizes of parts permitting."""
     if region.parts < 2 or not region.cuts:
         yield f"a region has operators and at least 2 parts, not {len(region.cuts)} and {region.parts}"
         return
@@ -64,7 +64,7 @@ def _where(op: Op) -> str:
 
 
 def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterator[str]:
-    """The operator can be cut that way, into that many parts."""
+    """Check that the operator can be cut that way, into that many parts."""
     if op.random:
         yield f"{_where(op)}: draws random numbers, which would be others in parts"
     elif op.body is not None:
@@ -77,7 +77,7 @@ def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterat
 
 
 def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """What an operator of the region takes from another is cut where it was made (one component of the D-Graph)."""
+    """Check that operators take each tensor of the region cut as its maker cuts it (one component of the D-Graph)."""
     given = made_in(graph, region)
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]
@@ -85,22 +85,21 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
             if value in given and given[value] != (wanted if wanted is not None else "same"):
                 how = given[value]
                 by = f"rows of {how.dim} that overlap" if isinstance(how, Overlap) else repr(how)
-                yield f"{_where(op)}: takes value {value} {_taken(wanted)}, which its maker gives by {by}"
+                yield f"{_where(op)}: takes value {value} {_cut_text(wanted)}, which its maker gives by {by}"
             elif value not in given and wanted is not None and graph.values[value].bits and is_pure_view(graph, op):
                 # A copied stretch has no bits, so its conjugate has one, which kernels copy where eager's do not.
                 bits = " ".join(graph.values[value].bits)
                 yield f"{_where(op)}: opens a view in parts of value {value}, which has the bits {bits}"
 
 
-def _taken(cut: Cut) -> str:
-    """How an input is taken, in words."""
+def _cut_text(cut: Cut) -> str:
     if isinstance(cut, Halo):
         return f"cut along {cut.dim} with rows of other parts"
     return "whole" if cut is None else f"cut along {cut}"
 
 
 def made_in(graph: Graph, region: Region) -> dict[int, How]:
-    """Values made in the region, with how the parts of each make up the whole."""
+    """Map the values made in the region to how the parts of each make up the whole."""
     return {
         value: how
         for position, split in region.cuts.items()
@@ -110,7 +109,7 @@ def made_in(graph: Graph, region: Region) -> dict[int, How]:
 
 
 def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Nothing outside meets what the region overwrites, nor the other way round; running statistics are cut."""
+    """Check that neither side overwrites storages of the other; running statistics may be, if they are cut."""
     taken, born = set[int](), set[int]()
     for position in sorted(region.cuts):
         taken |= {graph.values[value].storage for value in graph.ops[position].inputs()}
@@ -135,7 +134,7 @@ def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
 
 
 def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int | None:
-    """The one argument of the call on this storage, if it is a dense vector that is cut."""
+    """Return the one argument of the call on this storage, if it is a dense vector that is cut."""
     touched = [
         (value, dim)
         for value, dim in zip(op.inputs(), split.inputs, strict=True)
@@ -149,7 +148,7 @@ def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int
 
 
 def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, int]) -> Iterator[str]:
-    """What the region writes stretch by stretch (storage -> value) it also reads so: the next part meets the rest."""
+    """Check that storages written stretch by stretch (-> value) are read so, too: the next part finds the rest."""
     made = made_in(graph, region)
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]
@@ -166,7 +165,7 @@ def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, i
 
 
 def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """What leaves is one tensor per storage, covering it."""
+    """Check that one tensor per storage leaves, and that it covers the storage."""
     storages: dict[int, int] = {}
     for leaving in leavings(graph, region):
         value = graph.values[leaving.value]
@@ -178,7 +177,7 @@ def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:
 
 
 def leavings(graph: Graph, region: Region) -> list[Leaving]:
-    """Tensors that operators outside, or the caller, use; those that are views leave as what they look at."""
+    """List the tensors that operators outside, or the caller, use; in the place of a view its base leaves."""
     root = roots(graph)
     used = {root[value] for value in graph.outputs}
     for position, op in enumerate(graph.ops):
@@ -196,7 +195,7 @@ def leavings(graph: Graph, region: Region) -> list[Leaving]:
 
 
 def roots(graph: Graph) -> dict[int, int]:
-    """For every value the one that it is a view of, itself where it is none."""
+    """Map every value to the one that it is a view of, itself if it is none."""
     found = {value: value for value in graph.inputs}
     for op in graph.ops:
         view = is_pure_view(graph, op)
@@ -208,7 +207,7 @@ def roots(graph: Graph) -> dict[int, int]:
 
 
 def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Convex and weakly connected."""
+    """Check that the region is convex and weakly connected."""
     inside = set(region.cuts)
     dag = dependency_graph(graph)
     after: set[int] = set()
@@ -225,17 +224,17 @@ def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
         yield f"the region falls into {count} unconnected pieces"
 
 
-# In place, by parts: which results of a region may lie on the memory of which tensors that it takes.
+# In place, by parts: results of a region that may lie on the memory of tensors that it takes.
 #
 #     for each part:  p = magis.part(x, 0);  q = f(p);  magis.join(y, q, 0)        y lies on the memory of x
 #
 # A stretch of x that has been read for the last time is no longer needed: the part's result may be written there.
-# Whole operators can do that only where they run element by element; in parts any operator can whose result looks like
-# what it takes. The published method allocates every output of a region beside its inputs.
+# Whole operators can do that only where they run element by element; in parts any operator can whose result has the
+# layout of its input. The published method allocates every output of a region beside its inputs.
 
 
 def takeovers(graph: Graph, region: Region, left: Sequence[Leaving]) -> dict[int, int]:
-    """Storage of a tensor that leaves the region -> storage of the tensor whose memory it takes over."""
+    """Map storages of tensors that leave the region to the storages whose memory they take over."""
     found: dict[int, int] = {}
     victims = dict(_victims(graph, region))
     written = {storage for p in region.cuts for storage, _ in graph.ops[p].writes}
@@ -254,7 +253,7 @@ def takeovers(graph: Graph, region: Region, left: Sequence[Leaving]) -> dict[int
 
 
 def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Storages that nobody touches once the region has begun but its own operators, by one tensor cut in one way."""
+    """Yield storages that only the region touches once it has begun, with the one tensor and dimension that it cuts."""
     touching: dict[int, list[int]] = {}
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):
@@ -272,7 +271,7 @@ def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int
 
 
 def _cuts_of(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, Cut]]]:
-    """How the region's operators take storages from outside: values with the dimension that is cut."""
+    """Map storages from outside to the values through which operators take them, with the cut dimension."""
     made = {value for position in region.cuts for value in graph.ops[position].made()}
     found: dict[int, set[tuple[int, Cut]]] = {}
     for position, split in region.cuts.items():
@@ -283,7 +282,7 @@ def _cuts_of(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, Cut]]]
 
 
 def last_readers(graph: Graph, region: Region) -> dict[int, int]:
-    """Storage -> position of the last of the region's operators that takes a tensor on it."""
+    """Map each storage to the position of the last of the region's operators that takes a tensor on it."""
     found: dict[int, int] = {}
     for position in sorted(region.cuts):
         found |= dict.fromkeys((graph.values[value].storage for value in graph.ops[position].inputs()), position)

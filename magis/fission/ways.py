@@ -13,7 +13,7 @@ from magis.ops.splits import Split, splits
 
 @dataclass(frozen=True)
 class _Call:
-    """A call, known by its looks."""
+    """A call that is hashed and compared by ``looks``."""
 
     looks: tuple[object, ...]
     op: Op = field(compare=False)
@@ -21,20 +21,15 @@ class _Call:
 
 
 def ways(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
-    """``splits`` of the call."""
+    """Return ``splits`` of the call, from the cache if a call that looks alike was seen."""
     own = {number: values[number] for number in (*op.inputs(), *op.made())}
     storages = {storage: number for number, storage in enumerate(dict.fromkeys(v.storage for v in own.values()))}
     lies = tuple((storages[own[number].storage], own[number].offset) for number in op.inputs())
-    made = tuple(
-        None if number is None else (_looks(own[number]), storages[own[number].storage]) for number in op.outputs
-    )
-    return _ways(_Call((signature(op, own), op.random, lies, made), op, own))
-
-
-def _looks(value: Value) -> tuple[object, ...]:
-    return value.dtype, value.shape, value.stride, value.offset
+    results = [None if number is None else own[number] for number in op.outputs]
+    made = tuple(None if v is None else (v.dtype, v.shape, v.stride, v.offset, storages[v.storage]) for v in results)
+    return _cached_splits(_Call((signature(op, own), op.random, lies, made), op, own))
 
 
 @functools.lru_cache(maxsize=8192)
-def _ways(call: _Call) -> tuple[Split, ...]:
+def _cached_splits(call: _Call) -> tuple[Split, ...]:
     return splits(call.op, call.values)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from magis.cost.devices import DeviceModel, gpu_name
 from magis.cost.operator_latency import Prices
-from magis.cost.profile_store import Profile, ProfileError, load, matched
+from magis.cost.profile_store import Profile, ProfileError, load, without_changed_operators
 from magis.dtypes import autocast_type, tensor_type
 from magis.runtime.measure import device_identity
 from magis.runtime.profiler import schema_of
@@ -72,7 +72,7 @@ class Profiles:
             if self.file is not None:
                 raise ProfileError(text, hint="record one with magis profile, or leave it out")
             return Pricing(note=f"{text}: latencies are estimated")
-        kept, changed = matched(profile, schema_of)
+        kept, changed = without_changed_operators(profile, schema_of)
         return Pricing(kept, f"{path.name} ({_origin(profile)})", _changes(profile, changed))
 
 

@@ -22,14 +22,14 @@ from magis.planner.plans import (
 )
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest, never
-from magis.search.driver import SearchResult, near, search
+from magis.search.driver import SearchResult, around_best, search
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.latency_bound import nest_latency_bound
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
-    bound,
     level,
+    nest_lower_bound,
     realize_level,
     solution,
     solve,
@@ -106,7 +106,7 @@ def _best(
         if _beaten(wanted.key(0, least_ns), best, known, wanted):
             continue  # by whatever plan it has
         start = point.solution()
-        near_by = near([other for other in points if other.cut == point.cut], wanted.goal)
+        near_by = around_best([other for other in points if other.cut == point.cut], wanted.goal)
         done = wanted.over() or _ended(start, least_ns, wanted)
         solution, spent = (start, 0) if done else _by_turns(point.level, start, wanted, near_by)
         states += spent
@@ -206,7 +206,7 @@ def _left_for_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, g
 
 def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
     """The same under a latency limit: plans for memory limits below the best peak so far."""
-    floor = bound(here)
+    floor = nest_lower_bound(here)
     best, states, failures = start, 0, 0
     step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
     for _ in range(SQUEEZES):

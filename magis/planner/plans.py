@@ -18,7 +18,7 @@ from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
-from magis.search.driver import FROM_NOTHING, SearchResult, near, search
+from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
 from magis.search.fission_pareto import FissionFront
 from magis.search.latency_bound import latency_lower_bound, nest_latency_bound
 from magis.search.loop_nest import LoopNest
@@ -293,7 +293,7 @@ def whole_search(
     if begun.enough(scratch, problem, goal, found.peak, found.latency_ns):
         return [found], states
     known = front()
-    starts = [found, *(point.plan for point in near(known.points, goal))]
+    starts = [found, *(point.plan for point in around_best(known.points, goal))]
     last = search(problem, goal, budget=budget - first, seed=seed, over=over, watch=watch, starts=starts)
     last = replace(last, stopped_by_seconds=last.stopped_by_seconds or known.stopped_by_seconds)
     return sorted((found, last), key=lambda each: each.key(goal)), states + known.states + last.states

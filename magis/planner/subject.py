@@ -16,7 +16,7 @@ from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
-from magis.fission.lower_bound import LowerBound, floor, with_behind
+from magis.fission.lower_bound import LowerBound, explained_lower_bound, with_behind
 from magis.graph import Graph, digest, verify
 from magis.planner.conformance import conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
@@ -35,7 +35,7 @@ from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of
-from magis.search.loop_places import TriedPlaces, first_look, hastily, places_front
+from magis.search.loop_places import TriedPlaces, first_look, places_front, with_little_effort
 from magis.search.pareto_sweep import FULL, Effort
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
@@ -122,7 +122,7 @@ class Subject(TracedModel):
     ) -> FissionFront:
         """The front of the step cut into parts, without the hasty look and places where no plan is better than a
         ``known`` one (its peak and latency); ``brief``: with the effort of that look. Cases share what is found."""
-        work, tried = (hastily(self._work), self._briefly) if brief else (self._work, self._tried)
+        work, tried = (with_little_effort(self._work), self._briefly) if brief else (self._work, self._tried)
         return places_front(work, wanted, self._share, tried, known)
 
     @cached_property
@@ -321,7 +321,7 @@ class Subject(TracedModel):
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
         """The same at these costs."""
-        found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        found, own = explained_lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
             return found

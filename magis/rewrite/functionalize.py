@@ -18,8 +18,9 @@ from magis.ops.operators import op_info
 
 
 def functionalize(graph: Graph) -> Graph:
-    """The same step without in-place writes to temporary storages, where these can be told apart."""
-    touching = _touching(graph, _written(graph))
+    """Return the step without in-place writes to temporary storages, where old and new contents can be told apart."""
+    written = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
+    touching = _touching(graph, sorted(s for s in written if graph.storages[s].kind == "temporary"))
     targets = {storage for storage, ops in touching.items() if _can_split(graph, storage, ops)}
     if not targets:
         return graph
@@ -28,7 +29,8 @@ def functionalize(graph: Graph) -> Graph:
     ops = []
     current: dict[int, tuple[int, int]] = {storage: (storage, 0) for storage in targets}
     for op in graph.ops:
-        new = replace(op, reads=_renamed(op.reads, current))
+        met = ((*current.get(storage, (storage, 0)), version) for storage, version in op.reads)
+        new = replace(op, reads=tuple((owner, version - base) for owner, base, version in met))
         hit = [storage for storage, _ in op.writes if storage in targets]
         if hit:
             (old,) = hit
@@ -45,21 +47,8 @@ def functionalize(graph: Graph) -> Graph:
     return replace(graph, storages=storages, values=values, ops=tuple(ops))
 
 
-def _renamed(versions: tuple[tuple[int, int], ...], current: dict[int, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    renamed = []
-    for storage, version in versions:
-        owner, base = current.get(storage, (storage, 0))
-        renamed.append((owner, version - base))
-    return tuple(renamed)
-
-
-def _written(graph: Graph) -> list[int]:
-    found = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
-    return sorted(s for s in found if graph.storages[s].kind == "temporary")
-
-
 def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
-    """The operators that read, make or write each of the storages, in order: long steps have hundreds of these."""
+    """List, per storage, the operators that read, make or write it, in order, in one walk through the step."""
     found: dict[int, list[Op]] = {storage: [] for storage in storages}
     for op in graph.ops:
         touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
@@ -70,8 +59,8 @@ def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
 
 
 def _can_split(graph: Graph, storage: int, ops: Iterable[Op]) -> bool:
-    """Whether every write to the storage is a functionalizable one that covers it, read only through its result; the
-    operators are those that touch it."""
+    """Return True if every write to the storage has a functional form, covers it, and is read only through its result;
+    ``ops`` are those that touch it."""
     seen: set[int] = set()  # values that show the newest contents
     for op in ops:
         touched = [value for value in op.inputs() if graph.values[value].storage == storage]
@@ -102,7 +91,7 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
     return op.inputs()[0] == value.id and fills(value, graph.storages[storage])
 
 
-# Order constraints that are none in truth, taken out of a step so that more of it can be split or moved.
+# Order constraints that are not needed, taken out of a step so that more of it can be split or moved.
 #
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
@@ -117,13 +106,13 @@ MEAN, SUM = 1, 2
 
 
 def untangle(graph: Graph) -> Graph:
-    """The same step without needless constraints."""
+    """Return the step without needless order constraints."""
     found = _Rewritten(dict(graph.storages), dict(graph.values))
     for op in graph.ops:
         if _only_shape(graph, op):
             found.ops.append(_factory(graph, op))
-        elif op.target in _LOSSES and _mean_of_counted(op):
-            found.loss(op)
+        elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
+            found.loss(op)  # a mean over targets that all weigh the same
         else:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
@@ -131,7 +120,7 @@ def untangle(graph: Graph) -> Graph:
 
 
 def _only_shape(graph: Graph, op: Op) -> bool:
-    """Whether a factory looks at nothing but the shape of its input, and lays its result out row by row."""
+    """Return True for a factory that needs nothing but the shape of its input, and whose result is row-major."""
     if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
         return False
     value = graph.values[op.made()[0]]
@@ -152,11 +141,6 @@ def _factory(graph: Graph, op: Op) -> Op:
     return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
 
 
-def _mean_of_counted(op: Op) -> bool:
-    """A mean over targets that all weigh the same."""
-    return op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2
-
-
 @dataclass
 class _Rewritten:
     """The step while it is being rewritten."""
@@ -166,7 +150,7 @@ class _Rewritten:
     ops: list[Op] = field(default_factory=list)
 
     def loss(self, op: Op) -> None:
-        """The mean as a sum divided by the number of targets that count, which is known ahead."""
+        """Write the mean as a sum divided by the number of targets that count, which is known ahead."""
         loss, weight = (value for value in op.outputs if value is not None)
         target = op.args[1]
         ignored = op.args[4]

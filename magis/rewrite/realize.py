@@ -1,4 +1,4 @@
-"""A schedule of events as a graph: what a plan decided, spelled out as operators.
+"""A schedule of events as a graph: the decisions of a plan, spelled out as operators.
 
     node again      -> the operator's redo form on fresh storages
     take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
@@ -6,9 +6,9 @@
     store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
     a message that is over -> ``magis.arrived``
 
-Views are opened again, where they are first needed, on whichever copy of their storage is current. Storage versions
-are carried over from the source graph, so that ``verify`` proves that each operator of the result meets the contents
-that it met in the source.
+Views are opened again, where they are first needed, on the current copy of their storage. Storage versions are carried
+over from the source graph, so that ``verify`` proves that each operator of the result reads the contents that it read
+in the source.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable
 from magis.simulate.problem import ARRIVE, BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 
 GENERATOR_BYTES = STATE_BYTES["cpu"]
-"""State of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's is 16 bytes."""
+"""Bytes of the state of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's has 16."""
 
 
 def realize(compiled: Compiled, events: Events) -> Graph:
-    """The graph that the events describe."""
+    """Return the graph that the events describe."""
     again = {int(arg) for kind, arg in zip(events.kind, events.arg, strict=True) if kind == REDO}
     builder = _Builder(compiled.graph)
     for index in range(len(events)):
@@ -56,7 +56,7 @@ def realize(compiled: Compiled, events: Events) -> Graph:
 
 
 class _Builder:
-    """Emits operators; knows the current copy of every storage and which values are open on it."""
+    """Emits operators; knows the current copy of every storage and the values that are open on it."""
 
     def __init__(self, source: Graph) -> None:
         self._source = source
@@ -97,16 +97,16 @@ class _Builder:
                 self._copy[storage] = copy
 
     def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
-        """Run ``op``; as a repetition where ``renewed`` says which storages get a new current copy."""
+        """Run ``op``; as a repetition where ``renewed`` names the storages that get a new current copy."""
         form = op if renewed is None else redo_form(op, self._source)
-        mapping = {value: self._value(value) for value in form.inputs()}
+        mapping = {value: self._current_value(value) for value in form.inputs()}
         reads = tuple(self._version(read) for read in form.reads)
         writes = tuple(self._version(write) for write in form.writes)
         if taken is not None:
             self._take_over(op, form, mapping, reads, taken)
             return
         copies = self._allocate(op, renewed)
-        outputs = tuple(None if value is None else self._made(value, copies) for value in op.outputs)
+        outputs = tuple(None if value is None else self._output_value(value, copies) for value in op.outputs)
         self._emit(form, mapping, reads, writes, outputs)
         if op.target in BESIDE:
             self._sent[self._source.values[op.made()[0]].storage] = self._ops[-1]
@@ -114,7 +114,7 @@ class _Builder:
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
         drawn = _generators(group)
-        states = tuple(self._state_value() for _ in drawn)
+        states = tuple(self._generator_state() for _ in drawn)
         if renewed is None:
             self._saved[node] = states
         for position, (state, own) in enumerate(zip(states, drawn, strict=True)):
@@ -127,12 +127,12 @@ class _Builder:
             for state, own in zip(states, drawn, strict=True):
                 self._emit_own("magis.rng_leave", (Ref(state), *own), ())
 
-    def _state_value(self) -> int:
+    def _generator_state(self) -> int:
         storage = self._new_storage(GENERATOR_BYTES, "host")
         return self._new_value(Value(0, (GENERATOR_BYTES,), (1,), "uint8", storage))
 
     def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
-        """Fresh storages for what ``op`` makes; all of them become current the first time, else those renewed.
+        """Allocate storages for the outputs of ``op``; all become current the first time, else those renewed.
 
         A repetition also makes outputs that nobody wants: their other copy is in memory, or its readers are done.
         """
@@ -150,7 +150,7 @@ class _Builder:
 
     def store(self, storage: int) -> None:
         """Start copying a storage to the host."""
-        value = self._value(self._main[storage])
+        value = self._current_value(self._main[storage])
         host_storage = self._new_storage(self._source.storages[storage].nbytes, "host")
         host = self._new_value(replace(self._source.values[self._main[storage]], storage=host_storage))
         self._host[storage] = (host, value)
@@ -159,13 +159,13 @@ class _Builder:
         )
 
     def wait(self, storage: int) -> None:
-        """The device copy goes once the host has it."""
+        """Free the device copy once the host has it."""
         host, value = self._host[storage]
         self._emit_own("magis.wait", (Ref(value), Ref(host)), ())
         del self._copy[storage]
 
     def load(self, storage: int) -> None:
-        """A new device copy from the host."""
+        """Make a new device copy from the host."""
         host, _ = self._host[storage]
         copy = self._new_storage(self._source.storages[storage].nbytes, "temporary")
         self._copy[storage] = (copy, -self._final.get(storage, 0))
@@ -182,15 +182,15 @@ class _Builder:
         self._emit_own(ARRIVED, (Ref(made), *map(Ref, message.inputs())), (), reads=reads)
 
     def graph(self) -> Graph:
-        outputs = tuple(self._value(value) for value in self._source.outputs)
+        outputs = tuple(self._current_value(value) for value in self._source.outputs)
         return replace(
             self._source, storages=self._storages, values=self._values, ops=tuple(self._ops), outputs=outputs
         )
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def _value(self, source: int) -> int:
-        """The value that shows on the current copy what ``source`` shows in the source graph."""
+    def _current_value(self, source: int) -> int:
+        """Return the value that shows on the current copy what ``source`` shows in the source graph."""
         storage = self._source.values[source].storage
         if self._source.storages[storage].kind != "temporary":
             if source in self._values:
@@ -204,39 +204,39 @@ class _Builder:
         op = self._maker[source]
         if not is_pure_view(self._source, op):
             return self._loaded_as(source, op)
-        mapping = {value: self._value(value) for value in op.inputs()}
-        outputs = tuple(None if value is None else self._made(value, {}) for value in op.outputs)
+        mapping = {value: self._current_value(value) for value in op.inputs()}
+        outputs = tuple(None if value is None else self._output_value(value, {}) for value in op.outputs)
         self._emit(op, mapping, (), (), outputs)
         return outputs[op.outputs.index(source)] or 0
 
     def _loaded_as(self, source: int, op: Op) -> int:
-        """What ``op`` made, in place or not, on a copy that came from the host with it in."""
+        """Return the output ``source`` of ``op``, in place or not, on a copy from the host that holds it."""
         value = self._source.values[source]
         copy, _ = self._copy.get(value.storage, (value.storage, 0))
         whole = self._values.get(self._loaded.get(copy, -1))
         if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
             view = self._written_through(value, op) if whole is not None else None
             if view is not None:
-                self._open[source, copy] = self._value(view)
+                self._open[source, copy] = self._current_value(view)
                 return self._open[source, copy]
             raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
         looks = (value.shape, value.stride, value.offset)
         if looks == (whole.shape, whole.stride, whole.offset):
             self._open[source, copy] = whole.id
             return whole.id
-        new = self._made(source, {})
+        new = self._output_value(source, {})
         self._emit_own("aten.as_strided.default", (Ref(whole.id), *looks), (new,))
         return new
 
     def _written_through(self, made: Value, op: Op) -> int | None:
-        """The argument of ``op`` that shows what ``made`` shows: the view of another type that it wrote through."""
+        """Return the argument of ``op`` that shows what ``made`` shows: the view of another type that it wrote to."""
         for taken in op.inputs() if op.writes else ():
             if replace(self._source.values[taken], id=made.id, name=made.name) == made:
                 return taken
         return None
 
-    def _made(self, source: int, copies: dict[int, int]) -> int:
-        """A value of the result for one that an operator of the source makes; ``copies`` are its fresh storages."""
+    def _output_value(self, source: int, copies: dict[int, int]) -> int:
+        """Add the value for an output of the source's operator; ``copies`` are the operator's fresh storages."""
         value = self._source.values[source]
         if self._source.storages[value.storage].kind != "temporary":
             if source in self._values:
@@ -318,7 +318,7 @@ class _Builder:
 
 
 def _generators(group: Group) -> tuple[tuple[Const, ...], ...]:
-    """The generators that operators draw from, each once: a step's own by its name, the default one without any."""
+    """List the generators that operators draw from, each once: a step's own by its name, the default one as ()."""
     found: dict[tuple[Const, ...], None] = {}
     for op in group:
         if op.random:

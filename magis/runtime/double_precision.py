@@ -24,7 +24,7 @@ from magis.graph.hazards import is_pure_view
 from magis.ops.call import EXPECT, call, made_generators
 from magis.ops.operators import op_info
 from magis.runtime.measure import Allocation, allocations, logged, memory_profile
-from magis.simulate.compiled_problem import split
+from magis.simulate.compiled_problem import nodes_and_blocks
 from magis.simulate.simulator import MemoryProfile
 
 
@@ -109,7 +109,7 @@ def _looked_through(graph: Graph) -> dict[int, int]:
 def _updates(graph: Graph) -> list[list[Op]]:
     """The operators that update each parameter. They share its values and its state's; a storage they may share with
     other parameters' (``magis.rewrite.rules.merged_weights``), and so they may a gradient's."""
-    _, blocks = split(graph)
+    _, blocks = nodes_and_blocks(graph)
     links: rx.PyGraph[int, None] = rx.PyGraph()
     ops = [op for block in blocks for op in block]
     links.add_nodes_from(range(len(ops)))

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from magis.cost.profile_store import Entry, target_of
-from magis.cost.shapes import made
+from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse
 from magis.errors import MagisError
 from magis.ops.call import resolve, to_torch
@@ -102,7 +102,7 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
 def _size(key: str) -> int | None:
     """Bytes of a call's arguments and results; the latter twice, since two rounds' results meet. None: refused."""
     try:
-        op, values = made(key)
+        op, values = parse_with_outputs(key)
     except MagisError:
         return None
     given = {values[number].storage for number in op.inputs()}

@@ -1,7 +1,7 @@
 """The best order of a stretch of nodes, by dynamic programming over the sets of nodes that can have run (paper).
 
-What is in memory once a set of nodes has run does not depend on their order, so that of all orders of one set only the
-one with the lowest peak counts. Bytes are exactly those of ``simulate.kernel`` for a plan without recomputation:
+The tensors in memory once a set of nodes has run do not depend on their order, so that of all orders of one set only
+the one with the lowest peak counts. Bytes are exactly those of ``simulate.kernel`` for a plan without recomputation:
 in-place re-use, workspaces, and update blocks that run as soon as they may. Sets are found layer by layer, by their
 size; a layer that grows beyond ``most`` keeps its best, so that small stretches are ordered exactly and others well.
 
@@ -20,12 +20,12 @@ import numpy as np
 from magis.simulate.problem import Int64s, Rows
 
 WIDEST = 60
-"""Nodes of a stretch: a set of them is one word."""
+"""Most nodes of a stretch: a set of them is one word."""
 FAR = 1 << 62
 
 
 class Stretch(NamedTuple):
-    """Nodes that stand together, numbered in their order, and all that is in memory while they run.
+    """Nodes that stand together, numbered in their order, and all storages that are in memory while they run.
 
     Sets of nodes are bit masks. Storages that live through and that no node here touches are left out. Defined beside
     the compiled functions: numba's cache on disk knows fields by their position, and the age of this file only.
@@ -48,8 +48,8 @@ class Stretch(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _start(st: Stretch) -> int:
-    """Bytes in memory before the first node."""
+def _start_bytes(st: Stretch) -> int:
+    """Return the bytes in memory before the first node."""
     level = 0
     for storage in range(len(st.nbytes)):
         if st.maker[storage] < 0:
@@ -59,7 +59,7 @@ def _start(st: Stretch) -> int:
 
 @numba.njit(cache=True)
 def _read_later(st: Stretch, after: int, node: int, at: int, storage: int) -> bool:
-    """Whether a block behind the one at ``at``, and run right behind the same node, reads the storage."""
+    """Return True if a block behind the one at ``at``, and run right behind the same node, reads the storage."""
     for k in range(at + 1, st.fires.ptr[node + 1]):
         block = st.fires.idx[k]
         if st.trigger[block] & after == st.trigger[block]:
@@ -70,8 +70,8 @@ def _read_later(st: Stretch, after: int, node: int, at: int, storage: int) -> bo
 
 
 @numba.njit(cache=True)
-def _run(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
-    """Peak while a node and the blocks behind it run, and bytes in memory afterwards."""
+def _run_node(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
+    """Run a node and the blocks behind it: return the peak meanwhile, and the bytes in memory afterwards."""
     after = ran | 1 << node
     level += st.out_bytes[node]
     peak = level + st.ws[node]
@@ -99,12 +99,12 @@ def _run(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
 
 @numba.njit(cache=True)
 def peak_of(st: Stretch, order: Int64s) -> int:
-    """Largest number of bytes while the nodes run in this order."""
+    """Return the peak of bytes while the nodes run in this order."""
     ran = int(np.int64(0))  # no literal (see ``magis.simulate.kernel``)
-    level = _start(st)
+    level = _start_bytes(st)
     worst = 0
     for node in order:
-        peak, level = _run(st, ran, level, node)
+        peak, level = _run_node(st, ran, level, node)
         worst = max(worst, peak)
         ran |= 1 << node
     return worst
@@ -112,7 +112,7 @@ def peak_of(st: Stretch, order: Int64s) -> int:
 
 @numba.njit(cache=True)
 def floor_of(st: Stretch) -> int:
-    """Bytes that no order avoids: while a node runs, all is there that was surely made before and is needed later."""
+    """Return the bytes that no order avoids: those that, while a node runs, were made before and are needed later."""
     width = len(st.before)
     above = np.zeros(width, dtype=np.int64)
     below = np.zeros(width, dtype=np.int64)
@@ -140,7 +140,7 @@ def floor_of(st: Stretch) -> int:
 
 @numba.njit(cache=True)
 def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
-    """A node that costs nothing to run next, so that no order does better than to run it next; -1: none."""
+    """Find a node that costs nothing to run next, so that no order does better than that; -1: none."""
     for node in range(len(st.before)):
         if ran >> node & 1 or st.before[node] & ran != st.before[node]:
             continue
@@ -149,7 +149,7 @@ def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
             trigger = st.trigger[st.fires.idx[k]]
             waits |= trigger & (ran | 1 << node) != trigger
         if not waits:
-            peak, left = _run(st, ran, level, node)
+            peak, left = _run_node(st, ran, level, node)
             if peak <= worst and left <= level:
                 return node
     return -1
@@ -157,7 +157,8 @@ def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
 
 @numba.njit(cache=True)
 def best_order(st: Stretch, most: int) -> Int64s:  # noqa: C901 (compiled: one layer in place of the other)
-    """The order with the lowest peak; as it is if none is lower, or none was found among ``most`` sets a layer."""
+    """Return the order with the lowest peak; the old one if none is lower, or none was found with ``most`` sets a
+    layer."""
     width = len(st.before)
     same = np.arange(width)
     bound = peak_of(st, same)
@@ -166,7 +167,7 @@ def best_order(st: Stretch, most: int) -> Int64s:  # noqa: C901 (compiled: one l
         return same
     room = 4 * most
     ran = np.zeros(1, dtype=np.int64)
-    level = np.full(1, _start(st), dtype=np.int64)
+    level = np.full(1, _start_bytes(st), dtype=np.int64)
     worst = np.full(1, floor, dtype=np.int64)
     parent = np.zeros(1024, dtype=np.int32)  # of all states kept so far, layer behind layer
     choice = np.zeros(1024, dtype=np.int32)
@@ -187,7 +188,7 @@ def best_order(st: Stretch, most: int) -> Int64s:  # noqa: C901 (compiled: one l
                     continue
                 if ran[state] >> node & 1 or st.before[node] & ran[state] != st.before[node]:
                     continue
-                peak, left = _run(st, ran[state], level[state], node)
+                peak, left = _run_node(st, ran[state], level[state], node)
                 peak = max(peak, worst[state])
                 if peak >= bound:
                     continue

@@ -20,7 +20,7 @@ LEAST = 20
 
 
 class Steps:
-    """A problem as scheduling looks at it; its parts are worked out when first asked for."""
+    """Tables of a problem for scheduling, each worked out when first asked for."""
 
     def __init__(self, problem: Problem, step: NodeStep | None = None) -> None:
         self.problem = problem
@@ -67,21 +67,21 @@ class Steps:
         return self.problem.inputs.turned(self.problem.n_storages)
 
     def released_by(self, storage: int) -> list[int]:
-        """Nodes after all of which a storage is gone."""
+        """List the nodes after all of which a storage is gone."""
         touch = [int(self.problem.producer[storage]), *self._readers(storage).tolist()]
         return touch + self.held_by(storage)
 
     def held_by(self, storage: int) -> list[int]:
-        """Nodes that the blocks which read a storage wait for."""
+        """List the nodes that the blocks which read a storage wait for."""
         return [node for block in self.holders(storage).tolist() for node in self.triggers[block]]
 
 
 Lives = dict[int, int]
-"""Storage -> last position in an order at which its first copy is used; of those alone that a plan drops or swaps."""
+"""Storage that a plan drops or swaps -> last position in an order at which its first copy is used."""
 
 
 def lives_of(evaluator: Evaluator) -> Lives:
-    """Of the plan judged last."""
+    """Return the lives of the plan judged last."""
     short = evaluator.recomputed() | evaluator.swapped()
     if not short.any():
         return {}
@@ -92,7 +92,7 @@ def lives_of(evaluator: Evaluator) -> Lives:
 
 
 def cuts(narrowness: Int64s, order: Int32s, low: int, high: int) -> list[tuple[int, int]]:
-    """Stretches of the positions from ``low`` to ``high``, cut behind the narrowest nodes."""
+    """Cut the positions from ``low`` to ``high`` into stretches, behind the narrowest nodes."""
     found = []
     while high - low > WIDEST:
         here = narrowness[order[low + LEAST - 1 : low + WIDEST]]
@@ -107,7 +107,7 @@ def cuts(narrowness: Int64s, order: Int32s, low: int, high: int) -> list[tuple[i
 def improved(
     steps: Steps, order: Int32s, stretches: list[tuple[int, int]], lives: Lives | None = None, most: int = MOST
 ) -> Int32s:
-    """The order with the nodes of each stretch in their best order."""
+    """Return the order with the nodes of each stretch in their best order."""
     order = order.copy()
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -121,10 +121,10 @@ def improved(
 
 
 def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, lives: Lives) -> Stretch:
-    """The nodes at the positions from ``low`` to ``high`` as the dynamic program wants them.
+    """Return the nodes at the positions from ``low`` to ``high`` as input of the dynamic program.
 
-    Of a storage that leaves and comes back, what uses its later copy sees a storage of its own, which is there from the
-    beginning; that it is made again, and when, is for the evaluator to judge.
+    The later copy of a storage that leaves and comes back counts as a storage of its own, which is there from the
+    beginning; the evaluator judges that it is made again, and when.
     """
     problem = steps.problem
     nodes = order[low:high].tolist()
@@ -136,7 +136,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
     nbytes: list[int] = []
 
     def copy_of(storage: int, at: int) -> tuple[int, bool]:
-        """Number of the copy that a node at a position uses, and whether it may die here."""
+        """Return the number of the copy that a node at a position uses, and True if it may die here."""
         later = at > lives.get(storage, at)
         if (storage, later) in number:
             found = number[storage, later]
@@ -192,7 +192,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
 
 
 def _mask(places: list[int], low: int, high: int) -> int:
-    """The positions from ``low`` to ``high`` among these as a bit mask."""
+    """Return the positions from ``low`` to ``high`` among these as a bit mask."""
     mask = 0
     for place in places:
         if low <= place < high:
@@ -201,7 +201,7 @@ def _mask(places: list[int], low: int, high: int) -> int:
 
 
 def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], narrow: int) -> Iterator[int]:
-    """Where stretches meet that had to be cut at a wide place."""
+    """Yield the positions where stretches meet that had to be cut at a wide place."""
     for _, end in stretches[:-1]:
         if narrowness[order[end - 1]] > narrow:
             yield end
@@ -210,15 +210,15 @@ def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], 
 # Re-ordering by wide stretches around the peak: where branches are longer than the windows of ``window``.
 
 WIDE_SETS = 256
-"""Sets of nodes that a layer keeps: seen to do as well as 2048, at a tenth of the time."""
+"""Sets of nodes that a layer keeps: seen to be as good as 2048, at a tenth of the time."""
 PEAKS = 8
 """Stretches ordered at once."""
 
 
 def wide_orders(evaluator: Evaluator) -> Iterator[Int32s]:
-    """Other legal orders that may lower the peak of the plan judged last: stretches around every place that reaches it.
+    """Yield legal orders that may lower the peak of the plan judged last: stretches around every place that reaches it.
 
-    Cells that are alike have peaks that are alike, so that all of them must be ordered anew to gain anything.
+    Equal layers have equal peaks, so that all of them must be ordered anew to gain anything.
     """
     order, lives, levels = evaluator.order, lives_of(evaluator), evaluator.levels
     steps = Steps(evaluator.problem, evaluator.step)
@@ -231,7 +231,7 @@ def wide_orders(evaluator: Evaluator) -> Iterator[Int32s]:
 
 
 def _around(peaks: list[int], ahead: int, nodes: int) -> list[tuple[int, int]]:
-    """Stretches that begin so many nodes ahead of a peak; none where another already holds it."""
+    """List stretches that begin ``ahead`` nodes before each peak that no earlier one holds."""
     found: list[tuple[int, int]] = []
     end = 0
     for peak in peaks:

@@ -2,10 +2,10 @@
 
     nw(v) = |V| - |ancestors of v| - |descendants of v| - 1
 
-is the number of nodes that may run before v as well as behind it. Where it is 0, every order runs what v needs, v, and
-then what needs v. Weight gradients need v and nobody needs them; constants are needed by v's descendants and need
+is the number of nodes that may run before v as well as behind it. Where it is 0, every order runs v's ancestors, v, and
+then its descendants. Weight gradients need v and nobody needs them; constants are needed by v's descendants and need
 nothing. They would hide every waist of a training step, so that only the *core* counts here: nodes between the ends of
-the step's longest path. What hangs on the core goes with the part that it first can, or last must, run in.
+the step's longest path. Other nodes go with the part that they first can, or last must, run in.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ WORD = 62
 
 
 class Waists(NamedTuple):
-    """What cuts of a problem need to know."""
+    """Narrowness and ancestors of a problem's nodes."""
 
     beside: Int64s
     """[v] nodes of the core, v left out, that may run before as well as behind v."""
     core: Bools
     ancestors: Int64s
-    """[v, word] bit set."""
+    """[v, word] bit sets of nodes."""
 
     def narrowness(self) -> Int64s:
-        """[v] nw, OUTSIDE for nodes outside of the core: no cut there."""
+        """Return [v] nw; OUTSIDE for nodes outside of the core, so that no cut is there."""
         return np.where(self.core, self.beside, OUTSIDE)
 
 
 def precedence(problem: Problem) -> Rows:
-    """Data flow and order constraints: the nodes that must precede each node, ascending, each once."""
+    """List the nodes that must precede each node, ascending, each once: data flow and order constraints."""
     after = np.concatenate([problem.inputs.places(), problem.extras.places()])
     before = np.concatenate([problem.producer[problem.inputs.idx], problem.extras.idx])
     pairs = np.unique(after.astype(np.int64) * problem.n_nodes + before)
@@ -50,7 +50,7 @@ def precedence(problem: Problem) -> Rows:
 
 
 def waists(needs: Rows, counted: Bools | None = None) -> Waists:
-    """The waists of a problem; ``counted`` in place of its core."""
+    """Find the waists of a problem; ``counted`` takes the place of its core."""
     counted = core(needs) if counted is None else counted
     ancestors = _ancestors(needs)
     return Waists(_beside(needs, ancestors, counted), counted, ancestors)
@@ -72,7 +72,7 @@ def _ancestors(needs: Rows) -> Int64s:
 
 @numba.njit(cache=True)
 def _ones(word: int) -> int:
-    """Bits set in a word that is not negative."""
+    """Count the bits set in a word that is not negative."""
     word -= word >> 1 & 0x5555555555555555
     word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333)
     word = word + (word >> 4) & 0x0F0F0F0F0F0F0F0F
@@ -108,7 +108,7 @@ def _beside(needs: Rows, ancestors: Int64s, counted: Bools) -> Int64s:
 
 @numba.njit(cache=True)
 def core(needs: Rows) -> Bools:
-    """[v] whether v lies between the ends of the longest path; of several the one that begins and ends first."""
+    """Mark [v] the nodes between the ends of the longest path; of several the one that begins and ends first."""
     nodes = len(needs.ptr) - 1
     depth = np.zeros(nodes, dtype=np.int64)
     start = np.arange(nodes)
@@ -135,7 +135,7 @@ def core(needs: Rows) -> Bools:
 
 
 def in_parts(needs: Rows, found: Waists, order: Int32s) -> Int32s:
-    """The order with all that a waist needs before it, and what hangs on the core as said above; still legal."""
+    """Sort an order by the parts between waists, nodes outside of the core as said above; it stays legal."""
     hangs = _hanging(needs, found.core)
     part = _parts(needs, found.ancestors, found.core, hangs, found.beside <= NARROW)
     return order[np.argsort(part[order], kind="stable")]
@@ -143,7 +143,7 @@ def in_parts(needs: Rows, found: Waists, order: Int32s) -> Int32s:
 
 @numba.njit(cache=True)
 def _hanging(needs: Rows, core: Bools) -> Bools:
-    """[v] needs the core, and the core does not need it."""
+    """Mark [v] nodes that need the core while the core does not need them."""
     hangs = np.zeros(len(core), dtype=np.bool_)
     for node in range(len(core)):
         if not core[node]:
@@ -156,7 +156,7 @@ def _hanging(needs: Rows, core: Bools) -> Bools:
 def _parts(  # noqa: C901 (compiled, and plain: pass by pass)
     needs: Rows, ancestors: Int64s, core: Bools, hangs: Bools, narrow: Bools
 ) -> Int64s:
-    """[v] number of the part: one for each of a chain of waists, and one for what comes behind the last."""
+    """Number [v] the parts: one for each of a chain of waists, and one behind the last."""
     nodes = len(needs.ptr) - 1
     parts = 0
     last = -1

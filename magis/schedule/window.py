@@ -1,10 +1,10 @@
 """Re-ordering by dynamic programming over a window of nodes around the peak (paper, Algorithm 2).
 
-All subsets of the window that an order can run first are states; what is in memory after one of them does not
-depend on the order in which it ran. The best order of the window has the smallest largest working set. Windows are
-at most ``WIDEST`` nodes, so that exact search takes about a millisecond. Storages live as long as the plan says
-outside the window; inside, what a node reads last dies with it. Recomputations and updates inside the window are
-not modelled: the exact evaluator decides whether a new order is any better.
+All subsets of the window that an order can run first are states; the tensors in memory after one of them do not depend
+on the order in which it ran. The best order of the window has the smallest largest working set. Windows are at most
+``WIDEST`` nodes, so that exact search takes about a millisecond. Outside of the window storages live as long as the
+plan says; inside, they die with their last reader. Recomputations and updates inside of the window are not modelled:
+the exact evaluator decides if a new order is better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDEST = 12
 
 @numba.njit(cache=True)
 def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nbytes: Int64s, extra: Int64s) -> Int64s:
-    """The order of a window's nodes with the smallest largest working set; of equal ones the first in the old order.
+    """Return the order of a window's nodes with the smallest largest working set; of equal ones the first.
 
     ``before`` [w]: bit mask of the nodes that must precede a node; ``needs`` [w]: bytes that it allocates;
     ``extra`` [w]: workspace, less what it saves by running in place. Per storage touched: ``readers``, the mask of
@@ -59,7 +59,7 @@ def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nb
 
 
 def window_orders(evaluator: Evaluator, width: int = 10) -> Iterator[Int32s]:
-    """Other legal orders that may lower the peak of the plan judged last: one per window around its peak."""
+    """Yield legal orders that may lower the peak of the plan judged last: one per window around its peak."""
     runs, problem = evaluator.runs, evaluator.problem
     first = (runs & 1) == 0
     peak = int(np.count_nonzero(first[: evaluator.peak_run]))
@@ -72,17 +72,17 @@ def window_orders(evaluator: Evaluator, width: int = 10) -> Iterator[Int32s]:
     for start in range(low, high + 1, max(1, width // 3)):
         window = order[start : start + width]
         outlives = last_run > ends[start + width - 1]
-        best = best_order(*_window(evaluator, window, outlives))
+        best = best_order(*_window_arrays(evaluator, window, outlives))
         if not np.array_equal(best, np.arange(width)):
             new = order.copy()
             new[start : start + width] = window[best]
             yield new
 
 
-def _window(
+def _window_arrays(
     evaluator: Evaluator, window: Int32s, outlives: Bools
 ) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """The arguments of ``best_order`` for consecutive nodes of an order."""
+    """Return the arguments of ``best_order`` for consecutive nodes of an order."""
     problem = evaluator.problem
     place = {int(node): k for k, node in enumerate(window)}
     readers: dict[int, int] = {}
@@ -101,9 +101,11 @@ def _window(
             readers[storage] = readers.get(storage, 0) | 1 << k
         extra[k] = problem.node_ws[node]
     for k, node in enumerate(window.tolist()):
-        taken = [s for s in problem.reuses(node).tolist() if readers[s] == 1 << k | _made(maker[s]) and not outlives[s]]
-        if taken:
-            extra[k] -= problem.nbytes[taken[0]]
+        for storage in problem.reuses(node).tolist():
+            touches = 1 << k | (1 << maker[storage] if maker[storage] >= 0 else 0)
+            if readers[storage] == touches and not outlives[storage]:  # nobody else is in the way
+                extra[k] -= problem.nbytes[storage]
+                break
     storages = sorted(readers)
     return (
         before,
@@ -113,7 +115,3 @@ def _window(
         problem.nbytes[storages],
         extra,
     )
-
-
-def _made(maker: int) -> int:
-    return 1 << maker if maker >= 0 else 0

@@ -1,4 +1,4 @@
-"""What a search is after, and the books it keeps: states evaluated, plans seen, the best so far."""
+"""The goal of a search, and its records: states evaluated, plans seen, the best so far."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 
 Watch = Callable[[int, int], None]
-"""Told the peak (bytes) and the latency (ns) of a plan as it is judged."""
+"""Called with the peak (bytes) and the latency (ns) of each plan as it is judged."""
 DEFAULT_BUDGET = 30_000
 """States evaluated: about 1 s for 500 nodes, 3 s for 1500; of larger steps fewer (`affordable`)."""
 LARGE = 1500
-"""Nodes from which on a search evaluates fewer states: what one of them takes grows with the nodes."""
+"""Nodes from which on a search evaluates fewer states: the time of one grows with the nodes."""
 LEAST_SHARE = 8
-"""Of its states a search of any step may evaluate this share (the reciprocal)."""
+"""Share of its states that a search of any step may evaluate (the reciprocal)."""
 FREE = 2000
 """A plan that costs no more than this share (the reciprocal) of the least latency costs nothing."""
 
 
 def affordable(states: int, nodes: int) -> int:
-    """The states of a search, fewer for large steps, so that states times nodes stay the same up to a share of them."""
+    """Return the states of a search, fewer for large steps: states times nodes stay the same, down to a least share."""
     return max(1, states * LARGE // min(max(nodes, LARGE), LEAST_SHARE * LARGE))
 
 
 def free_of_cost(latency_ns: int, least_ns: int) -> bool:
-    """Whether a plan is as fast as can be, but for what nobody would search any longer for."""
+    """Return True if a plan is so little slower than the fastest possible one that no search should go on for it."""
     return FREE * (latency_ns - least_ns) <= least_ns
 
 
 Over = Callable[[], bool]
-"""Asked before every state but the first: whether a search shall end with the best that it has found so far."""
+"""Called before every state but the first; True ends the search with the best plan so far."""
 
 
 def never() -> bool:
-    """The search ends by its budget alone."""
+    """Let the search end by its budget alone."""
     return False
 
 
@@ -55,20 +55,21 @@ class Objective:
     latency_limit_ns: int | None = None
 
     def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
-        """Orders plans, smallest first (paper, Algorithm 3): excess over the limit, then the other quantity."""
+        """Return the key that orders plans, best first (paper, Algorithm 3): excess over the limit, then the other
+        quantity."""
         if self.memory_limit is not None:
             return max(peak, self.memory_limit), latency_ns
         return max(latency_ns, self.latency_limit_ns or 0), peak
 
     def met(self, peak: int, latency_ns: int) -> bool:
-        """Is the limit kept?"""
+        """Return True if the limit is kept."""
         if self.memory_limit is not None:
             return peak <= self.memory_limit
         return latency_ns <= (self.latency_limit_ns or 0)
 
 
 def check_request(goal: Objective, budget: int) -> None:
-    """UsageError unless a search has exactly one limit, and states to evaluate."""
+    """Raise UsageError unless a search has exactly one limit, and states to evaluate."""
     if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if budget < 1:
@@ -77,17 +78,17 @@ def check_request(goal: Objective, budget: int) -> None:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A goal, and how much may be done for it: states of the search of a step without loops; ``over`` ends it early."""
+    """A goal and its budget: states of the search of a step without loops; ``over`` ends it early."""
 
     goal: Objective
     seed: int
     budget: int = DEFAULT_BUDGET
     over: Over = never
     eager_ns: int = 0
-    """Latency that costs nothing: nobody searches on for less within a memory limit."""
+    """Latency that costs nothing: within a memory limit the search does not go on for less."""
 
     def enough(self, peak: int, latency_ns: int) -> bool:
-        """Whether a plan is within the memory limit and costs no time."""
+        """Return True if a plan is within the memory limit and costs no time."""
         if self.goal.memory_limit is None:
             return False
         return self.goal.met(peak, latency_ns) and free_of_cost(latency_ns, self.eager_ns)
@@ -144,7 +145,7 @@ class BudgetedEvaluator:
         self._deadline = None if seconds is None else clock() + seconds
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self.untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
-        """Flags of a plan that makes nothing again."""
+        """Flags of a plan that recomputes nothing."""
         self._seen: dict[bytes, tuple[int, int]] = {}
         self._orders = {self.evaluator.order.tobytes(): (self.evaluator, self._seen)}
 
@@ -156,7 +157,7 @@ class BudgetedEvaluator:
         self.evaluator, self._seen = self._orders[digest]
 
     def cost(self, flags: Int8s) -> tuple[int, int]:
-        """Peak and latency of a plan; raises SearchOver when a new state would exceed the budget."""
+        """Return peak and latency of a plan. Raises SearchOver when a new state would exceed the budget."""
         digest = flags.tobytes()
         known = self._seen.get(digest)
         if known is not None:
@@ -169,19 +170,17 @@ class BudgetedEvaluator:
             self._watch(*found)
         if self.best is None or self.goal.key(*found) < self.best.key(self.goal):
             self.best = JudgedPlan(self.evaluator.order, flags.copy(), *found)
-            if self.goal.memory_limit is not None and self._is_free(*found):
+            within = self.goal.memory_limit is not None and self.goal.met(*found)
+            if within and free_of_cost(found[1], self._least_ns):
                 raise SearchOver
         return found
 
-    def _is_free(self, peak: int, latency_ns: int) -> bool:
-        return self.goal.met(peak, latency_ns) and free_of_cost(latency_ns, self._least_ns)
-
     def plan(self, flags: Int8s) -> JudgedPlan:
-        """The judged plan, with flags of its own."""
+        """Judge a plan; the result has its own copy of the flags."""
         return JudgedPlan(self.evaluator.order, flags.copy(), *self.cost(flags))
 
     def look(self, flags: Int8s) -> tuple[int, int]:
-        """As ``cost``, and ``evaluator`` then describes this plan."""
+        """Do the same as ``cost``, and let ``evaluator`` describe this plan."""
         before = self.states
         found = self.cost(flags)
         if self.states == before:
@@ -189,7 +188,7 @@ class BudgetedEvaluator:
         return found
 
     def front(self) -> list[JudgedPlan]:
-        """Of all plans judged, those that no other one equals or beats in both costs, by rising peak."""
+        """Return the judged plans that no other one equals or beats in both costs, by rising peak."""
         every = [
             (*found, place, flags, evaluator.order)
             for place, (evaluator, seen) in enumerate(self._orders.values())

@@ -1,9 +1,9 @@
 """The search: from a step and a limit to the best plan found, best-first (paper, Algorithm 3) and by annealing.
 
-Proposals from minimum cuts on the way to the limit, with checkpoints at several distances; what room they leave is
-given back; cheap and lean ones are mixed; the best of them are polished by best-first search and annealing. The
-order is improved by windows before and in between. Everything repeats exactly for equal budgets and seeds, and a
-smaller budget sees the first states of a larger one.
+Minimum cuts propose plans on the way to the limit, with checkpoints at several distances; room that they leave is given
+back; cheap and lean ones are mixed; best-first search and annealing polish the best. Windows improve the order before
+and in between. Everything repeats exactly for equal budgets and seeds, and a smaller budget sees the first states of a
+larger one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RELAXED_NUM, RELAXED_DEN = 11, 10
 def best_first(
     judge: BudgetedEvaluator, goal: Objective, starts: Sequence[JudgedPlan], states: int, *, allow_swap: bool
 ) -> None:
-    """Search from some plans until so many new states are evaluated or none is left; the judge keeps the best."""
+    """Search from ``starts`` until ``states`` new states are evaluated or none is left; the judge keeps the best."""
     stop = judge.states + states
     queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
     pushed: set[tuple[bytes, bytes]] = set()
@@ -87,7 +87,7 @@ def best_first(
 
 
 def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool) -> Iterator[JudgedPlan]:
-    """Judged neighbours: saving at the peak, giving back, another order of a window around the peak."""
+    """Judge neighbours of a plan: savings at the peak, storages given back, other orders of a window at the peak."""
     judge.use(plan.order)
     judge.look(plan.flags)
     evaluator = judge.evaluator
@@ -124,12 +124,14 @@ def anneal(
 ) -> None:
     """Walk from a plan for so many new states; the judge keeps the best.
 
-    The walk may break the limit, at a price; it accepts what is worse by less than a threshold that sinks to
+    The walk may break the limit, at a price; it accepts plans that are worse by less than a threshold that sinks to
     nothing. Integers and one seeded generator, so it repeats.
     """
     judge.use(plan.order)
     evaluator = judge.evaluator
-    movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & _worth_moving(judge))
+    nbytes: Int64s = judge.problem.nbytes
+    worthwhile = nbytes * 1000 >= nbytes.max(initial=0)
+    movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & worthwhile)
     options = {storage: alternatives(evaluator, storage, -1, allow_swap=allow_swap) for storage in movable.tolist()}
     if worth_repeating(goal, plan):
         for storage in movable[evaluator.step.redoable[movable]].tolist():
@@ -170,14 +172,14 @@ def anneal(
 
 
 def _present_and_away(judge: BudgetedEvaluator, flags: Int8s, choices: Int64s) -> tuple[Int64s, Int64s]:
-    """Of the choices, those in memory at the peak of the plan judged last, and those that it makes again or swaps."""
+    """Return the choices in memory at the peak of the plan judged last, and those that it recomputes or swaps."""
     evaluator = judge.evaluator
     away = (evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)) & (flags != KEEP)
     return choices[hot(evaluator)[choices]], choices[away[choices]]
 
 
 def _pools(draw: float, present: Int64s, away: Int64s) -> list[tuple[Int64s, bool]]:
-    """Where a step's storages come from, and whether one returns; empty: from anywhere."""
+    """Choose the pools that an annealing step draws from, each with True if its storage returns; empty: any storage."""
     if draw >= BACK or (draw >= AT_PEAK and not len(away)) or (draw < AT_PEAK and not len(present)):
         return []
     if draw >= AT_PEAK:
@@ -185,18 +187,11 @@ def _pools(draw: float, present: Int64s, away: Int64s) -> list[tuple[Int64s, boo
     return [(present, False), (away, True)] if draw < EXCHANGES and len(away) else [(present, False)]
 
 
-def _worth_moving(judge: BudgetedEvaluator) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """[s] storages of at least a thousandth of what all temporary ones could save together on average."""
-    nbytes: Int64s = judge.problem.nbytes
-    worth: np.ndarray[tuple[int], np.dtype[np.bool_]] = nbytes * 1000 >= nbytes.max(initial=0)
-    return worth
-
-
 class _Price:
-    """One number for a plan: what the goal minimizes, plus the excess over the limit at a price.
+    """One number for a plan: the quantity that the goal minimizes, plus the excess over the limit at a price.
 
-    Within the limit the price is twice the mean one of what was saved so far. Above it the excess comes first: an
-    excess of a 64th of the whole is as bad as a whole step (or peak) more.
+    From a plan within the limit, the price is twice the mean one of its savings. From another one the excess comes
+    first: a 64th of the whole is as bad as a whole step (or peak) more.
     """
 
     def __init__(self, judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan) -> None:
@@ -227,25 +222,25 @@ SQUEEZES = 4
 FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the first polish; twice as many in the next
 POLISHES = 10
 FROM_NOTHING = 10_000
-"""States of the first part of a search, which starts from nothing, where the rest starts from plans of a front."""
+"""States of the first part of a search, which starts from nothing, if the rest starts from plans of a front."""
 NEIGHBOURS = 8
 """Plans of a front, on each side of the best one, that a search starts from."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult(JudgedPlan):
-    """The best plan found, and how."""
+    """The best plan found, and the figures of the search."""
 
     states: int
     """Different plans evaluated."""
     stopped_by_seconds: bool
-    """The seconds cap ended the search: the result depends on the machine's speed."""
+    """True if the seconds cap ended the search: the result depends on the machine's speed."""
     feasible: bool
-    """The limit is kept."""
+    """True if the limit is kept."""
     lower_bound: int
     """Bytes that no plan avoids."""
     judge: BudgetedEvaluator
-    """Has every plan that was judged."""
+    """Evaluator with every plan that was judged."""
 
 
 def search(
@@ -261,13 +256,13 @@ def search(
     watch: Watch | None = None,
     starts: Sequence[JudgedPlan] = (),
 ) -> SearchResult:
-    """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
+    """Find the fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
     good enough to tell promising problems from others. With ``starts``, plans of this problem, it makes none: these
     are mixed and polished, and nothing worse comes out. Of large steps fewer plans than the ``budget`` says are judged
     (`affordable`). However little time ``seconds`` and ``over`` leave, the step as it stands is judged. ``watch`` is
-    told every plan that is. UsageError unless exactly one limit is given.
+    called with every judged plan. Raises UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
     states = affordable(budget, problem.n_nodes)
@@ -291,8 +286,8 @@ def search(
     )
 
 
-def near(front: Sequence[C], goal: Objective) -> list[C]:
-    """Plans of a front, by rising peak, around the best one under a goal."""
+def around_best(front: Sequence[C], goal: Objective) -> list[C]:
+    """Return the plans of a front, by rising peak, around the best one under a goal."""
     if not front:
         return []
     best = min(range(len(front)), key=lambda at: goal.key(front[at].peak, front[at].latency_ns))
@@ -315,7 +310,7 @@ class _Search:
         self.make = Proposer(judge, allow_swap=allow_swap, brief=brief)
 
     def run(self) -> None:
-        """All stages."""
+        """Run all stages."""
         judge, goal = self.judge, self.goal
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
@@ -333,7 +328,7 @@ class _Search:
                 return  # nothing is left to try
 
     def proposals(self, base: JudgedPlan) -> list[JudgedPlan]:
-        """Plans from nothing, in program order and re-ordered around its peak."""
+        """Propose plans from nothing, in program order and re-ordered around its peak."""
         judge, goal = self.judge, self.goal
         orders = [base.order]
         base = reordered(judge, base)
@@ -351,7 +346,7 @@ class _Search:
         return plans
 
     def judged_starts(self) -> list[JudgedPlan]:
-        """The plans to start from by this problem's costs, best first, all on the order of the best."""
+        """Judge the plans to start from: best first, all on the order of the best."""
         judge = self.judge
         for start in self.starts:
             judge.use(start.order)
@@ -360,7 +355,7 @@ class _Search:
         return distinct([judge.plan(start.flags) for start in self.starts], self.goal)
 
     def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:
-        """The best plan so far, first of a list."""
+        """Return the best plan so far as a list of one, the first of ``plans`` if none was judged."""
         return [self.judge.best] if self.judge.best is not None else plans[:1]
 
     def climb_best(self) -> None:
@@ -370,9 +365,9 @@ class _Search:
             climb(self.judge, self.goal, best, allow_swap=self.allow_swap)
 
     def approach(self, order: Int32s, limit: int) -> list[JudgedPlan]:
-        """Plans for limits between one that is not kept and the lowest peak reached.
+        """Propose plans for limits between one that is not kept and the lowest peak reached.
 
-        Far below what can be reached all prices rise without end, and nothing useful is proposed.
+        For limits far below that all prices rise without end, and nothing useful is proposed.
         """
         plans: list[JudgedPlan] = []
         for _ in range(APPROACHES):
@@ -384,7 +379,7 @@ class _Search:
         return plans
 
     def bisect(self, base: JudgedPlan) -> list[JudgedPlan]:
-        """Latency mode: plans at ever closer memory limits around the lowest that the latency limit allows."""
+        """Propose plans at ever closer memory limits around the lowest that the latency limit allows."""
         judge, goal = self.judge, self.goal
         low, high = lower_bound(judge.problem), base.peak
         plans = [base]
@@ -403,7 +398,7 @@ class _Search:
         return distinct(plans, goal)
 
     def squeeze(self, order: Int32s) -> list[JudgedPlan]:
-        """Latency mode: memory limits just below the lowest peak, as long as they can be kept in time."""
+        """Propose plans within memory limits just below the lowest peak, as long as the latency limit is kept."""
         plans: list[JudgedPlan] = []
         for _ in range(SQUEEZES):
             best = self.judge.best

@@ -1,7 +1,7 @@
 """The front of a step with fission: every place to cut it at, into every number of parts, planned inside and outside.
 
     for each place:  sweep the loop's body and the step around it once;
-                     judge what was found for every number of parts, each plan of the body with each plan around it
+                     judge these plans for every number of parts, each plan of the body with each plan around it
 
 Bodies cut into other numbers of parts differ in sizes and times alone, so plans of one are plans of all.
 """
@@ -20,51 +20,33 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.search.budgeted_evaluator import (
-    BudgetedEvaluator,
-    JudgedPlan,
-    Objective,
-    Over,
-    PlanRequest,
-    Watch,
-    never,
-)
-from magis.search.loop_nest import (
-    LoopNest,
-    LoopNestPlan,
-    PlanCosts,
-    least_ns,
-    level,
-    other_parts,
-    solution,
-    with_body,
-)
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
+from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem
 
 PARTS = (2, 4, 8, 16, 32)
 MOST_OPERATORS = 3000
-"""Of a step for whose places all is tried."""
+"""Operators of a step up to which each of its places gets the full effort."""
 BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
-
-
 HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
-"""For a first answer: a tenth of the time of a place, with figures between those without fission and the final ones."""
+"""Effort for a first answer: a tenth of a place's time, with figures between those without fission and the final ones.
+"""
 
 
 @dataclass(frozen=True)
 class Efforts:
-    """What may be tried for the body of a loop, for the step around it, and for either before anything else."""
+    """Efforts for the body of a loop, for the step around it, and for a first look at either."""
 
     body: Effort = BODY
     around: Effort = BRIEF
     hasty: Effort = HASTY
     middling: bool = False
-    """Whether a region is cut into a middling number of parts alone."""
+    """True if a region is cut into a middling number of parts alone."""
 
 
 USUAL = Efforts()
@@ -72,7 +54,7 @@ USUAL = Efforts()
 
 @dataclass(frozen=True)
 class LoopPlace:
-    """From which operator on, and into how many parts; ``number`` counts places."""
+    """The first operator of a region, and its number of parts; ``number`` counts places."""
 
     at: int
     parts: int
@@ -89,7 +71,7 @@ class FissionPoint(PlanCosts):
     body: LoopNestPlan | None = None
 
     def solution(self) -> LoopNestPlan:
-        """The plan with everything inside it, as it is realized."""
+        """Return the plan with everything inside it, as it is realized."""
         problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
         return solution(self.level, problem, self.plan, self.body)
 
@@ -98,7 +80,7 @@ FissionFront: TypeAlias = Front[FissionPoint]
 
 
 def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
-    """The front of a step of which nothing runs in parts."""
+    """Sweep a step of which nothing runs in parts."""
     here = LoopNest(compile_problem(graph, costs, reuse=reuse))
     found = sweep(here.compiled.problem, effort, over)
     points = tuple(FissionPoint(here, plan) for plan in found.points)
@@ -107,7 +89,7 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FUL
 
 @dataclass(frozen=True, eq=False)
 class DivisibleStep:
-    """A step, in functional form and free of needless constraints, and where it may be cut."""
+    """A step, in functional form and free of needless constraints, and the places where it may be cut."""
 
     graph: Graph
     costs: Costs
@@ -117,7 +99,7 @@ class DivisibleStep:
 
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
-    """A step with the places at which it may be cut; of a large step fewer, for which less is tried."""
+    """Find the places at which a step may be cut; of a large step fewer, with less effort."""
     if len(graph.ops) <= MOST_OPERATORS:
         return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
     found = pieces(graph, 1)
@@ -126,19 +108,18 @@ def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
-    """The front of all of them."""
+    """Join fronts into one."""
     points = (point for front in fronts for point in front.points)
     return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
 
 
 def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
-    """Whether one of them is within a memory limit and costs no time."""
+    """Return True if one of the points is within a memory limit and costs no time."""
     return any(wanted.enough(point.peak, point.latency_ns) for point in points)
 
 
 def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
-    """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
-    ``over``."""
+    """Yield the region of a place as a loop in every number of parts; once ``over`` says so, only in the first."""
     place = work.places[number]
     first: LoopNest | None = None
     numbers = numbers_of_parts(most_parts(place.cuts))
@@ -158,14 +139,14 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
 
 
 def least_ns_at(work: DivisibleStep, number: int) -> int:
-    """Nanoseconds of the step with a place's loops in the fewest parts that are tried, where nothing is made again; 0
-    where they cannot be cut."""
+    """Return the nanoseconds of the step with a place's loops in the fewest parts and nothing recomputed; 0 if it
+    cannot be cut."""
     first = next(levels_at(work, number), None)
     return 0 if first is None else least_ns(first[1])
 
 
 def numbers_of_parts(most: int) -> list[int]:
-    """Divisors of ``most`` to try, from few to many: powers of two, or others where there are few of these."""
+    """List the divisors of ``most`` to try, from few to many: powers of two, or others where these are few."""
     even = [parts for parts in PARTS if most % parts == 0]
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
@@ -173,7 +154,7 @@ def numbers_of_parts(most: int) -> list[int]:
 def place_front(
     levels: Sequence[tuple[LoopPlace, LoopNest]], efforts: Efforts = USUAL, over: Over = never
 ) -> FissionFront:
-    """The front of one region, cut into the numbers of parts that are given.
+    """Find the front of one region in the numbers of parts of ``levels``.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
     ``over`` ends that, there is at least one plan of the first.
@@ -189,10 +170,10 @@ def place_front(
         inner = here.inner
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
-        if model is None or not _alike(model, here):
+        if model is None or not _same_structure(model, here):
             swept = sweep(inner.compiled.problem, efforts.body, over)
             model, inside, around, states = here, swept.points, [], states + swept.states
-        bodies = _judged(inner.compiled.problem, inside)
+        bodies = _judge_plans(inner.compiled.problem, inside)
         states += bodies.states
         for rank, plan in enumerate(spread(bodies.points, BODIES)):
             if points and over():
@@ -202,15 +183,15 @@ def place_front(
             if rank == 0 and (not around or number == len(levels) - 1):
                 swept = sweep(outside, efforts.around, over)
                 around, states = [*around, *spread(swept.points, AROUND)], states + swept.states
-            found = _judged(outside, around, efforts.around.watch)
+            found = _judge_plans(outside, around, efforts.around.watch)
             states += found.states
             points += [FissionPoint(here, plan, cut, body) for plan in found.points]
         points = pareto(points)
     return FissionFront(tuple(points), states)
 
 
-def _alike(one: LoopNest, other: LoopNest) -> bool:
-    """Whether plans of one level are plans of the other: the same nodes take and make the same storages, throughout."""
+def _same_structure(one: LoopNest, other: LoopNest) -> bool:
+    """Return True if plans of one level fit the other: the same nodes take and make the same storages."""
     for first, second in zip(_problems(one), _problems(other), strict=True):
         for name in ("inputs", "outputs", "extras", "reuses"):
             if not all(map(np.array_equal, getattr(first, name), getattr(second, name))):
@@ -223,8 +204,8 @@ def _problems(level: LoopNest) -> list[Problem]:
     return [level.compiled.problem, *inner]
 
 
-def _judged(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front[JudgedPlan]:
-    """The front of plans that were made for a problem of the same structure."""
+def _judge_plans(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front[JudgedPlan]:
+    """Judge plans that were made for a problem of the same structure, and return their front."""
     judge = BudgetedEvaluator(problem, Objective(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)

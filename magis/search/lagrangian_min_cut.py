@@ -1,12 +1,11 @@
-"""Lagrangian relaxation of the memory limit: minimum cuts propose what to recompute at given prices.
+"""Lagrangian relaxation of the memory limit: minimum cuts propose the tensors to recompute at given prices.
 
-The linear program of what to keep, swap and recompute, relaxed the Lagrangian way. With a price for every byte at
-every position of the order, the best choice of what to keep and what to make again is a minimum cut, found in a
-fraction of a millisecond: a storage that is needed again is kept (costs its bytes times the prices over its gap),
-swapped (costs time of the link), or its producer runs again, which needs the producer's inputs. Prices rise where the
-plan exceeds the limit and fall elsewhere. How early a second copy is made, the model learns from the plan before;
-*checkpoints*, storages that must not be made again, bound the chains that are recomputed in one go. The exact
-evaluator judges every proposal.
+It relaxes the linear program that chooses the tensors to keep, swap and recompute. With a price for every byte at every
+position of the order, the best choice is a minimum cut, found in a fraction of a millisecond: a storage that is needed
+again is kept (costs its bytes times the prices over its gap), swapped (costs time of the link), or its producer runs
+again, which needs the producer's inputs. Prices rise where the plan exceeds the limit and fall elsewhere. The model
+learns from the plan before how early a second copy is made; *checkpoints*, storages that must not be recomputed, bound
+the chains that are recomputed in one go. The exact evaluator judges every proposal.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s
 
-# Minimum cuts: which tensors to keep and which to make again, at given prices of memory.
+# Minimum cuts: the tensors to keep and those to recompute, at given prices of memory.
 # Dinic's algorithm on compressed arrays, integer capacities, deterministic.
 
 
 @numba.njit(cache=True)
 def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, level: Int32s, queue: Int32s) -> bool:
-    """Distances from the source over edges with capacity left (-1: none); is the sink within reach?"""
+    """Find distances from the source over edges with capacity left (-1: none); return True if the sink is in reach."""
     level[:] = -1
     level[source] = 0
     queue[0] = source
@@ -48,7 +47,7 @@ def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, lev
 def _residual(
     tail: Int32s, head: Int32s, capacity: Int64s, start: Int32s, to: Int32s, back: Int32s, left: Int64s
 ) -> None:
-    """The residual network as compressed rows: each edge and its reverse know each other by ``back``."""
+    """Build the residual network as compressed rows: each edge and its reverse know each other by ``back``."""
     for edge in range(len(tail)):
         start[tail[edge] + 1] += 1
         start[head[edge] + 1] += 1
@@ -70,7 +69,7 @@ def _residual(
 
 @numba.njit(cache=True)
 def min_cut(n_vertices: int, tail: Int32s, head: Int32s, capacity: Int64s, source: int, sink: int) -> Bools:
-    """[n_vertices] which vertices lie on the source's side of the smallest minimum cut (closest to the source)."""
+    """Mark [n_vertices] the vertices on the source's side of the smallest minimum cut (closest to the source)."""
     edges = len(tail)
     start = np.zeros(n_vertices + 1, dtype=np.int32)
     to = np.empty(2 * edges, dtype=np.int32)
@@ -149,7 +148,10 @@ class LagrangianMinCut:
         self._capacity[redo_edges] = np.maximum(1, problem.redo_ns[redo_nodes])
 
     def _edges(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Tails, heads; which of the edges are runs of which node. The first edges are the keeping of storages."""
+        """Return tails and heads of the edges, numbers of the edges that run a node again, and these nodes.
+
+        The first edges, one for each storage, keep it.
+        """
         problem = self.evaluator.problem
         storages = problem.n_storages
         sink = self._source + 1
@@ -170,11 +172,11 @@ class LagrangianMinCut:
         return tails, heads, redo_edges, redo_nodes
 
     def solve(self, prices: Floats, link_price: float, kept: Bools | None = None, tilt: float = 0.0) -> Int8s:
-        """The plan of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns.
+        """Return the flags of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns.
 
-        A negative link price: no swaps. Storages in ``kept`` are not made again. ``tilt`` makes keeping dearer
-        (below 0: cheaper) by that share towards the beginning of the order: of equal layers some then change
-        sides before others, as the prices move.
+        A negative link price: no swaps. Storages in ``kept`` are not recomputed. ``tilt`` makes keeping dearer (below
+        0: cheaper) by that share towards the beginning of the order: of equal layers some then change sides before
+        others, as the prices move.
         """
         step, storages = self.evaluator.step, len(self._from)
         total = np.concatenate(([0.0], np.cumsum(prices)))
@@ -201,8 +203,7 @@ class LagrangianMinCut:
     def learn(self, flags: Int8s) -> None:
         """Correct the stretches that keeping pays for, from the plan that the evaluator judged last.
 
-        Where a storage was made again, its keeping saves memory only until then; where it was kept, what was
-        learnt fades.
+        A storage that was recomputed pays for being kept only until then; of one that was kept, the learnt end fades.
         """
         made_at = _positions(self.evaluator)[self.evaluator.lifetimes()[0][1]]
         again = self.evaluator.recomputed()
@@ -211,7 +212,7 @@ class LagrangianMinCut:
         self._until = np.where(again, seen, np.where(flags == KEEP, faded, self._until))
 
     def forget(self) -> None:
-        """As if nothing had been learnt."""
+        """Reset all that ``learn`` has learnt."""
         self._until = self._latest.copy()
 
 
@@ -227,12 +228,11 @@ def follow_prices(
     tilt: float = 0.0,
     sharp: bool = False,
 ) -> list[JudgedPlan]:
-    """Plans on the way of the prices to a memory limit (bytes), at most one a round.
+    """Propose plans on the way of the prices to a memory limit (bytes), at most one a round.
 
-    Prices start equal over all positions where the plan without any recomputation exceeds the limit, or, if
-    ``sharp``, at its peak alone; they rise by ever smaller steps where a plan exceeds the limit, and sink
-    elsewhere. Only sums and products, no functions of the
-    mathematical library, so that they are the same on every machine.
+    Prices start equal over all positions where the plan without any recomputation exceeds the limit, or, if ``sharp``,
+    at its peak alone; they rise by ever smaller steps where a plan exceeds the limit, and sink elsewhere. They are
+    sums and products alone, no functions of the mathematical library, so that every machine computes the same.
     """
     judge.look(judge.untouched)
     levels = levels_by_position(judge.evaluator)
@@ -287,7 +287,7 @@ def slide_prices(
 
 
 def _needed_at(evaluator: Evaluator, wanted: Bools) -> Int32s:
-    """[s] last position at which a recomputation may want a storage that is not touched any more; -1 none."""
+    """Return [s] the last position at which a recomputation may want a storage without later touches; -1: none."""
     problem = evaluator.problem
     needed = np.where(wanted, evaluator.gaps.end, -1).astype(np.int32)
     for node in evaluator.order[::-1].tolist():
@@ -303,21 +303,21 @@ def _needed_at(evaluator: Evaluator, wanted: Bools) -> Int32s:
 
 
 def _positions(evaluator: Evaluator) -> Int64s:
-    """[r] position in the order of each run of the last plan; a recomputation has that of the node it serves."""
+    """Return [r] the position in the order of each run of the last plan; a recomputation has that of its user."""
     first = (evaluator.runs & 1) == 0
     positions: Int64s = np.cumsum(first) - first
     return positions
 
 
 def levels_by_position(evaluator: Evaluator) -> Int64s:
-    """[n] bytes at the worst moment of each position of the order, its recomputations included, of the last plan."""
+    """Return [n] the last plan's peak at each position of the order, recomputations for it included, in bytes."""
     levels = np.zeros(evaluator.problem.n_nodes, dtype=np.int64)
     np.maximum.at(levels, _positions(evaluator), evaluator.levels)
     return levels
 
 
 def turning_point(evaluator: Evaluator) -> int:
-    """The position over which most bytes lie idle: where the forward pass ends and the way back begins."""
+    """Return the position over which most bytes lie idle: where the forward pass ends and the backward pass begins."""
     gaps, nbytes = evaluator.gaps, evaluator.step.nbytes
     idle = gaps.start >= 0
     change = np.zeros(evaluator.problem.n_nodes + 1, dtype=np.int64)
@@ -327,11 +327,11 @@ def turning_point(evaluator: Evaluator) -> int:
 
 
 def checkpoints(evaluator: Evaluator) -> list[Bools]:
-    """Sets of storages to keep, such that all between two of their cut points may be made again.
+    """Return sets of storages to keep, such that all others between two cut points may be recomputed.
 
-    At a cut point all that crosses it on its way to a later node of the same pass is kept; a gap does not cross.
-    Two families: every k-th of the waists, where a single storage crosses (what is below a hundredth of it does
-    not count); and the positions of fewest crossing bytes in k equal stretches of time.
+    At a cut point all storages are kept that cross it on their way to a later node of the same pass; a gap does not
+    cross. Two families of cut points: every k-th of the waists, where a single storage crosses (others below a
+    hundredth of it do not count); and the positions of fewest crossing bytes in k equal stretches of time.
     """
     problem, gaps = evaluator.problem, evaluator.gaps
     n = problem.n_nodes

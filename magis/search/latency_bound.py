@@ -1,23 +1,23 @@
 """A lower bound of the latency of every plan that keeps a memory limit, whatever its order, copies and recomputations.
 
-A linear program over *moments*: nodes of one path, which every legal order runs one after the other. What an ancestor
-of a moment makes and a descendant of it reads is, at this moment, on the device (k), on the host (h), or made again
-afterwards (r), in shares between 0 and 1:
+A linear program over *moments*: nodes of one path, which every legal order runs one after the other. A tensor that an
+ancestor of a moment makes and a descendant of it reads is, at this moment, on the device (k), on the host (h), or
+recomputed afterwards (r), in shares between 0 and 1:
 
-    k + h + r >= 1                                  for what is read behind the moment
-    r <= k + h + r of every input, r <= x           what runs again needs its inputs, and is paid once
-    sum of bytes * k + what the moment itself needs <= limit
+    k + h + r >= 1                                  for a tensor that is read behind the moment
+    r <= k + h + r of every input, r <= x           a recomputation needs its inputs, and is paid once
+    sum of bytes * k + bytes of the moment itself <= limit
     bytes * h, of what was made behind an earlier moment, or is read before a later one,
               <= link * (all that may run meanwhile + sum of time * x + stall)
     least sum of time * x + stall
 
-Messages between ranks take no time of the nodes: what a plan waits for them is stall, and all of them go over one
-stream. Everything unclear is left out: bytes between two moments, small tensors, fixed costs of copies, that both
-directions may share a link, that something is made again twice. So plans with any number of copies, gaps and
-recomputations of a tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is
-the solver's own; on steps of hundreds of operators these gain next to nothing.
+Messages between ranks take no time of the nodes: a wait for them is stall, and all of them go over one stream. The
+program leaves out all that is unclear: bytes between two moments, small tensors, fixed costs of copies, that both
+directions may share a link, second recomputations. So plans with any number of copies, gaps and recomputations of a
+tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is the solver's own;
+on steps of hundreds of operators these gain next to nothing.
 
-In shares, what is reported is not the solver's optimum but the value of its dual prices, computed here: a bound by weak
+With shares, the bound is not the solver's optimum but the value of its dual prices, computed here: a bound by weak
 duality, however exact the solver was. That value falls linearly with the limit, so that bounds of a loop's body at a
 few limits hold at all (`Affine`), and are rows of the program of the step around it, where the body's memory varies.
 """
@@ -41,13 +41,13 @@ NEVER = 1 << 62
 BODY_LIMITS = (0.1, 0.4, 1.0)
 """Limits for a loop's body, as shares of the way from its least memory to all that is left."""
 WHOLE = 3_000
-"""Shares at most, for which it is worth while to look for whole ones,"""
+"""Most shares of a program that is also solved for whole ones."""
 NODES = 50
-"""with so many nodes of branch and bound, whose bound counts."""
+"""Nodes of branch and bound for whole shares; their bound counts."""
 TOLERANCE = 1e-9
-"""Of the solver, and of sums, relative to a step's time."""
+"""Tolerance of the solver, and of sums, relative to a step's time."""
 SCALE = 1000.0
-"""The limit, and the step's time, as the solver sees them: far from its tolerances."""
+"""Size of the limit, and of the step's time, in the solver's units: far from its tolerances."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,8 +63,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class BodyBound:
-    """What is known of a loop's body: no plan of it is below ``peak`` bytes, or ``ns`` in each of its ``parts``, or a
-    cut."""
+    """Bounds of a loop's body: no plan of it is below ``peak`` bytes, or ``ns`` in each of its ``parts``, or a cut."""
 
     parts: int
     peak: int
@@ -73,17 +72,17 @@ class BodyBound:
 
 
 def latency_lower_bound(problem: Problem, memory_limit: int) -> int:
-    """Nanoseconds that no plan of the problem beats within so many bytes; `NEVER` where there is no such plan."""
-    return _at(problem, memory_limit, {})
+    """Return the nanoseconds that no plan beats within ``memory_limit`` bytes; `NEVER` where there is no such plan."""
+    return _bound_ns(problem, memory_limit, {})
 
 
 def nest_latency_bound(nest: LoopNest, memory_limit: int) -> int:
-    """The same of a step with loops whose bodies may be planned anew: with the same cuts into as many parts."""
-    loops = _bodies(nest, memory_limit)
-    return _at(with_least(nest.compiled.problem, loops), memory_limit, loops)
+    """Return that bound of a step with loops whose bodies may be planned anew, with the same cuts and parts."""
+    loops = _body_bounds(nest, memory_limit)
+    return _bound_ns(with_least_figures(nest.compiled.problem, loops), memory_limit, loops)
 
 
-def _at(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound]) -> int:
+def _bound_ns(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound]) -> int:
     found = bound_at(problem, memory_limit, loops, whole=True)
     if found is None:
         return NEVER
@@ -91,41 +90,38 @@ def _at(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound]) -> 
     return max(ns, int(problem.message_ns.sum()))  # all messages go over one stream
 
 
-def with_least(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:
-    """The problem with the least that its loops need."""
+def with_least_figures(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:
+    """Return the problem with the least figures of its loops."""
     return with_figures(
         problem, {node: LoopFigures(loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()}
     )
 
 
-def _bodies(nest: LoopNest, memory_limit: int) -> dict[int, BodyBound]:
-    """What is known of the loops of a step within a limit."""
+def _body_bounds(nest: LoopNest, memory_limit: int) -> dict[int, BodyBound]:
+    """Bound the loops of a step within a limit."""
     around, found = nest.compiled.problem, dict[int, BodyBound]()
     for node, body in nest.loops:
         beside = around.nbytes[[*around.inputs(node), *around.outputs(node)]].sum()
         most = memory_limit - around.persistent_bytes - int(beside)
-        loops = _bodies(body, most)
-        problem = with_least(body.compiled.problem, loops)
+        loops = _body_bounds(body, most)
+        problem = with_least_figures(body.compiled.problem, loops)
         least = lower_bound(problem)
         limits = (least + int(share * (most - least)) for share in BODY_LIMITS if most > least)
         cuts = (bound_at(problem, limit, loops) for limit in limits)
-        found[node] = BodyBound(body.parts, least, _base(problem), tuple(cut for cut in cuts if cut is not None))
+        found[node] = BodyBound(body.parts, least, problem.least_ns, tuple(cut for cut in cuts if cut is not None))
     return found
-
-
-def _base(problem: Problem) -> int:
-    """Nanoseconds of a step that makes nothing again."""
-    return int(problem.node_ns.sum() + problem.blk_ns.sum())
 
 
 def bound_at(
     problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound] | None = None, *, whole: bool = False
 ) -> Affine | None:
-    """The bound at a limit, as a function of it; None where no plan keeps it. ``loops`` are nodes that stand for bodies
-    to be planned, in a problem ``with_least``. With ``whole`` shares (of small steps alone) it holds at this limit
-    only."""
+    """Bound the latency at a limit, as a function of it; None where no plan keeps it.
+
+    ``loops`` are nodes that stand for bodies to be planned, in a problem ``with_least_figures``. With ``whole`` shares
+    (of small steps alone) the bound holds at this limit only.
+    """
     loops = loops or {}
-    base = _base(problem)
+    base = problem.least_ns
     if memory_limit < lower_bound(problem):
         return None
     if not problem.n_nodes:
@@ -138,7 +134,7 @@ def bound_at(
 
 @dataclass
 class _Rows:
-    """A linear program under construction: rows of coefficients, each at most a number."""
+    """A linear program under construction: rows of coefficients, each with an upper limit."""
 
     costs: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -176,7 +172,7 @@ class _Relaxation:
         moves = step.redoable | step.swappable
         counted = chain.large & (made < count)
         self.made, self.reach, self.horizon = made, reach, reach.copy()
-        following = chain.after.copy()  # of a moment, the one before: what it reads is there, however that came
+        following = chain.after.copy()  # of a moment, the one before: its own inputs are there, however they came
         following[chain.moments] -= 1
         self.behind = last_readers(problem, following)
         wanted = counted & moves & (reach >= made)
@@ -193,7 +189,7 @@ class _Relaxation:
         self.room: dict[int, int] = {}
 
     def _extend_horizons(self, wanted: Bools, counted: Bools) -> None:
-        """A tensor is of use for as long as what can be made of it; those which then count are ``wanted``, too."""
+        """Extend each tensor's use to that of all that can be recomputed from it; such tensors are ``wanted``, too."""
         problem, step = self.chain.problem, self.chain.step
         for node in range(problem.n_nodes - 1, -1, -1):
             outputs = problem.outputs(node)
@@ -211,7 +207,7 @@ class _Relaxation:
         self._decisions()
         self._loops()
         for at in range(len(self.chain.moments)):
-            self._memory(at)
+            self._memory_row(at)
         self._link()
         rows = self.rows
         shape = len(rows.limits), len(rows.costs)
@@ -222,7 +218,7 @@ class _Relaxation:
         if found.status == 2:
             return None
         prices: Floats = np.zeros(shape[0]) if found.ineqlin is None else np.minimum(found.ineqlin.marginals, 0.0)
-        value = self._value(prices, costs - matrix.T @ prices, lower, upper)
+        value = self._dual_value(prices, costs - matrix.T @ prices, lower, upper)
         if not whole or len(costs) > WHOLE or value.ns == self.base:
             return value
         shares = np.ones(len(costs))
@@ -239,8 +235,8 @@ class _Relaxation:
         best = value.ns if rounded.mip_dual_bound is None else self.base + rounded.mip_dual_bound / self.ns
         return Affine(self.limit, max(value.ns, best), 0.0)
 
-    def _value(self, prices: Floats, reduced: Floats, lower: Floats, upper: Floats) -> Affine:
-        """The Lagrangian at prices of rows: no solution is below it."""
+    def _dual_value(self, prices: Floats, reduced: Floats, lower: Floats, upper: Floats) -> Affine:
+        """Evaluate the Lagrangian at prices of rows: no solution is below it."""
         rows = self.rows
         limits = np.array(rows.limits)
         value = float(limits @ prices + np.where(reduced > 0, reduced * lower, reduced * upper).sum()) / self.ns
@@ -249,10 +245,10 @@ class _Relaxation:
         ns = self.base + max(0.0, value)
         return Affine(self.limit, ns, per_byte if value > 0 else 0.0)
 
-    # -- variables and what binds them ----------------------------------------------------------------------------
+    # -- variables and the rows that bind them --------------------------------------------------------------------
 
     def _variables(self) -> None:
-        """Shares kept, on the host, loaded by their next use, and made again, of each tensor at each moment."""
+        """Add the shares of each tensor at each moment: kept, on the host (loaded by the next use), and recomputed."""
         rows, last = self.rows, len(self.chain.moments) - 1
         problem, step = self.chain.problem, self.chain.step
         for tensor in self.tensors.tolist():
@@ -268,27 +264,27 @@ class _Relaxation:
                     again = self.run[maker, at] = rows.variable()
                     rows.at_most([(again, 1.0), (self.redo[maker], -1.0)], 0.0)
 
-    def _ways(self, tensor: int, at: int) -> list[tuple[int, float]]:
-        """How a tensor comes to be on the device behind a moment."""
+    def _copies_at(self, tensor: int, at: int) -> list[tuple[int, float]]:
+        """List the shares by which a tensor can be on the device behind a moment."""
         maker = int(self.chain.problem.producer[tensor])
         again = self.run.get((maker, at)) if self.chain.step.redoable[tensor] else None
         found = (self.kept.get((tensor, at)), self.host.get((tensor, at)), again)
         return [(variable, -1.0) for variable in found if variable is not None]
 
     def _decisions(self) -> None:
-        """What is read later is there then, for readers of the step and for what runs again."""
+        """Require that tensors are there when they are read, by the step or by recomputations."""
         rows, problem = self.rows, self.chain.problem
         for tensor, at in self.kept:
             if self.behind[tensor] >= at:
-                rows.at_most(self._ways(tensor, at), -1.0)
+                rows.at_most(self._copies_at(tensor, at), -1.0)
         there = set(self.tensors.tolist())
         for (node, at), variable in self.run.items():
             for tensor in problem.inputs(node).tolist():
                 if tensor in there:
-                    rows.at_most([(variable, 1.0), *self._ways(tensor, at)], 0.0)
+                    rows.at_most([(variable, 1.0), *self._copies_at(tensor, at)], 0.0)
 
     def _loops(self) -> None:
-        """The room that a loop's body has, and the time that it takes beyond its least."""
+        """Add the room that a loop's body has, and its time beyond the least."""
         for node, loop in self.loops.items():
             room = self.rows.variable(lower=0.0, upper=max(0, self.limit - loop.peak) * self.byte)
             extra = self.rows.variable(float(loop.parts), upper=SCALE)
@@ -300,8 +296,8 @@ class _Relaxation:
 
     # -- memory and link ------------------------------------------------------------------------------------------
 
-    def _memory(self, at: int) -> None:
-        """Bytes while a moment's node runs."""
+    def _memory_row(self, at: int) -> None:
+        """Limit the bytes while a moment's node runs."""
         chain, problem = self.chain, self.chain.problem
         node = int(chain.moments[at])
         own = problem.inputs(node).tolist()
@@ -328,7 +324,7 @@ class _Relaxation:
         self.rows.at_most(terms, (self.limit - fixed) * self.byte)
 
     def _link(self) -> None:
-        """What is on the host was stored after it was made, and is loaded before its next reader."""
+        """Limit the link: a tensor on the host was stored after its node, and is loaded before its next reader."""
         chain, problem = self.chain, self.chain.problem
         if not self.host:
             return
@@ -351,8 +347,8 @@ class _Relaxation:
                     self._in_time(copies, self._spent(at, until, block_after, within=True))
 
     def _deadlines(self, at: int) -> Int32s:
-        """[s] the moment before which some reader behind this one surely runs; the latest such of all that can be made
-        of it, where it has no reader of its own."""
+        """Return [s] the moment before which some reader behind this one surely runs; for tensors without readers the
+        latest such moment of all that can be recomputed from them."""
         chain, problem = self.chain, self.chain.problem
         count = len(chain.moments)
         inputs, readers = problem.inputs.idx, problem.inputs.places()
@@ -373,7 +369,7 @@ class _Relaxation:
         return due
 
     def _in_time(self, copies: list[tuple[int, float]], spent: tuple[int, Bools]) -> None:
-        """Copies take no longer than the nodes that may run meanwhile, all that runs again, and stalls."""
+        """Require that copies take no longer than the nodes that may run meanwhile, recomputations, and stalls."""
         time, ran = spent
         terms = [*copies, (self.stall, -1.0)]
         terms += [(total, -int(self.chain.problem.redo_ns[node]) * self.ns) for node, total in self.redo.items()]
@@ -381,7 +377,7 @@ class _Relaxation:
         self.rows.at_most(terms, time * self.ns)
 
     def _spent(self, since: int, until: int, block_after: Int32s, *, within: bool = False) -> tuple[int, Bools]:
-        """Time of all that may run behind one moment and before another one; with the first one if ``within``."""
+        """Sum and mark the nodes that may run between two moments, with the first one if ``within``."""
         chain, problem = self.chain, self.chain.problem
         ran: Bools = (chain.before > since) & (chain.after < until)
         if within:
@@ -389,7 +385,7 @@ class _Relaxation:
         return int(problem.node_ns[ran].sum() + problem.blk_ns[block_after < until].sum()), ran
 
     def _block_after(self) -> Int32s:
-        """[b] last moment that each update block surely runs behind."""
+        """Return [b] the last moment that each update block surely runs behind."""
         chain, problem = self.chain, self.chain.problem
         found = np.full(problem.n_blocks, -1, dtype=np.int32)
         writers = chain.after[chain.step.last_write[problem.block_inputs.idx]]

@@ -34,12 +34,12 @@ class LoopNest:
 
     @property
     def inner(self) -> LoopNest | None:
-        """The body of the only loop, None where there is none."""
+        """Body of the only loop, None where there is none."""
         return self.loops[0][1] if self.loops else None
 
 
 class PlanCosts:
-    """Costs what its plan does."""
+    """Mixin: the peak and latency of ``plan``."""
 
     plan: JudgedPlan
 
@@ -62,13 +62,13 @@ class LoopNestPlan(PlanCosts):
     around: int
     """Bytes in memory during the loop besides those of its body; 0 without a loop."""
     copies: bool
-    """Whether anything is swapped, inside or around."""
+    """True if anything is swapped, inside or around."""
     states: int
     inner: LoopNestPlan | None = None
 
 
 def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNest:
-    """Compile a graph, and what is inside its loops."""
+    """Compile a graph, and the bodies of its loops."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     bodies = [(node, group[0].body) for node, group in enumerate(compiled.nodes)]
     loops = ((node, level(body.graph, costs, reuse=reuse, parts=body.parts)) for node, body in bodies if body)
@@ -76,14 +76,14 @@ def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNes
 
 
 def other_parts(known: LoopNest, loop: Loop, costs: Costs, *, reuse: bool) -> LoopNest:
-    """The same level with its only loop cut into another number of parts."""
+    """Return the level with its only loop cut into another number of parts."""
     ((node, _),) = known.loops
     inner = level(loop.graph, costs, reuse=reuse, parts=loop.parts)
     return replace(known, compiled=with_loops(known.compiled, {node: loop}), loops=((node, inner),))
 
 
 def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
-    """The same structure with other bodies in its loops, by their nodes."""
+    """Return the same structure with other bodies in its loops, by their nodes."""
     changed = {compiled.nodes[node][0].id: loop for node, loop in loops.items()}
 
     def changed_op(op: Op) -> Op:
@@ -93,27 +93,27 @@ def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
     return replace(compiled, graph=graph, nodes=tuple(tuple(map(changed_op, group)) for group in compiled.nodes))
 
 
-def bound(level: LoopNest) -> int:
-    """Bytes that no plan of the level avoids."""
-    figures = {node: LoopFigures(0, bound(inner), 0) for node, inner in level.loops}
+def nest_lower_bound(level: LoopNest) -> int:
+    """Return the bytes that no plan of the level avoids."""
+    figures = {node: LoopFigures(0, nest_lower_bound(inner), 0) for node, inner in level.loops}
     return lower_bound(with_figures(level.compiled.problem, figures))
 
 
 def least_ns(level: LoopNest) -> int:
-    """Nanoseconds of a level that makes nothing again, nor does anything inside it."""
+    """Return the nanoseconds of a level without recomputation, inside of its loops neither."""
     figures = {node: LoopFigures(inner.parts * least_ns(inner), 0, 0) for node, inner in level.loops}
     return with_figures(level.compiled.problem, figures).least_ns
 
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
-    """The level's problem with its only loop planned."""
+    """Return the level's problem with its only loop planned."""
     ((node, body),) = level.loops
     figures = LoopFigures(body.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
     return with_figures(level.compiled.problem, {node: figures})
 
 
 class LoopFigures(NamedTuple):
-    """A planned loop as a node: nanoseconds, peak and peak of tensors, and whether its parts swap."""
+    """A planned loop as a node: nanoseconds, peak, peak of tensors; ``copies``: its parts swap."""
 
     ns: int
     ws: int
@@ -122,7 +122,7 @@ class LoopFigures(NamedTuple):
 
 
 def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
-    """The problem with the figures of loops, by their nodes."""
+    """Return the problem with the figures of loops, by their nodes."""
     names = ("node_ns", "node_ws", "node_tensor", "copies", "redo_ns", "redo_ws", "redo_tensor")
     arrays: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
     for node, figures in loops.items():
@@ -132,20 +132,20 @@ def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
 
 
 def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False, swap_inside: bool = True) -> LoopNestPlan:
-    """The best plan found for a level; each of its searches may look at as many states as are ``wanted``.
+    """Find the best plan for a level; each of its searches may judge as many states as ``wanted`` says.
 
-    The body is planned for what the step around it leaves, which depends on the body: a few rounds. It swaps only where
-    that is wanted ``inside``: its copies exclude those around it.
+    The body is planned for the memory that the step around it leaves, which depends on the body: a few rounds. It
+    swaps only with ``swap_inside``: its copies exclude those around it.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, wanted, None, brief=brief, swap=swap_inside)
-    floor = bound(level.inner)
+        return _search_level(level, level.compiled.problem, wanted, None, brief=brief, swap=swap_inside)
+    floor = nest_lower_bound(level.inner)
     best: LoopNestPlan | None = None
     body = partial(solve, level.inner, brief=brief, swap_inside=swap_inside)
     inner = body(replace(wanted, goal=Objective(memory_limit=UNLIMITED)))
     states = 0
     for _ in range(SQUEEZES):
-        found = _searched(level, with_body(level, inner), wanted, inner, brief=brief)
+        found = _search_level(level, with_body(level, inner), wanted, inner, brief=brief)
         states += found.states
         if best is None or wanted.key(found.peak, found.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = found
@@ -163,7 +163,7 @@ def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False, swap_ins
     return replace(best, states=states)
 
 
-def _searched(
+def _search_level(
     level: LoopNest,
     problem: Problem,
     wanted: PlanRequest,
@@ -187,7 +187,7 @@ def _searched(
 def solution(
     level: LoopNest, problem: Problem, plan: JudgedPlan, inner: LoopNestPlan | None, states: int = 0
 ) -> LoopNestPlan:
-    """A plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
+    """Judge a plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
     judge = Evaluator(problem, plan.order)
     found = judge.evaluate(plan.flags)
     copies = found.swaps > 0 or bool(problem.copies.any())
@@ -201,7 +201,7 @@ def solution(
 
 
 def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
-    """The graph of a planned level, everything inside included."""
+    """Return the graph of a planned level, the bodies of its loops included."""
     within = solution.inner
     bodies = {node: Loop(body.parts, realize_level(body, within)) for node, body in level.loops if within is not None}
     events = expand(solution.problem, solution.plan.order, solution.plan.flags)

@@ -1,4 +1,4 @@
-"""Which places of a step are tried as loops, in which order, and when that ends; what other processes find of them."""
+"""Tries places of a step as loops: their order, the end of the trials, and findings of other processes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
 
 SCREENING = 100
-"""Times the budget, in states, after which no further place is tried."""
+"""Multiple of the budget of states after which no further place is tried."""
 STRANGE, DELETE = "findings of another step were handed over", "delete the folder that they were kept in"
 
 
 @dataclass(frozen=True, eq=False)
 class PointRecord(PlanCosts):
-    """A point without its graphs: what another process, or a file, hands over."""
+    """A point without its graphs, as another process, or a file, hands it over."""
 
     cut: LoopPlace
     plan: JudgedPlan
@@ -53,8 +53,8 @@ Findings: TypeAlias = Front[PointRecord]
 
 @dataclass(frozen=True, eq=False)
 class TriedPlaces:
-    """Fronts of places of a step by their numbers, as this process found them or as others handed them over; the
-    latency that no plan of a place avoids, in nanoseconds."""
+    """Fronts of places of a step by their numbers, as this process found them or as others handed them over
+    (``findings``), and the latency that no plan of a place avoids, in nanoseconds."""
 
     fronts: dict[int, FissionFront] = field(default_factory=dict)
     findings: dict[int, Findings] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class TriedPlaces:
 
 
 class Share(Protocol):
-    """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
+    """Callable that has ``findings`` computed elsewhere and yields them in the order of the places, until ``over``."""
 
     def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
 
@@ -76,11 +76,11 @@ def divided_front(
     efforts: Efforts = USUAL,
     share: Share | None = None,
 ) -> FissionFront:
-    """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
-    without any points where nothing can be cut.
+    """Find the front of a step cut along its batch from some place on (a batch of one picture: along height or width).
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). A hasty look at the
-    first place comes before all others. The goal itself plays no part, nor does it matter who computes the places.
+    It has no points where nothing can be cut. ``graph`` must be in functional form and free of needless constraints
+    (``rewrite.untangle``). A hasty look at the first place comes before all others. The front does not depend on the
+    goal itself, nor on the process that computes a place.
     """
     work = work_of(graph, costs, reuse=reuse, efforts=efforts)
     return joined(sketch(work), places_front(work, wanted, share))
@@ -93,11 +93,11 @@ def places_front(
     tried: TriedPlaces | None = None,
     known: tuple[int, int] | None = None,
 ) -> FissionFront:
-    """The front of all places, tried until one has a plan that is enough, a few times the budget of states is spent, or
-    ``wanted.over`` says so (what was found until then is kept; of places that other processes compute only whole ones).
+    """Find the front of all places, tried until one has a plan that is enough, or the budget is spent some times over.
 
-    Places that were ``tried`` before are not tried again; those of this call are added. Nor are those tried whose loops
-    alone last longer than a ``known`` plan (its peak in bytes and its latency in ns).
+    ``wanted.over`` ends it, too: plans found until then are kept; of places that other processes compute only whole
+    ones. Places that were ``tried`` before are not tried again; those of this call are added. Places whose loops alone
+    last longer than a ``known`` plan (its peak in bytes and its latency in ns) are left out.
     """
     tried = TriedPlaces() if tried is None else tried
     untried = reversed(range(len(work.places)))  # the loops of late places are small, and soon tried
@@ -128,8 +128,7 @@ def _one_and_all(
     wanted: PlanRequest,
     known: tuple[int, int] | None,
 ) -> tuple[list[C], int]:
-    """What the places have, and the states: of one, and of the others that may be better than that and the known
-    plan."""
+    """Try one place, then the others that may be better than it and the known plan; return their points and states."""
     points: list[C] = []
     spent = 0
     for most in (1, None):
@@ -150,13 +149,18 @@ def _promising(
     known: tuple[int, int] | None,
     untried: Iterator[int],
 ) -> Iterator[int]:
-    """Numbers of the places that may have a better plan than the known one. A place whose loops hold those of one that
-    has none is taken to have none either: what it runs in parts besides is not quicker so."""
+    """Yield the numbers of the places that may have a better plan than the known one.
+
+    A place whose loops hold those of a beaten one counts as beaten, too: its further operators are not quicker in
+    parts.
+    """
     beaten: list[int] = []
     for number in untried:
         if known is not None and wanted.over():
             return
-        if any(_holds(work, number, other) for other in beaten):
+        cuts = work.places[number].cuts
+        held = (its for its in (work.places[other].cuts for other in beaten) if its.items() <= cuts.items())
+        if any(most_parts(its) == most_parts(cuts) for its in held):  # all that a beaten one runs, in as few parts
             continue
         if is_beaten(work, number, wanted, tried, known):
             beaten.append(number)
@@ -167,8 +171,8 @@ def _promising(
 def is_beaten(
     work: DivisibleStep, number: int, wanted: PlanRequest, tried: TriedPlaces, known: tuple[int, int] | None
 ) -> bool:
-    """Whether no plan of a place is better than the known one, by its loops in the fewest parts, which are taken to be
-    the quickest: no price of a device says that more parts are."""
+    """Return True if no plan of a place is better than the known one, by its loops in the fewest parts: on no device
+    are more parts quicker."""
     if known is None or not wanted.goal.met(*known):
         return False
     if number not in tried.least_ns:
@@ -176,16 +180,10 @@ def is_beaten(
     return wanted.key(*known) <= wanted.key(0, tried.least_ns[number])
 
 
-def _holds(work: DivisibleStep, number: int, other: int) -> bool:
-    """Whether the loops of a place run all that those of another one run, in as few parts."""
-    mine, its = work.places[number].cuts, work.places[other].cuts
-    return its.items() <= mine.items() and most_parts(its) == most_parts(mine)
-
-
 def _in_turn(
     numbers: Iterable[int], noted: dict[int, Front[C]], made: Callable[[int], Front[C] | None], wanted: PlanRequest
 ) -> Generator[Front[C], None, None]:
-    """The fronts of places as they come; whole ones are noted."""
+    """Yield the fronts of places as they come; whole ones are kept in ``noted``."""
     for number in numbers:
         front = noted.get(number)
         if front is None:
@@ -197,8 +195,8 @@ def _in_turn(
         yield front
 
 
-def hastily(work: DivisibleStep) -> DivisibleStep:
-    """The same step with little effort for each place."""
+def with_little_effort(work: DivisibleStep) -> DivisibleStep:
+    """Return the step with little effort for each place."""
     hasty = work.efforts.hasty
     return replace(work, efforts=replace(work.efforts, body=replace(hasty, watch=None), around=hasty))
 
@@ -210,9 +208,11 @@ def first_look(
     known: tuple[int, int] | None = None,
     over: Over = never,
 ) -> FissionFront:
-    """What the first place gives with little effort, as far as it was looked at until ``over``; kept in the first of
-    ``tried``, places with brief looks, and where that is all the effort in the second, with whole ones. Nothing where
-    no plan of that place is better than a ``known`` one."""
+    """Look at the first place with little effort, until ``over``; nothing if no plan of it can beat a ``known`` one.
+
+    ``tried``: places with brief looks, which the front is added to, and places tried wholly, where it is added if brief
+    looks are all the effort.
+    """
     briefly, wholly = tried
     if over() or not work.places or is_beaten(work, 0, wanted, wholly, known):
         return FissionFront((), 0)
@@ -225,14 +225,14 @@ def first_look(
 
 
 def sketch(work: DivisibleStep, over: Over = never) -> FissionFront:
-    """A first answer: the first place with little effort."""
+    """Find the front of the first place with little effort."""
     if not work.places:
         return FissionFront((), 0)
-    return place_front(list(levels_at(work, 0, over)), hastily(work).efforts, over)
+    return place_front(list(levels_at(work, 0, over)), with_little_effort(work).efforts, over)
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
-    """What the places have, until that is enough, a few times the budget of states is spent or the search is over."""
+    """Gather points of places until one is enough, the budget is spent some times over, or the search ends."""
     points: list[C] = []
     spent = 0
     while not (wanted.over() or spent > SCREENING * wanted.budget or any_enough(points, wanted)):
@@ -244,7 +244,7 @@ def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[
 
 
 def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
-    """The front of one of a step's places."""
+    """Find the front of one of a step's places, without its graphs."""
     front = place_front(list(levels_at(work, number, over)), work.efforts, over)
     points = (
         PointRecord(point.cut, point.plan, point.body.plan)
@@ -255,7 +255,7 @@ def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
 
 
 def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
-    """The points of findings; VerifyError if they are not of this step."""
+    """Yield the points of findings. Raises VerifyError if they are not of this step."""
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
         levels = list(levels_at(work, number))
@@ -265,16 +265,16 @@ def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[Fis
             for each in ours:
                 if each.cut == cut and here.inner is not None:
                     inner = here.inner.compiled.problem
-                    _check(inner, each.body)
+                    _verify_plan(inner, each.body)
                     body = solution(here.inner, inner, each.body, None)
-                    _check(with_body(here, body), each.plan)
+                    _verify_plan(with_body(here, body), each.plan)
                     yield FissionPoint(here, each.plan, cut, body)
 
 
-def _check(problem: Problem, plan: JudgedPlan) -> None:
-    """VerifyError unless the plan is one of this problem, with the costs that it claims."""
+def _verify_plan(problem: Problem, plan: JudgedPlan) -> None:
+    """Raise VerifyError unless the plan is one of this problem, with the costs that it claims."""
     if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
-        found = evaluate(problem, plan.order, plan.flags)  # which refuses what is no plan
+        found = evaluate(problem, plan.order, plan.flags)  # refuses all that is no plan
         if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):
             return
     raise VerifyError(STRANGE, hint=DELETE)

@@ -1,4 +1,5 @@
-"""Moments of a step: nodes of one path, which every legal order runs one after the other, and what lasts over them."""
+"""Moments of a step: nodes of one path, which every legal order runs one after the other, and tensors that last over
+them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
 MOMENTS = 12
 CELLS = 6_000
-"""Tensors times moments at most, about: what half a second of the solver is good for."""
+"""Most tensors times moments, about: half a second of the solver."""
 FEWEST = 3
-"""Moments, however many tensors there are."""
+"""Least number of moments, however many tensors there are."""
 SMALL = 4_000
 
 
@@ -26,7 +27,7 @@ class Chain:
     step: NodeStep
     moments: Int32s
     before: Int32s
-    """[n] first moment that the node surely runs before, or is; how many there are where there is none."""
+    """[n] first moment that the node surely runs before, or is; the number of moments where there is none."""
     after: Int32s
     """[n] last moment that the node surely runs behind, or is; -1: there is none."""
     large: Bools
@@ -34,7 +35,7 @@ class Chain:
 
     @classmethod
     def of(cls, problem: Problem, limit: int, loops: Collection[int]) -> Chain:
-        """Moments that matter under a limit; none where everything may stay."""
+        """Choose the moments that matter under a limit; none where everything may stay."""
         path = _longest_path(problem, loops)
         before, after = _ranks(problem, path)
         large = problem.nbytes * SMALL >= limit
@@ -52,7 +53,7 @@ def _predecessors(problem: Problem, node: int) -> list[int]:
 
 
 def _longest_path(problem: Problem, loops: Collection[int]) -> Int32s:
-    """The path through most nodes; through loops where that is possible."""
+    """Find the path through most nodes; through loops where that is possible."""
     length = [0] * problem.n_nodes
     came = [-1] * problem.n_nodes
     for node in range(problem.n_nodes):
@@ -69,7 +70,8 @@ def _longest_path(problem: Problem, loops: Collection[int]) -> Int32s:
 
 
 def _ranks(problem: Problem, path: Int32s) -> tuple[Int32s, Int32s]:
-    """[n] first node of the path that each is an ancestor of, or is; last one that it descends from, or is."""
+    """Return [n] the first place of the path that each node is an ancestor of, or is, and the last one that it descends
+    from, or is."""
     count = problem.n_nodes
     before = [len(path)] * count
     after = [-1] * count
@@ -85,7 +87,7 @@ def _ranks(problem: Problem, path: Int32s) -> tuple[Int32s, Int32s]:
 
 
 def last_readers(problem: Problem, after: Int32s) -> Int32s:
-    """[s] last place of the path at or behind which some reader surely runs; -1: none does."""
+    """Return [s] the last place of the path at or behind which some reader surely runs; -1: none does."""
     reach = np.full(problem.n_storages, -1, dtype=np.int32)
     np.maximum.at(reach, problem.inputs.idx, after[problem.inputs.places()])
     reach[problem.to_end] = np.iinfo(np.int32).max
@@ -93,7 +95,7 @@ def last_readers(problem: Problem, after: Int32s) -> Int32s:
 
 
 def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> Int64s:
-    """[path] bytes at each node of the path that no order avoids without recomputing or swapping."""
+    """Return [path] the bytes at each node of the path that no order avoids without recomputing or swapping."""
     change = np.zeros(len(path) + 1, dtype=np.int64)
     made = before[problem.producer]
     reach = np.minimum(last_readers(problem, after), len(path) - 1)
@@ -106,7 +108,7 @@ def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> In
 
 
 def _chosen(levels: Int64s, limit: int, count: int) -> Int64s:
-    """Places to look at: of those above the limit the highest in each of so many stretches."""
+    """Choose ``count`` places of the path: of those above the limit the highest in each of as many stretches."""
     above = np.flatnonzero(levels > limit)
     if not len(above):
         return above

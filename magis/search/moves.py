@@ -1,9 +1,8 @@
 """Moves from plan to plan: one storage at a time, and whole groups of storages that belong together.
 
-A single drop often costs many times what it should, because its chain of inputs has to stay or
-to be made again too. So plans come from minimum cuts first, and the moves here give back what the limit allows
-(``climb``) or exchange connected groups of decisions between a cheap plan above the limit and a lean one below
-(``relink``).
+A single drop often costs far too much, because its chain of inputs has to stay or to be recomputed, too. So plans come
+from minimum cuts first, and the moves here give back as much as the limit allows (``climb``) or exchange connected
+groups of decisions between a cheap plan above the limit and a lean one below (``relink``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, I
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
-    """Other flags that a storage may have and that change something."""
+    """List other flags that a storage may have and that change something."""
     idle = evaluator.gaps.start[storage] >= 0
     flags = [KEEP]
     if evaluator.step.redoable[storage]:
@@ -33,7 +32,7 @@ def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: b
 
 
 def hot(evaluator: Evaluator) -> Bools:
-    """[s] storages with a copy in memory at the peak of the plan judged last: the paper's memory hot-spots."""
+    """Mark [s] storages with a copy in memory at the peak of the plan judged last: the paper's memory hot-spots."""
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     alive: Bools = np.any((birth <= at) & (at <= death), axis=0)
@@ -43,7 +42,7 @@ def hot(evaluator: Evaluator) -> Bools:
 
 
 def giving_back(evaluator: Evaluator, flags: Int8s) -> list[int]:
-    """Storages that the plan judged last makes again or swaps although it need not, longest recomputation first."""
+    """List storages that the plan judged last recomputes or swaps and may keep instead, longest recomputation first."""
     redo_ns = evaluator.problem.redo_ns[evaluator.problem.producer]
     spent = evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)
     spent &= (flags != KEEP) & ~evaluator.problem.pinned
@@ -52,7 +51,7 @@ def giving_back(evaluator: Evaluator, flags: Int8s) -> list[int]:
 
 
 def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -> list[tuple[int, int]]:
-    """Moves (storage, flag) that may lower the peak of the plan judged last, most bytes per nanosecond first."""
+    """List moves (storage, flag) that may lower the peak of the plan judged last, most bytes per nanosecond first."""
     step, gaps = evaluator.step, evaluator.gaps
     at = evaluator.peak_run
     birth, death = evaluator.lifetimes()
@@ -75,7 +74,7 @@ def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -
 
 
 def with_makers(evaluator: Evaluator, flags: Int8s, storage: int) -> list[int]:
-    """A storage, and what is there only to make it again: DROP would keep that for the next time."""
+    """Return a storage and those that exist only to recompute it: with DROP they would stay for the next time."""
     problem, found = evaluator.problem, [storage]
     for each in found:
         used = problem.inputs(int(problem.producer[each]))
@@ -85,8 +84,8 @@ def with_makers(evaluator: Evaluator, flags: Int8s, storage: int) -> list[int]:
 
 
 def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
-    """Storages that lie idle at the peak of the plan judged last after they were made again, and may be made again once
-    more instead (`with_makers`), most bytes per nanosecond first."""
+    """List storages that lie idle at the peak of the plan judged last after they were recomputed, and may be recomputed
+    once more instead (`with_makers`), most bytes per nanosecond first."""
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     first = (evaluator.runs & 1) == 0
@@ -101,18 +100,19 @@ def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
 
 
 SINGLE_MOVES = 512
-"""Moves, or groups, that are judged one by one; where there are more, many of them together."""
+"""Most moves, or groups, that are judged one by one; more are judged many at a time."""
 
 
 def worth_repeating(goal: Objective, plan: JudgedPlan) -> bool:
-    """Whether moves shall have storages made again more than once: where plans do without, they only cost states."""
+    """Return True if moves shall recompute storages more than once; they only cost states where plans do without."""
     return goal.memory_limit is not None and (not plan.met(goal) or bool((plan.flags == REPEAT).any()))
 
 
 def climb(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, most: int = 48
 ) -> JudgedPlan:
-    """Single moves as long as one improves the goal's key: giving back where there is room, saving at the peak."""
+    """Move single storages as long as one move improves the goal's key: giving back where there is room, saving at the
+    peak."""
     while True:
         flags = plan.flags.copy()
         judge.look(flags)
@@ -178,7 +178,7 @@ def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
 def _lower(
     judge: BudgetedEvaluator, plan: JudgedPlan, orders: Callable[[Evaluator], Iterator[Int32s]]
 ) -> JudgedPlan | None:
-    """The plan on the first of other orders that lowers its peak."""
+    """Return the plan on the first of other orders that lowers its peak."""
     judge.use(plan.order)
     judge.look(plan.flags)
     for order in list(orders(judge.evaluator)):
@@ -190,7 +190,7 @@ def _lower(
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
-    """Differing storages in connected groups: one is an input of the other's producer, or they share it."""
+    """Group differing storages that are connected: one is an input of the other's producer, or they share it."""
     root = {int(storage): int(storage) for storage in differing}
 
     def find(storage: int) -> int:
@@ -212,7 +212,7 @@ def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
 
 
 def relink(judge: BudgetedEvaluator, goal: Objective, cheap: JudgedPlan, lean: JudgedPlan) -> JudgedPlan | None:
-    """The best mixture found of two plans on one order: ``cheap`` breaks the memory limit, ``lean`` keeps it.
+    """Mix two plans on one order: ``cheap`` breaks the memory limit, ``lean`` keeps it.
 
     Groups go over from cheap to lean, those first that save most bytes per nanosecond, until the limit is kept;
     then those that are not needed go back, the dearest first. None: no mixture keeps the limit.

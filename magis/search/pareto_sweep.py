@@ -1,8 +1,8 @@
 """Pareto sweep: plans proposed from minimum cuts for falling memory limits, the best of them kept.
 
 The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
-propose plans on the way (``magis.search.lagrangian_min_cut``); what room the best of them leave is given back, and
-neighbours on the front are mixed. Whatever was judged, for whichever limit, counts.
+propose plans on the way (``magis.search.lagrangian_min_cut``); room that the best of them leave is given back, and
+neighbours on the front are mixed. All judged plans count, for whichever limit they were proposed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Bools, Int8s, Int32s, Problem
 
 # Plans for a memory limit, proposed on one order: from minimum cuts, with checkpoints at several distances.
-# Cheap proposals and lean ones are mixed; what room they leave is given back.
+# Cheap proposals and lean ones are mixed; room that they leave is given back.
 
 NO_SWAPS = -1.0
 LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
 ROUNDS = 48  # of prices per series of proposals
 BRIEF_ROUNDS = 16
 SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
-"""Series of proposals, as ``follow_prices`` has them: tilt of the prices, whether to learn, sharp beginning."""
+"""Series of proposals as arguments of ``follow_prices``: tilt of the prices, learning, sharp beginning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +47,10 @@ class Proposer:
     judge: BudgetedEvaluator
     allow_swap: bool
     brief: bool
-    """A tenth of the proposals."""
+    """True for a tenth of the proposals."""
 
     def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[JudgedPlan]:
-        """Plans for a memory limit on one order, distinct in what they cost, best first."""
+        """Propose plans for a memory limit on one order, of distinct costs, best first."""
         judge = self.judge
         judge.use(order)
         model = LagrangianMinCut(judge.evaluator)
@@ -88,7 +88,7 @@ class Proposer:
         return distinct(plans, Objective(memory_limit=limit))
 
     def all_but(self, kept: Bools) -> list[Int8s]:
-        """Make everything again except checkpoints: for the way back alone, and wherever something lies idle."""
+        """Recompute everything except checkpoints: for the backward pass alone, and wherever something lies idle."""
         gaps, turn = self.judge.evaluator.gaps, turning_point(self.judge.evaluator)
         plans = []
         for idle in ((gaps.start < turn) & (turn < gaps.end), gaps.start >= 0):
@@ -113,7 +113,7 @@ class Proposer:
 
 
 def distinct(plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
-    """One plan per pair of costs, sorted by the goal's key."""
+    """Return one plan per pair of costs, sorted by the goal's key."""
     unique: dict[tuple[int, int], JudgedPlan] = {}
     for plan in plans:
         unique.setdefault((plan.peak, plan.latency_ns), plan)
@@ -122,14 +122,14 @@ def distinct(plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a sweep may try."""
+    """Extent of a sweep."""
 
     levels: int = 16
-    """Memory limits."""
+    """Number of memory limits."""
     rounds: int = 6
-    """Of prices, per limit."""
+    """Rounds of prices per limit."""
     sets: int = 5
-    """Sets of checkpoints, about: every k-th of those that there are."""
+    """Sets of checkpoints, about: every k-th of all."""
     link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
     """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
     polished: int = 64
@@ -137,26 +137,26 @@ class Effort:
     mixed: int = 64
     """Plans of the front whose mixtures are judged."""
     approaches: tuple[int, ...] = (16, 8, 4)
-    """Attempts to get below the leanest plan, by these shares of what is above the floor."""
+    """Attempts to get below the leanest plan, by these shares (reciprocals) of its bytes above the floor."""
     states: int = 60_000
-    """At most, and fewer for large steps: what a sweep keeps in memory grows with them."""
+    """Most states, and fewer for large steps: the memory of a sweep grows with them."""
     reorder: bool = True
-    """Whether operators may run in another order than the program's."""
+    """True if operators may run in another order than the program's."""
     recompute: bool = True
-    """Whether tensors may be made again."""
+    """True if tensors may be recomputed."""
     swap: bool = True
-    """Whether tensors may be swapped, where the device has a link."""
+    """True if tensors may be swapped, where the device has a link."""
     watch: Watch | None = None
-    """Told of every plan that is judged."""
+    """Called with every judged plan."""
 
 
 MIXTURES = ((1, 4), (3, 4), (8, 8))
-"""How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
+"""Distance of two mixed plans on the front, and number of steps into which the room between their peaks is divided."""
 FULL = Effort()
 BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000)
-"""For the step around a loop."""
+"""Effort for the step around a loop."""
 BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
-"""For the body of a loop, whose leanest plans the step around it seldom wants."""
+"""Effort for the body of a loop, whose leanest plans the step around it seldom wants."""
 
 
 class Costed(Protocol):
@@ -174,16 +174,16 @@ C = TypeVar("C", bound=Costed)
 
 @dataclass(frozen=True, eq=False)
 class Front(Generic[C]):
-    """Plans, or what stands for them, by rising peak and falling latency; states evaluated on the way."""
+    """Plans, or records of them, by rising peak and falling latency, and the states evaluated for them."""
 
     points: tuple[C, ...]
     states: int
     stopped_by_seconds: bool = False
-    """A cap on seconds ended the search for it."""
+    """True if a cap on seconds ended the search for it."""
 
 
 def pareto(every: Iterable[C]) -> list[C]:
-    """Those that no other one equals or beats in peak and latency, by rising peak; of equal ones the first."""
+    """Return the items that no other one beats in peak and latency, by rising peak; of equal ones the first."""
     found: list[C] = []
     for each in sorted(every, key=lambda item: (item.peak, item.latency_ns)):
         if not found or each.latency_ns < found[-1].latency_ns:
@@ -192,7 +192,7 @@ def pareto(every: Iterable[C]) -> list[C]:
 
 
 def spread(front: Sequence[C], count: int) -> list[C]:
-    """At most so many of a front, evenly spread over its peaks, the first and the last among them."""
+    """Pick up to ``count`` points of a front, evenly spread over its peaks, the first and the last among them."""
     if len(front) <= count or not count:
         return list(front[:count])
     low, high = front[0].peak, front[-1].peak
@@ -204,7 +204,7 @@ def spread(front: Sequence[C], count: int) -> list[C]:
 
 
 def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[JudgedPlan]:
-    """The front of one step; deterministic. Where ``over`` ends it, of what was judged until then."""
+    """Find the front of one step; deterministic. Where ``over`` ends it, it has the plans judged until then."""
     if not effort.recompute:
         problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
     floor = lower_bound(problem)
@@ -212,27 +212,22 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
     judge = BudgetedEvaluator(problem, Objective(memory_limit=floor), states, over=over, watch=effort.watch)
     allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
-        for start in _orders(judge, reorder=effort.reorder):
+        base = judge.plan(judge.untouched)
+        other = reordered(judge, base) if effort.reorder else base
+        for start in [base] if np.array_equal(base.order, other.order) else [base, other]:
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:
             _approach(judge, floor, share, allow_swap=allow_swap)
-        for plan in spread(judge.front(), effort.polished):
-            _climb(judge, plan, allow_swap=allow_swap)
+        for plan in spread(judge.front(), effort.polished):  # neighbours faster at its peak, or leaner at its latency
+            judge.use(plan.order)
+            for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
+                climb(judge, goal, plan, allow_swap=allow_swap)
         _mix(judge, spread(judge.front(), effort.mixed), allow_swap=allow_swap)
     return Front(tuple(judge.front()), judge.states, judge.stopped_by_seconds)
 
 
-def _orders(judge: BudgetedEvaluator, *, reorder: bool) -> list[JudgedPlan]:
-    """Without any recomputation, in program order and re-ordered around its peak."""
-    base = judge.plan(judge.untouched)
-    if not reorder:
-        return [base]
-    other = reordered(judge, base)
-    return [base] if np.array_equal(base.order, other.order) else [base, other]
-
-
 def _slide(judge: BudgetedEvaluator, start: JudgedPlan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
-    """Proposals on one order, from the peak of ``start`` down to the floor."""
+    """Propose plans on one order, from the peak of ``start`` down to the floor."""
     judge.use(start.order)
     limits = [start.peak - (start.peak - floor) * level // effort.levels for level in range(1, effort.levels)]
     if not limits:
@@ -245,9 +240,9 @@ def _slide(judge: BudgetedEvaluator, start: JudgedPlan, floor: int, effort: Effo
 
 
 def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: bool) -> None:
-    """Proposals for one limit between the leanest plan and the floor, with prices that rise from nothing.
+    """Propose plans for one limit between the leanest plan and the floor, with prices that rise from nothing.
 
-    Prices that came down a long way rise without end where nothing can be gained any more, and hide what still can.
+    Prices that came down a long way rise without end where nothing can be gained any more, and hide other gains.
     """
     leanest = judge.front()[0]
     limit = leanest.peak - (leanest.peak - floor) // share
@@ -257,15 +252,8 @@ def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: b
     make.mix(make.propose(leanest.order, limit, thorough=False), Objective(memory_limit=limit))
 
 
-def _climb(judge: BudgetedEvaluator, plan: JudgedPlan, *, allow_swap: bool) -> None:
-    """Neighbours of a plan that are faster at its peak, or leaner at its latency."""
-    judge.use(plan.order)
-    for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
-        climb(judge, goal, plan, allow_swap=allow_swap)
-
-
 def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: bool) -> None:
-    """Mixtures of plans that are some places apart on a front, for limits between their peaks."""
+    """Judge mixtures of plans that are some places apart on a front, for limits between their peaks."""
     apart = front[-1].peak // 100 if front else 0
     for first, lean in enumerate(front):
         for distance, shares in MIXTURES:

@@ -1,7 +1,7 @@
 """Fission where the memory is short: loops around the operators at a plan's peak, one after another.
 
 A loop is one node to the search, so that plans with loops are found, judged and realized like any others; and every new
-loop is judged by what the plan at hand would need with it. Search and relief take turns: relief makes room, the search
+loop is judged by the costs of the plan at hand with it. Search and relief take turns: relief makes room, the search
 turns room into time (or the other way round), which moves the peak.
 """
 
@@ -30,7 +30,7 @@ CANDIDATES = 8
 QUICK = 2000
 MOST_PARTS = 8
 LOOPS = 8
-"""At most, between two searches."""
+"""Most loops between two searches."""
 ROUNDS = 3
 TOO_SLOW = 0.02
 """Share of the step's time that one loop may cost."""
@@ -44,7 +44,7 @@ class Relieved:
     result: SearchResult
     states: int
     loops: tuple[str, ...]
-    """What each loop runs in parts, in words."""
+    """Description of each loop."""
 
     @property
     def graph(self) -> Graph:
@@ -53,7 +53,7 @@ class Relieved:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """A step in the order of a plan, that plan's flags by storage, and what it costs."""
+    """A step in the order of a plan, that plan's flags by storage, and its costs."""
 
     graph: Graph
     compiled: Compiled
@@ -65,32 +65,33 @@ class _State:
 
 
 def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Relieved | None:
-    """The best plan found with loops around operators at the peak; None if no loop helps.
+    """Find the best plan with loops around operators at the peak; None if no loop helps.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Once
-    ``wanted.over`` says so, it ends with what has been found.
+    ``wanted.over`` says so, it ends with the best plan so far.
     """
     compiled = compile_problem(graph, costs, reuse=reuse)
-    result = _planned(compiled, wanted, brief=False)
+    result = _search_plan(compiled, wanted, brief=False)
     known, states = wanted.key(result.peak, result.latency_ns), result.states
     best: Relieved | None = None
     loops: tuple[str, ...] = ()
     for _ in range(ROUNDS):
         if wanted.over():
             break
-        start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
+        flags = dict(zip(compiled.storages, result.flags.tolist(), strict=True))
+        start = _state(in_order(compiled, result), costs, reuse, flags)
         tried: list[tuple[tuple[int, int], int, _State, tuple[str, ...]]] = []
         for state, made in _chain(start, costs, reuse):
             if tried and wanted.over():
                 break
-            quick = _planned(state.compiled, replace(wanted, budget=QUICK), brief=True)
+            quick = _search_plan(state.compiled, replace(wanted, budget=QUICK), brief=True)
             states += quick.states
             tried.append((wanted.key(quick.peak, quick.latency_ns), len(made), state, made))
         if not tried:
             break
         _, _, state, made = min(tried, key=lambda each: each[:2])
         compiled = state.compiled
-        result = _planned(compiled, wanted, brief=False)
+        result = _search_plan(compiled, wanted, brief=False)
         states += result.states
         key = wanted.key(result.peak, result.latency_ns)
         if key >= known:
@@ -100,28 +101,28 @@ def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> 
     return best
 
 
-def _planned(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> SearchResult:
+def _search_plan(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> SearchResult:
     return search(compiled.problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
 
 
 def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, tuple[str, ...]]]:
-    """States with one loop after another at the peak, as long as each lowers it at a bearable price."""
+    """Yield states with one loop after another at the peak, as long as each lowers it at a bearable price."""
     made: tuple[str, ...] = ()
     for _ in range(LOOPS):
-        found = min(_children(state, costs, reuse), key=lambda child: _price(state, child[0]), default=None)
+        found = min(_children(state, costs, reuse), key=lambda child: _ns_per_byte(state, child[0]), default=None)
         if found is None:
             return
         state, made = found[0], (*made, found[1])
         yield state, made
 
 
-def _price(before: _State, after: _State) -> float:
-    """Nanoseconds per byte."""
+def _ns_per_byte(before: _State, after: _State) -> float:
+    """Return the nanoseconds that a loop costs per byte that it saves."""
     return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
 
 
 def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, str]]:
-    """States with one loop more and a lower peak."""
+    """Yield states with one loop more and a lower peak."""
     op = state.graph.ops[state.at]
     if op.body is not None or op.random:
         return
@@ -142,7 +143,7 @@ def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _State:
-    """The graph's own order with these flags."""
+    """Judge the graph's own order with these flags."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     problem = compiled.problem
     judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
@@ -153,12 +154,8 @@ def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _S
     return _State(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
 
 
-def _by_storage(compiled: Compiled, flags: Int8s) -> dict[int, int]:
-    return dict(zip(compiled.storages, flags.tolist(), strict=True))
-
-
 def in_order(compiled: Compiled, result: SearchResult) -> Graph:
-    """The graph with its operators in the order of a plan; views and weight updates as early as they may stand."""
+    """Return the graph in the order of a plan; views and weight updates as early as they may stand."""
     graph = compiled.graph
     rank = {}
     for place, node in enumerate(result.order.tolist()):

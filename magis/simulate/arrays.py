@@ -1,7 +1,7 @@
-"""What the compiled passes of the evaluator read and write: a problem's arrays, an order's gaps, working memory.
+"""Arrays that the compiled passes of the evaluator read and write: a problem's, an order's gaps, working memory.
 
-Whoever re-orders fields here must touch ``kernel`` as well: numba's cache on disk knows fields by their position and
-looks at the age of a compiled function's own file only.
+A change in the order of fields here must touch ``kernel`` as well: numba's cache on disk knows fields by their position
+and looks at the age of a compiled function's own file only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gaps(NamedTuple):
 
 
 class WorkingArrays(NamedTuple):
-    """Working memory of one evaluator; what ``run_plan`` leaves in it describes the last plan.
+    """Working memory of one evaluator; after ``run_plan`` it describes the last plan.
 
     Events are counted without blocks and swaps here: first runs are 2 * node, recomputations 2 * node + 1.
     """
@@ -90,16 +90,15 @@ class WorkingArrays(NamedTuple):
 
 
 def make_step(problem: Problem) -> NodeStep:
-    """The arrays of a problem as the passes want them."""
+    """Derive the arrays that the passes read from a problem."""
     in_block = np.zeros(problem.n_storages, dtype=np.bool_)
     in_block[problem.block_inputs.idx] = True
-    # A block floats, so it must find a gradient where it was made: what blocks read stays put.
+    # A block floats, so it must find a gradient where it was made: tensors that blocks read stay put.
     stays = problem.pinned | problem.to_end | in_block
     xfer = problem.xfer_ns_per_byte
     sent = np.zeros(problem.n_storages, dtype=np.bool_)
-    for node in np.flatnonzero(
-        problem.message_ns
-    ).tolist():  # a copy to the host would read what is still on its way, or free it too early
+    for node in np.flatnonzero(problem.message_ns).tolist():
+        # A copy to the host would read a tensor that is still on its way, or free it too early.
         sent[[*problem.inputs(node), *problem.outputs(node)]] = True
     same = {name: getattr(problem, name) for name in NodeStep._fields if hasattr(problem, name)}
     return NodeStep(
@@ -116,7 +115,7 @@ def make_step(problem: Problem) -> NodeStep:
 
 
 def _readers_of_writes(problem: Problem) -> list[list[int]]:
-    """Per block the nodes that read a persistent storage which the block writes, or that it waits for."""
+    """List, per block, the nodes that read a persistent storage which the block writes, or that it waits for."""
     readers: list[list[int]] = [[] for _ in range(problem.n_written)]
     for node in range(problem.n_nodes):
         for persistent in problem.preads(node):
@@ -131,7 +130,7 @@ def _readers_of_writes(problem: Problem) -> list[list[int]]:
 
 
 def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
-    """Working memory for every plan of a step, whatever its flags."""
+    """Allocate working memory for every plan of a step, whatever its flags."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)

@@ -13,36 +13,38 @@ from typing import Protocol
 
 import rustworkx as rx
 
+from magis.cost.machines import Times
 from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
 from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
-from magis.simulate.error_order import behind_errors
+from magis.simulate.error_order import update_behind_errors
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
-from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
+from magis.simulate.simulator import MemoryProfile, bytes_inside, replay, rounded
 
-# Which operators act as one: nodes that fill a storage in several steps, and blocks that update a weight.
-# noise = empty_like(x); noise.bernoulli_(p); noise.div_(p) -> one node that makes the noise all operators of AdamW
-# on one weight -> one block, which floats
+# Operators that act as one: nodes that fill a storage in several steps, and blocks that update a weight.
+#
+#     noise = empty_like(x); noise.bernoulli_(p); noise.div_(p)  ->  one node that makes the noise
+#     all operators of AdamW on one weight                       ->  one block, which floats
 
 Group = tuple[Op, ...]
 
 
-def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Nodes, in program order, and blocks of the graph; pure views belong to neither."""
+def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Group the operators into nodes, in program order, and blocks; pure views belong to neither."""
     views = {op.id for op in graph.ops if is_pure_view(graph, op)}
     sinks = _sinks(graph, views)
     if len(views) + len(sinks) == len(graph.ops):
         sinks.clear()  # blocks run behind nodes: where nothing else runs, nothing floats
     ops = [op for op in graph.ops if op.id not in views and op.id not in sinks]
-    return _nodes(graph, ops), _blocks(graph, [op for op in graph.ops if op.id in sinks])
+    return _group_nodes(graph, ops), _group_blocks(graph, [op for op in graph.ops if op.id in sinks])
 
 
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
-    """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
+    """Find operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
 
-    What they write or make must not matter to any operator that does not float, which could not wait for them; nor may
-    one that does not float write what they read only, since they run at any time.
+    No operator that does not float may read their results, since it could not wait for them; nor may one write a
+    storage that they only read, since they run at any time.
     """
     found = set()
     for op in graph.ops:
@@ -55,18 +57,19 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
         _discard_met(graph, views, found)
         others = (op for op in graph.ops if op.id not in found)
         written = {storage for op in others for storage, _ in op.writes if graph.storages[storage].persistent}
-        bound = {op.id for op in graph.ops if op.id in found and written & _only_read(op)}
+        only_read = {
+            op.id: {storage for storage, _ in op.reads} - {storage for storage, _ in op.writes}
+            for op in graph.ops
+            if op.id in found
+        }
+        bound = {number for number, storages in only_read.items() if written & storages}
         if not bound:
             return found
         found -= bound
 
 
-def _only_read(op: Op) -> set[int]:
-    return {storage for storage, _ in op.reads} - {storage for storage, _ in op.writes}
-
-
 def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
-    """Take out what operators that do not float meet."""
+    """Discard operators whose results one that does not float reads."""
     # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
     met: set[tuple[int, int]] = set()
     taken: set[int] = set()
@@ -80,8 +83,8 @@ def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
         met.update((storage, version - 1) for storage, version in op.writes)
 
 
-def _blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Sinks that belong together: they touch a storage that one of them writes or makes."""
+def _group_blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
+    """Group sinks that touch a storage which one of them writes or makes."""
     own = {graph.values[value].storage for op in ops for value in op.made()}
     own |= {storage for op in ops for storage, _ in op.writes}
     links: rx.PyGraph[int, None] = rx.PyGraph()
@@ -97,8 +100,8 @@ def _blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
     return tuple(tuple(ops[index] for index in group) for group in sorted(groups))
 
 
-def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Operators one by one, but runs of them that make a storage and then write only to it as one node."""
+def _group_nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
+    """Make each operator a node, but runs of operators that make a storage and then write only to it one node."""
     last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
     groups: list[Group] = []
     position = 0
@@ -115,31 +118,26 @@ def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
 
 
 def _only_writes(op: Op, storages: set[int]) -> bool:
-    """Whether the operator writes to these storages and, random numbers aside, to nothing else."""
+    """Return True if the operator writes to these storages and, generators aside, to nothing else."""
     others = [storage for storage, _ in op.writes if storage not in storages]
     return op.body is None and len(others) < len(op.writes) and len(others) == int(op.random)
 
 
 GENERATOR_NS = 10_000
-"""Putting a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
+"""Time to set a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
 
 
-class Costs(Protocol):
-    """What the arrays need of a cost model (``magis.cost.cost_model.RooflineCosts``)."""
+class Costs(Times, Protocol):
+    """Cost model that the arrays are compiled with (``magis.cost.cost_model.RooflineCosts``)."""
 
     @property
     def rounding(self) -> int: ...
-    @property
-    def link_bytes_per_s(self) -> float: ...
-    @property
-    def copy_ns(self) -> int: ...
-    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A problem and what its indices stand for.
+    """A problem, and the operators and storages of its indices.
 
     ``nodes[i]`` and ``blocks[i]`` are the operators of node and block i, ``storages[i]`` the graph's storage.
     """
@@ -152,10 +150,10 @@ class Compiled:
 
 
 def redo_form(op: Op, graph: Graph) -> Op:
-    """The operator as it runs when it is run again.
+    """Return the operator in the form that recomputes it.
 
     It updates no running statistics a second time, and its random numbers come from the generator's state of the first
-    time, which is put back for the while: it neither reads nor moves the generator of the step.
+    time, which is set for the while: it neither reads nor moves the generator of the step.
     """
     dropped = {s for s, _ in op.writes if graph.storages[s].kind == "generator"} if op.random else set()
     args, info = op.args, op_info(op.target)
@@ -174,7 +172,7 @@ def redo_form(op: Op, graph: Graph) -> Op:
 
 
 def take_over_form(op: Op, victim: int) -> Op:
-    """The operator as it writes its one output over the input ``victim`` (one of those that ``reusable`` names)."""
+    """Return the form that writes its one output over the input ``victim`` (one of those that ``reusable`` lists)."""
     info = op_info(op.target)
     if (out := info.out_form(op.target)) is not None:
         return replace(op, target=out[0], kwargs=(*op.kwargs, (out[1], Ref(victim))))
@@ -183,18 +181,18 @@ def take_over_form(op: Op, victim: int) -> Op:
 
 
 def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
-    """The arrays of a verified graph whose in-place operators are in functional form where possible.
+    """Compile a verified graph whose in-place operators are in functional form where possible.
 
     Without ``reuse`` no operator takes over the memory of a dying input.
     """
-    nodes, blocks = split(graph)
+    nodes, blocks = nodes_and_blocks(graph)
     facts = _Facts(graph, nodes, blocks)
     rows = [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)]
     updates = [_block_row(graph, block, facts, costs) for block in blocks]
     ended = {number: facts.last_write.get(storage, facts.producer[storage]) for storage, number in facts.number.items()}
-    rows, updates = behind_errors(graph, nodes, blocks, rows, updates, ended)
+    rows, updates = update_behind_errors(graph, nodes, blocks, rows, updates, ended)
     problem = build_problem(
-        _beside(graph, nodes, rows, updates, facts),
+        _with_message_times(graph, nodes, rows, updates, facts),
         [
             StorageRow(
                 nbytes=rounded(graph.storages[storage].nbytes, costs.rounding),
@@ -213,7 +211,7 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
 
 
 class _Facts:
-    """What several rows ask for: numberings, writers, final versions."""
+    """Tables for several rows: numberings, writers, final versions."""
 
     def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
         self.producer: dict[int, int] = {}
@@ -247,13 +245,13 @@ class _Facts:
         return storage in self.number and not self.pinned(storage) and storage not in self.returned
 
     def pinned(self, storage: int) -> bool:
-        """Whether a node other than its producer writes to the storage, or it cannot be copied as one tensor."""
+        """Return True if a node other than its producer writes to the storage, or no single tensor shows all of it."""
         written = storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
         return written or storage in self.partial
 
 
 def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
-    made = sorted({s for op in group for s in _made(graph, op)})
+    made = sorted({s for op in group for s in _fresh_storages(graph, op)})
     taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
     redo = tuple(redo_form(op, graph) for op in group)
     victims = [graph.values[v].storage for v in reusable(graph, group[0])] if reuse and len(group) == 1 else []
@@ -273,7 +271,9 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         redo_ws=redo_ws,
         redo_tensor=redo_tensor,
         at_once=any(is_message(op.target) for op in group),
-        copies=any(op.body is not None and _swaps(op.body.graph) for op in group),
+        copies=any(
+            inner.target == "magis.store" for op in group if op.body is not None for inner, _ in every_op(op.body.graph)
+        ),
         redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
         reuse=tuple(facts.number[s] for s in victims if facts.may_be_reused(s)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
@@ -281,11 +281,13 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
     )
 
 
-def _beside(
+def _with_message_times(
     graph: Graph, nodes: tuple[Group, ...], rows: list[NodeRow], blocks: list[BlockRow], facts: _Facts
 ) -> list[NodeRow]:
-    """The rows, with the time of messages that can run beside the nodes on their own stream: what such a one takes is
-    for it alone, and nothing changes that, or what it makes, before it is over. None in a graph with waits of its own.
+    """Return the rows, with the time of messages that can run beside the nodes on their own stream.
+
+    The input of such a message is for it alone, and nothing changes its input or output before it is over. There is
+    none in a graph with waits of its own.
     """
     targets = {op.target for op in graph.ops}
     if targets.isdisjoint(BESIDE) or not targets.isdisjoint(WAITS):
@@ -299,7 +301,7 @@ def _beside(
         touched = (*row.inputs, *row.outputs)
         return (
             group[0].target in BESIDE
-            and len(group) == 1  # nothing else writes what arrives
+            and len(group) == 1  # nothing else writes the output
             and len(row.outputs) == 1
             and len(row.inputs) <= 1
             and all(readers[storage] == 1 and len(makers[storage].outputs) == 1 for storage in row.inputs)
@@ -315,17 +317,13 @@ def _beside(
     ]
 
 
-def _swaps(body: Graph) -> bool:
-    return any(op.target == "magis.store" for op, _ in every_op(body))
-
-
-def _made(graph: Graph, op: Op) -> set[int]:
-    """Fresh storages of an operator."""
+def _fresh_storages(graph: Graph, op: Op) -> set[int]:
+    """Return the storages that an operator makes."""
     return {graph.values[value].storage for value in op.made()} - {graph.values[v].storage for v in op.inputs()}
 
 
 def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
-    """Whether a node can run again at any later time: it writes nothing else, and what it reads stays as it was."""
+    """Return True if a node can run again at any later time: it writes nothing else, and its inputs never change."""
     for op in redo:
         if any(storage not in made for storage, _ in op.writes):
             return False
@@ -336,18 +334,18 @@ def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
 
 
 def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
-    """Bytes at the worst moment of a node beyond its inputs and outputs, and those of tensors alone."""
+    """Return the bytes at the worst moment of a node beyond its inputs and outputs, and those of tensors alone."""
     if len(group) == 1:
-        return inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
+        return bytes_inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
     outside = {graph.values[value].storage for op in group for value in op.inputs()}
-    profile = _alone(graph, group, outside, costs)
+    profile = _replay_alone(graph, group, outside, costs)
     return profile.peak_bytes - profile.tensor_bytes, 0
 
 
-def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
-    """Memory while the operators run by themselves, the storages in ``held`` in memory the whole time.
+def _replay_alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
+    """Replay operators by themselves, the storages in ``held`` in memory the whole time.
 
-    Nothing else of the graph is there, so that a step with many blocks takes no more time for each of them.
+    The rest of the graph is left out, so that a step with many blocks takes no more time for each of them.
     """
     values = {value: graph.values[value] for op in group for value in (*op.inputs(), *op.made())}
     touched = {value.storage for value in values.values()}
@@ -361,7 +359,7 @@ def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryPr
 
 
 def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
-    """Input values whose memory the operator's one output may take over, best first (``realize`` does it)."""
+    """List input values whose memory the operator's one output may take over, best first (``realize`` does it)."""
     made = op.made()
     if len(made) != 1 or op.many or op.writes or op.random:
         return ()
@@ -396,7 +394,7 @@ def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> Block
     taken = [sorted({graph.values[value].storage for value in op.inputs()} & facts.number.keys()) for op in block]
     given = sorted({storage for row in taken for storage in row})
     written = sorted({facts.written[s] for op in block for s, _ in op.writes if s in facts.written})
-    profile = _alone(graph, block, set(given), costs)
+    profile = _replay_alone(graph, block, set(given), costs)
     base = profile.persistent_bytes + sum(rounded(graph.storages[s].nbytes, costs.rounding) for s in given)
     late = max((position for position, row in enumerate(taken) if row), default=-1) + 1
     return BlockRow(

@@ -6,7 +6,7 @@
 The rules are those of ``c10/cuda/CUDACachingAllocator`` at its defaults: no expandable segments, no upper size of
 blocks that are split, one stream, nothing given back to the driver. Segments are assumed to lie at rising addresses,
 which decides between free blocks of one size only. An allocated block counts whole, as in
-``torch.cuda.memory_allocated``: what is left over in it, too. Not compared with a GPU so far.
+``torch.cuda.memory_allocated``, its unused rest included. Not compared with a GPU so far.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEGMENT_ROUNDING = 2 * MIB
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Bytes that are asked of the driver for a request of ``nbytes`` (a multiple of 512)."""
+    """Return the bytes asked of the driver for a request of ``nbytes`` (a multiple of 512)."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if nbytes < OWN_SEGMENT else rounded(nbytes, SEGMENT_ROUNDING)
@@ -80,7 +80,7 @@ class CachingAllocator:
         self._taken: dict[int, _Block] = {}
 
     def allocate(self, name: int, nbytes: int) -> None:
-        """Give ``nbytes`` to a name that has none; nothing is allocated for 0 bytes. ValueError if it has some."""
+        """Give ``nbytes`` to a name that has none; 0 bytes allocate nothing. Raises ValueError if the name has some."""
         if name in self._taken:
             raise ValueError(f"allocation {name} is not free")
         if nbytes <= 0:
@@ -89,13 +89,19 @@ class CachingAllocator:
         small = wanted <= SMALL
         pool = self._pools[small]
         block = pool.best(wanted)
-        if block is None:
-            block = self._segment(wanted, small=small)
+        if block is None:  # a new segment: segments never join, so its first block has no neighbours
+            block = _Block(self.reserved, segment_bytes(wanted), small)
+            self.reserved += block.nbytes
+            self.segments += 1
         else:
             pool.drop(block)
         left = block.nbytes - wanted
-        if left >= ROUNDING if small else left > SMALL:
-            self._split(block, wanted)
+        if left >= ROUNDING if small else left > SMALL:  # split the block
+            rest = _Block(block.start + wanted, left, small, block, block.behind)
+            if block.behind is not None:
+                block.behind.before = rest
+            block.behind, block.nbytes = rest, wanted
+            pool.put(rest)
         block.free = False
         self._taken[name] = block
         self.allocated += block.nbytes
@@ -116,23 +122,9 @@ class CachingAllocator:
             block = _joined(block, block.behind)
         pool.put(block)
 
-    def _segment(self, wanted: int, *, small: bool) -> _Block:
-        nbytes = segment_bytes(wanted)
-        block = _Block(self.reserved, nbytes, small)  # segments never join: their first blocks have no neighbours
-        self.reserved += nbytes
-        self.segments += 1
-        return block
-
-    def _split(self, block: _Block, nbytes: int) -> None:
-        rest = _Block(block.start + nbytes, block.nbytes - nbytes, block.small, block, block.behind)
-        if block.behind is not None:
-            block.behind.before = rest
-        block.behind, block.nbytes = rest, nbytes
-        self._pools[block.small].put(rest)
-
 
 def _joined(first: _Block, second: _Block) -> _Block:
-    """Neighbours as one block."""
+    """Join two neighbours to one block."""
     first.nbytes += second.nbytes
     first.behind = second.behind
     if second.behind is not None:
@@ -140,13 +132,13 @@ def _joined(first: _Block, second: _Block) -> _Block:
     return first
 
 
-# What a GPU's caching allocator reserves for a step: fragmentation and rounding included, predicted without a GPU.
+# Bytes that a GPU's caching allocator reserves for a step, fragmentation and rounding included, predicted without one.
 # The schedule is replayed as allocations and releases through the rules of `CachingAllocator`, twice: a second
 # step finds the segments of the first, and usually needs no further ones.
 
 STEPS = 2
 Event = tuple[int, int]
-"""A number of an allocation, and its bytes; -1: it is released."""
+"""Number of an allocation, and its bytes; -1: it is released."""
 RELEASE = -1
 
 
@@ -165,7 +157,7 @@ def reserved(
 ) -> Reserved:
     """Replay the schedule; arguments as for ``replay``. Persistent storages come first, in order, and stay.
 
-    An operator allocates what it makes, in order, then its scratch, which it releases at once; a loop does so for the
+    An operator allocates its outputs, in order, then its scratch, which it releases at once; a loop does so for the
     operators of its body, part by part. Copies to and from the host are assumed to share the one stream.
     """
     allocator = CachingAllocator()
@@ -186,7 +178,7 @@ def reserved(
 def _events(
     graph: Graph, workspace: Workspace, deaths: Mapping[int, int] | None, numbers: Iterator[int]
 ) -> Iterator[Event]:
-    """One step, after which all temporary storages are released."""
+    """Yield the events of one step, after which all temporary storages are released."""
     lives = lifetimes(graph, deaths)
     names: dict[int, int] = {}
     dying: dict[int, list[int]] = {}

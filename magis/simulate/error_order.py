@@ -10,7 +10,7 @@ from magis.ops.raising import may_raise
 from magis.simulate.problem import BlockRow, NodeRow
 
 
-def behind_errors(
+def update_behind_errors(
     graph: Graph,
     nodes: Sequence[Sequence[Op]],
     blocks: Sequence[Sequence[Op]],
@@ -18,9 +18,11 @@ def behind_errors(
     updates: list[BlockRow],
     ended: Mapping[int, int],
 ) -> tuple[list[NodeRow], list[BlockRow]]:
-    """The rows, with weights updated behind all nodes that may raise (`magis.ops.raising`). Those that an update comes
-    after by what it reads are not named again, so that it does not wait until they have been recomputed, too.
-    `ended` is the last node that writes each temporary storage."""
+    """Let weights be updated behind all nodes that may raise (`magis.ops.raising`); return the new rows.
+
+    Nodes that an update follows by its inputs are not named again: it would wait for their recomputations, too.
+    `ended` is the last node that writes each temporary storage.
+    """
     raising = may_raise(graph)
     found = {index for index, group in enumerate(nodes) if not raising.keys().isdisjoint(op.id for op in group)}
     if not found:

@@ -1,8 +1,7 @@
 """Peak memory and latency of plans: the judge of the search.
 
 ``evaluate`` and ``expand`` check and judge one plan; an ``Evaluator`` judges many on one order (about 20 thousand
-a second at 1500 nodes). What a plan means, event by event, is said in ``problem``; the compiled passes are in
-``kernel``.
+a second at 1500 nodes). ``problem`` defines a plan, event by event; the compiled passes are in ``kernel``.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from magis.simulate.problem import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a plan costs."""
+    """Costs of a plan."""
 
     peak: int
     """Bytes, persistent ones and workspace included."""
     tensor_peak: int
     """Bytes, persistent ones included, workspace left out."""
     latency_ns: int
-    """Nanoseconds of all nodes, recomputations and blocks, and of what they wait for messages; copies are hidden behind
+    """Nanoseconds of all nodes, recomputations and blocks, and of their waits for messages; copies are hidden behind
     them."""
     redos: int
-    """Recomputed nodes."""
+    """Number of recomputations."""
     swaps: int
     """Storages that really leave the device; a swap that would never free its memory in time is left out."""
 
@@ -73,10 +72,10 @@ class Evaluator:
         self._persistent = problem.persistent_bytes
 
     def quick(self, flags: Int8s) -> tuple[int, int]:
-        """Peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
-        if not self._run(flags):
+        """Return peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
+        if not self._judge(flags):
             self._make_room(MOST_COPIES)  # few plans need it, and it takes a while
-            self._run(flags)
+            self._judge(flags)
         # -1: nothing runs at all
         return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])
 
@@ -85,23 +84,25 @@ class Evaluator:
         self._result = self._scratch.result
         self._beside = None if self._messages is None else make_message_arrays(self._scratch)
 
-    def _run(self, flags: Int8s) -> bool:
-        """Judge a plan; False where there is no room for it."""
+    def _judge(self, flags: Int8s) -> bool:
+        """Judge a plan; return False where there is no room for it."""
         if self._messages is None or self._beside is None:
             return bool(kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch))
-        highest = self._with_messages(flags, self._messages, self._beside, None)
+        highest = self._judge_with_messages(flags, self._messages, self._beside, None)
         peak = self._result[kernel.PEAK]
         if highest is not None and peak > highest:
-            self._with_messages(flags, self._messages, self._beside, 0)
+            self._judge_with_messages(flags, self._messages, self._beside, 0)
             if self._result[kernel.PEAK] >= peak:  # with swaps, which are placed by time, that may not help
-                self._with_messages(flags, self._messages, self._beside, None)
+                self._judge_with_messages(flags, self._messages, self._beside, None)
         return highest is not None
 
-    def _with_messages(
+    def _judge_with_messages(
         self, flags: Int8s, messages: MessageStep, beside: MessageArrays, highest: int | None
     ) -> int | None:
-        """The same with messages beside; returns up to which bytes they could lengthen things, None where there is no
-        room for the plan. They first count as waited for at once, which shows (``highest`` None) what that is."""
+        """Judge a plan with messages beside the nodes; return the bytes up to which they could lengthen lifetimes.
+
+        None: no room for the plan. With ``highest`` None the peak with each message waited for at once gives the bytes.
+        """
         step, scratch = self.step, self._scratch
         if kernel.begin_plan(step, self.order, self.gaps, flags, scratch) < 0:
             return None
@@ -115,7 +116,7 @@ class Evaluator:
         return highest
 
     def evaluate(self, flags: Int8s) -> Evaluation:
-        """All figures of a plan."""
+        """Judge a plan and return all figures."""
         peak, latency = self.quick(flags)
         return Evaluation(
             peak=peak,
@@ -127,7 +128,7 @@ class Evaluator:
 
     @property
     def peak_run(self) -> int:
-        """The run at the peak, or behind which the update block at the peak stands."""
+        """Run at the peak, or the one before the update block at the peak."""
         return int(self._result[kernel.PEAK_EVENT])
 
     @property
@@ -142,7 +143,7 @@ class Evaluator:
         return levels
 
     def lifetimes(self) -> tuple[Int32s, Int32s]:
-        """First and last run, [3, s] each, of copies: the first, the last recomputed, the loaded; -1, -1: none is."""
+        """Return first and last run, [3, s] each, of the first, the last recomputed and the loaded copy; -1: none."""
         scratch, step = self._scratch, self.step
         storages = len(step.nbytes)
         birth = np.full((3, storages), -1, dtype=np.int32)
@@ -162,7 +163,7 @@ class Evaluator:
         return birth, death
 
     def swapped(self) -> Bools:
-        """[s] which storages really leave the device."""
+        """Mark [s] storages that really leave the device."""
         if not self._result[kernel.N_SWAPS]:
             return np.zeros(self.problem.n_storages, dtype=np.bool_)
         leaves: Bools = self._scratch.wait_at >= 0
@@ -174,12 +175,12 @@ class Evaluator:
         return self._scratch.between[: int(self._result[kernel.N_BETWEEN])].copy()
 
     def recomputed(self) -> Bools:
-        """[s] which storages get a further copy."""
+        """Mark [s] storages that get a further copy."""
         made: Bools = self._scratch.redo_at >= 0
         return made
 
     def _arrivals(self) -> dict[int, list[int]]:
-        """By run, what the messages bring that are waited for behind it."""
+        """Map runs to the storages of the messages that are waited for behind them."""
         found: dict[int, list[int]] = {}
         if self._messages is None or self._beside is None:
             return found
@@ -189,12 +190,12 @@ class Evaluator:
         return found
 
     def events(self) -> Events:
-        """The schedule of the plan judged last."""
+        """Return the schedule of the plan judged last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
         made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
         arrivals = self._arrivals()
-        found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, whose memory is taken over, what is renewed
+        found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, storage taken over, storages renewed
         for at, run in enumerate(self.runs.tolist()):
             node, again = run >> 1, run & 1
             if swaps:
@@ -215,7 +216,7 @@ class Evaluator:
 
 
 def _chain(head: int, link: Int32s) -> Iterator[int]:
-    """The members of a linked list."""
+    """Yield the members of a linked list."""
     while head >= 0:
         yield int(head)
         head = link[head]
@@ -234,19 +235,19 @@ def check_order(problem: Problem, order: Int32s) -> None:
 
 
 def evaluate(problem: Problem, order: Int32s, flags: Int8s) -> Evaluation:
-    """Judge one plan; VerifyError if it is none."""
-    return _checked(problem, order, flags).evaluate(np.ascontiguousarray(flags, dtype=np.int8))
+    """Judge one plan. Raises VerifyError if it is none."""
+    return _evaluator_of_legal_plan(problem, order, flags).evaluate(np.ascontiguousarray(flags, dtype=np.int8))
 
 
 def expand(problem: Problem, order: Int32s, flags: Int8s) -> Events:
-    """The complete schedule of a plan; VerifyError if it is none."""
-    evaluator = _checked(problem, order, flags)
+    """Return the complete schedule of a plan. Raises VerifyError if it is none."""
+    evaluator = _evaluator_of_legal_plan(problem, order, flags)
     evaluator.quick(np.ascontiguousarray(flags, dtype=np.int8))
     return evaluator.events()
 
 
 def lower_bound(problem: Problem) -> int:
-    """Bytes that no order, recomputation or swap avoids: persistent ones + largest working set of an operator."""
+    """Return the bytes that no order, recomputation or swap avoids: persistent + largest working set of an operator."""
     largest = 0
     for node in range(problem.n_nodes):
         outputs = int(problem.nbytes[problem.outputs(node)].sum())
@@ -260,7 +261,7 @@ def lower_bound(problem: Problem) -> int:
     return problem.persistent_bytes + largest
 
 
-def _checked(problem: Problem, order: Int32s, flags: Int8s) -> Evaluator:
+def _evaluator_of_legal_plan(problem: Problem, order: Int32s, flags: Int8s) -> Evaluator:
     check_order(problem, order)
     if len(flags) != problem.n_storages or np.any((flags < KEEP) | (flags > REPEAT)):
         raise VerifyError(f"a plan needs one flag in {KEEP}..{REPEAT} for each of {problem.n_storages} storages")

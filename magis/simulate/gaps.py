@@ -11,7 +11,7 @@ from magis.simulate.problem import Int32s
 
 @numba.njit(cache=True)
 def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
-    """The gaps of an order: per storage the longest stretch, in time, between two touches by nodes.
+    """Find the gaps of an order: per storage the longest stretch, in time, between two touches by nodes.
 
     Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
     equally long ones the one over most positions wins, then the first.

@@ -26,7 +26,8 @@ PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, T
 
 @numba.njit(cache=True)
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Up to which position first copies are there, from which on others stay; returns whether any is to be swapped."""
+    """Set the positions up to which first copies are there and from which on others stay; return True if the plan
+    swaps."""
     start, end, last = gaps
     scratch.result[N_BETWEEN] = scratch.result[TIMED] = 0
     until, redo_at, redoable, stays_from = scratch.until, scratch.redo_at, step.redoable, scratch.stays_from
@@ -49,8 +50,8 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
 
 @numba.njit(cache=True)
 def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between: int) -> int:
-    """The last further copy of a storage is about to have a successor: it dies with its last use, whose output may take
-    over its memory. Returns how many copies there are in ``between`` now."""
+    """Let the last further copy of a storage, which gets a successor, die with its last use; return the number of
+    copies in ``between``. The output of that use may take over its memory."""
     (reuse_ptr, reuse_idx), event, reuse = step.reuses, scratch.event, scratch.reuse
     used_at = scratch.last_use[len(step.nbytes) + storage]
     scratch.free[used_at] += step.nbytes[storage]
@@ -71,7 +72,7 @@ def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between:
 
 @numba.njit(cache=True)
 def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
-    """Pass 1: the order with what must be recomputed before each node; returns the number of events."""
+    """Pass 1: insert recomputations before each node that needs them; return the number of events."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     producer, nbytes, redo_ns = step.producer, step.nbytes, step.ns[1]
     until, stack, event = scratch.until, scratch.stack, scratch.event
@@ -139,7 +140,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
 
 @numba.njit(cache=True)
 def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Pass 2: every update block behind the last event that it must wait for; ``TIMED``: where it was placed."""
+    """Pass 2: put every update block behind the last event that it must wait for; ``TIMED``: not before its place."""
     timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
@@ -164,7 +165,7 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
-    """Start times, unless they are known, and the longest gap of every storage that the plan swaps."""
+    """Compute start times, unless they are known, and the longest gap of every storage that the plan swaps."""
     timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
@@ -200,7 +201,8 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
 
 @numba.njit(cache=True)
 def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """When copies to the host are done, each after the one before; ``count``: not before a loop that makes its own."""
+    """Find the events before which copies to the host are done, one after another; ``count``: not before a loop that
+    makes its own."""
     event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
     wait_at, copying = scratch.wait_at, scratch.copying
     stores, store_next = scratch.store_head, scratch.store_next
@@ -228,7 +230,8 @@ def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Before which events copies from the host begin, the last one first; none where a storage is not away by then."""
+    """Find the events before which copies from the host begin, the last one first; none if a storage is not away by
+    then."""
     event, start_ns, xfer_ns = scratch.event, scratch.start_ns, step.xfer_ns
     wait_at, load_at, waits, wait_next = scratch.wait_at, scratch.load_at, scratch.wait_head, scratch.wait_next
     loads, load_next = scratch.load_head, scratch.load_next
@@ -256,7 +259,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
-    """Pass 3: where swapped storages leave the device and come back.
+    """Pass 3: place the events at which swapped storages leave the device and come back.
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
     anyway. Loads are scheduled backwards from the touch that closes the gap. A swap that so never frees its
@@ -300,7 +303,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
 
 @numba.njit(cache=True)
 def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
-    """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
+    """Pass 4: count bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
     (blk_in_ptr, blk_in_idx), (reuse_ptr, reuse_idx) = step.block_inputs, step.reuses
     blk_ws, blk_tensor = step.blk_ws, step.blk_tensor
@@ -371,14 +374,14 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 @numba.njit(cache=True)
 def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> int:
-    """Pass 1 of a plan: the number of its events; -1 where REPEAT finds no room."""
+    """Run pass 1 of a plan; return the number of its events, -1 where REPEAT finds no room."""
     _set_until(step, gaps, flags, scratch)
     return -1 if scratch.result[N_BETWEEN] > len(scratch.between) else _expand(step, order, scratch)
 
 
 @numba.njit(cache=True)
 def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool) -> None:
-    """The other passes; ``TIMED``: start times, and where blocks run, are known."""
+    """Run the other passes; ``TIMED``: start times and places of blocks are known."""
     count = scratch.result[N_EVENTS]
     _place_blocks(step, scratch, count)
     scratch.result[N_SWAPS] = 0
@@ -389,7 +392,7 @@ def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: boo
 
 @numba.njit(cache=True)
 def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Judge a plan; what is to be known of it is then in ``scratch``. False where REPEAT finds no room in that."""
+    """Judge a plan into ``scratch``; return False where REPEAT finds no room in it."""
     swaps = _set_until(step, gaps, flags, scratch)
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False

@@ -1,18 +1,18 @@
 """The compiled passes for messages, which run on a stream of their own beside the nodes.
 
 A message starts once the nodes that stand before it are done and the stream is free, and ends its time later. Its
-first reader waits for that, and so does the end of the step. Until the wait, what is sent and what arrives are in
-memory. A node that sends a message and waits for it at once starts when the stream is free, too. The plan says which
-messages there are; these passes say when they are sent and waited for:
+first reader waits for that, and so does the end of the step. Until the wait, its input and output are in memory. A node
+that sends a message and waits for it at once starts when the stream is free, too. The plan has the messages; these
+passes decide when they are sent and waited for:
 
-1. Where a message could be sent earlier, with the early nodes that make what it takes (an all-gather of weights with
-   the call that puts the shards side by side), it is: as late as it may be to be over when it is wanted, and behind the
+1. Where a message could be sent earlier, with the early nodes that make its input (an all-gather of weights with the
+   call that puts the shards side by side), it is: as late as it may be to be over when it is wanted, and behind the
    first reader of the one before it, so that one at most is sent ahead.
 2. A message is waited for behind the first event by which it is over, at the latest before its first reader, or where
-   its room is wanted. Update blocks that read what arrives, or overwrite what is sent, run behind the wait.
+   its room is wanted. Update blocks that read its output, or overwrite its input, run behind the wait.
 
 Both take no more room than there is: nothing that they lengthen goes above the plan's own peak, as it is without them,
-or above the problem's ceiling. What else their moves change, such as which output takes over which memory, can still
+or above the problem's ceiling. Other effects of their moves, such as another output that takes over a memory, can still
 need more (seen in 8 of 100,000 random plans): that plan then waits for each message at once. So no plan without swaps,
 which are placed by time, needs more memory than so, unless there is room.
 
@@ -29,12 +29,12 @@ from magis.simulate.messages import MessageArrays, MessageStep
 # Slots of the result array, as in ``kernel``.
 LATENCY, N_EVENTS, N_BETWEEN = 2, 4, 7
 AHEAD = 1.25
-"""So much of a message's time before it is wanted it is sent, if it can be."""
+"""Multiple of a message's time by which it is sent before it is wanted, if it can be."""
 
 
 @numba.njit(cache=True)
 def remember(scratch: WorkingArrays, own: MessageArrays) -> None:
-    """Keep what counting bytes will use up."""
+    """Save the arrays that counting bytes uses up."""
     count = scratch.result[N_EVENTS]
     own.free[:count] = scratch.free[:count]
     own.reuse[:count] = scratch.reuse[:count]
@@ -42,10 +42,10 @@ def remember(scratch: WorkingArrays, own: MessageArrays) -> None:
 
 @numba.njit(cache=True)
 def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, highest: int) -> None:
-    """Order the events, time them, and say where messages are waited for and where blocks run.
+    """Order the events, time them, and place the waits for messages and the blocks.
 
     ``scratch`` has the plan with all messages waited for at once, its bytes counted; afterwards these are to be counted
-    again. What messages lengthen stays below ``highest`` bytes; with 0 of them each is waited for at once.
+    again. Lengthened lifetimes stay below ``highest`` bytes; with 0 each message is waited for at once.
     """
     count = scratch.result[N_EVENTS]
     own.level[:count] = scratch.level[:count]
@@ -54,13 +54,13 @@ def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
     _move(step, scratch, own, count, moves)
     _first_readers(step, plan, scratch, own, count)
     _list_blocks(step, plan, scratch, own, count)
-    _run(step, plan, scratch, own, count, highest)
+    _time_events(step, plan, scratch, own, count, highest)
     _lengthen(step, plan, scratch, own)
 
 
 @numba.njit(cache=True)
 def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
-    """Who reads first what a message brings."""
+    """Find the first reader of each message's output."""
     in_ptr, in_idx = step.inputs
     event, reader, is_reader, pending = scratch.event, own.reader, own.is_reader, own.pending
     pending[:] = -1
@@ -80,7 +80,7 @@ def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
 
 @numba.njit(cache=True)
 def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
-    """Whether a node reads or makes a storage with that mark."""
+    """Return True if a node reads or makes a storage with that mark."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     found = False
     for k in range(in_ptr[node], in_ptr[node + 1]):
@@ -92,8 +92,8 @@ def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
 
 @numba.njit(cache=True)
 def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int) -> int:
-    """Mark what a message reads and makes, and what the early events directly before it do that make that; returns the
-    first of these."""
+    """Mark the storages of a message and of the early events directly before it that make its input; return the first
+    of these events."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     first = at
     while True:
@@ -114,7 +114,7 @@ def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: Mess
 def _find_moves(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> int:
-    """Which events move to before which others, the last ones first; returns how many bundles do."""
+    """Find bundles of events that move ahead of others, the last ones first; return their number."""
     event, start_ns, ns, level, bundle = scratch.event, scratch.start_ns, step.ns, own.level, own.bundle
     now = 0
     for at in range(count):
@@ -153,7 +153,7 @@ def _find_moves(
 
 @numba.njit(cache=True)
 def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int, moves: int) -> None:
-    """The events in their new order, and all that names events by their places."""
+    """Put the events in their new order, and renumber all that names events by their places."""
     event, level, moved, bundle = scratch.event, scratch.level, own.moved, own.bundle
     own.event[:count] = event[:count]
     level[:count] = own.level[:count]
@@ -190,8 +190,8 @@ def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int
 
 @numba.njit(cache=True)
 def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
-    """Behind which event each block may run at the earliest, as far as nodes decide, and how many messages it waits
-    for."""
+    """Find the event behind which each block may run at the earliest, as far as nodes decide, and count the messages
+    that it waits for."""
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     own.due_head[:count] = -1
     for block in range(len(step.blk_ns)):
@@ -212,7 +212,7 @@ def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own:
 
 @numba.njit(cache=True)
 def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, node: int) -> bool:
-    """Whether a block waits for nothing but to overwrite what a message sends."""
+    """Return True if a block waits for nothing but to overwrite the input of a message."""
     ptr, idx = plan.blocks
     found = False
     for k in range(ptr[node], ptr[node + 1]):
@@ -225,7 +225,7 @@ def _is_over(
     plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int, now: int, count: int,
     nbytes: int, highest: int,
 ) -> bool:  # fmt: skip
-    """Whether a message is to be waited for behind an event: it is over, or somebody wants its result or its room."""
+    """Return True if a message is to be waited for behind an event: it is over, or its result or room is wanted."""
     node = scratch.event[sent] >> 1
     last = own.reader[sent] - 1
     if own.reader[sent] < 0:
@@ -237,7 +237,7 @@ def _is_over(
 
 @numba.njit(cache=True)
 def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int) -> None:
-    """Blocks that waited for the last run of a message may run."""
+    """Let blocks run that waited for the last run of a message."""
     node = scratch.event[sent] >> 1
     ptr, idx = plan.blocks
     if scratch.again_at[node] != sent:
@@ -252,10 +252,10 @@ def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: 
 
 
 @numba.njit(cache=True)
-def _run(
+def _time_events(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> None:
-    """Times on both streams; where messages are waited for and blocks run."""
+    """Compute times on both streams; place the waits for messages and the blocks."""
     event, start_ns, ns, nbytes, queue = scratch.event, scratch.start_ns, step.ns, step.nbytes, own.queue
     own.wait_at[:count] = -1
     now = stream_ns = waiting = 0
@@ -299,7 +299,7 @@ def _run(
 
 @numba.njit(cache=True)
 def _lengthen(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
-    """What is sent stays until the message is waited for: only messages read it, and not every copy is read."""
+    """Let inputs of messages stay until these are waited for: only messages read them, and not every copy is read."""
     last_use, wait_at, storages = scratch.last_use, own.wait_at, len(step.nbytes)
     for storage in range(storages):
         if plan.taken[storage]:

@@ -1,6 +1,6 @@
-"""What the compiled passes of ``message_passes`` read and write.
+"""Arrays that the compiled passes of ``message_passes`` read and write.
 
-Whoever re-orders fields here must touch that file as well, as with ``arrays`` and ``kernel``.
+A change in the order of fields here must touch that file as well, as with ``arrays`` and ``kernel``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MessageArrays(NamedTuple):
 
 
 def messages_of(problem: Problem) -> MessageStep | None:
-    """The messages of a problem that run beside its nodes; None without any."""
+    """Return the messages of a problem that run beside its nodes; None without any."""
     return _messages(problem) if problem.message_ns.any() else None
 
 
@@ -72,7 +72,7 @@ def _messages(problem: Problem) -> MessageStep:
         blocks = in_blocks(made).tolist()
         waits[node] = [*blocks, *overwrites[node]]
         if blocks:
-            # what else the blocks read stays for them, too
+            # other inputs of the blocks stay for them, too
             read = np.unique(np.concatenate([problem.block_inputs(block) for block in blocks]))
             late[node] = max(1, int(problem.nbytes[read].sum()) + int(needs[blocks].max()))
     taken = np.zeros(problem.n_storages, dtype=np.bool_)
@@ -84,7 +84,7 @@ def _messages(problem: Problem) -> MessageStep:
 
 
 def _overwriting(problem: Problem) -> list[list[int]]:
-    """Per node the blocks that overwrite what it reads of persistent memory."""
+    """List, per node, the blocks that overwrite persistent storages which it reads."""
     writers: list[list[int]] = [[] for _ in range(problem.n_written)]
     for block in range(problem.n_blocks):
         for storage in problem.block_writes(block).tolist():
@@ -96,7 +96,7 @@ def _overwriting(problem: Problem) -> list[list[int]]:
 
 
 def make_message_arrays(scratch: WorkingArrays) -> MessageArrays:
-    """Working memory for every plan that the evaluator's holds."""
+    """Allocate working memory for every plan that the evaluator's has room for."""
     capacity, storages, blocks = len(scratch.event), len(scratch.until), len(scratch.blk_place)
 
     def i32(*shape: int) -> Int32s:

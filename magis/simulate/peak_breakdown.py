@@ -1,4 +1,4 @@
-"""Bytes by module, kind and line: what a step holds at its peak, and what a plan changes there."""
+"""Bytes by module, kind and line: those that a step holds at its peak, and those that a plan changes there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from magis.graph.loop_rules import JOIN, REDUCE
 from magis.results import ModuleBytes, Peak, collapsed
 from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
 
-# Whose the memory of a step is: the module, kind and line of every storage at one moment.
+# Owners of a step's memory: the module, kind and line of every storage at one moment.
 
 KINDS = {"forward": "activation", "backward": "gradient", "update": "update"}
-"""What a temporary tensor is called, by the phase of the operator that made it."""
+"""Kind of a temporary tensor by the phase of the operator that made it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a storage comes from."""
+    """Origin of a storage."""
 
     kind: str
     module: str
@@ -28,15 +28,15 @@ class Owner:
 
 
 Owned = tuple[Owner, int]
-"""Whose a storage in memory is, and its bytes as the allocator hands them out."""
+"""Owner of a storage in memory, and its bytes as the allocator hands them out."""
 
 
-def live(
+def live_storages(
     graph: Graph, at: int, workspace: Workspace, *, deaths: Mapping[int, int] | None = None, rounding: int = 1
 ) -> Iterator[Owned]:
-    """Every storage that is in memory during operator ``at`` (-1: before the first), persistent ones included.
+    """Yield every storage in memory during operator ``at`` (-1: before the first), persistent ones included.
 
-    During a loop there are those of its body at the worst moment of one part, too, as ``replay`` counts them.
+    During a loop those of its body at the worst moment of one part are included, too, as ``replay`` counts them.
     """
     known = owners(graph, at)
     lives = lifetimes(graph, deaths)
@@ -48,20 +48,22 @@ def live(
     if body is not None:
         inner = replay(body.graph, workspace, rounding=rounding)
         worst = inner.tensors.index(inner.tensor_bytes) if inner.tensors else -1
-        yield from live(body.graph, worst, workspace, rounding=rounding)
+        yield from live_storages(body.graph, worst, workspace, rounding=rounding)
 
 
 def owners(graph: Graph, at: int) -> dict[int, Owner]:
-    """Storage -> owner, as it is during operator ``at``: memory that was taken over belongs to who took it.
+    """Map storages to their owners during operator ``at``: memory that was taken over belongs to the new tensor.
 
     Persistent tensors belong to the module that they are named after.
     """
-    return _walked(graph, at)[0]
+    return _find_owners(graph, at)[0]
 
 
-def _walked(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
-    """The owners; of a loop's body also: value of a whole -> owner of the parts that are put into it. Every body is
-    walked once, however deep loops lie in each other."""
+def _find_owners(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
+    """Return the owners; of a loop's body also: value of a whole -> owner of the parts that are put into it.
+
+    Every body is walked once, however deep loops lie in each other.
+    """
     found, wholes = named_owners(graph), dict[int, Owner]()
     for op in graph.ops[: at + 1]:
         note_owners(graph, op, found, wholes)
@@ -69,24 +71,26 @@ def _walked(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
 
 
 def named_owners(graph: Graph) -> dict[int, Owner]:
-    """Persistent storage -> owner."""
+    """Map persistent storages to their owners; batches and constants belong to no module."""
     found: dict[int, Owner] = {}
     for value in graph.inputs:
         storage = graph.storages[graph.values[value].storage]
         if storage.persistent and storage.id not in found:
-            found[storage.id] = _named(storage.kind, graph.values[value].name)
+            # "parameter:layers.0.weight", "state:exp_avg:layers.0.weight"
+            name = graph.values[value].name if storage.kind in ("parameter", "buffer", "state") else ""
+            found[storage.id] = Owner(storage.kind, name.rpartition(":")[2].rpartition(".")[0])
     return found
 
 
 def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int, Owner]) -> None:
-    """Write down whose memory is once the operator runs; ``found`` and ``wholes`` are as after the one before it."""
+    """Update the owners for one operator; ``found`` and ``wholes`` are those after the operator before it."""
     merged: dict[int, Owner] = {}
     if op.body is not None:
         inner = op.body.graph
-        of_body = _walked(inner, len(inner.ops))[1]
+        of_body = _find_owners(inner, len(inner.ops))[1]
         pairs = zip((*op.inputs(), *op.made()), inner.inputs, strict=True)
         merged = {value: of_body[within] for value, within in pairs if within in of_body}
-    for value, owner in _made(graph, op, found, merged):
+    for value, owner in _outputs_with_owners(graph, op, found, merged):
         storage = graph.storages[graph.values[value].storage]
         if not storage.persistent:
             found[storage.id] = owner
@@ -99,27 +103,23 @@ def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int,
                 wholes.setdefault(into, owner_of_part)
 
 
-def _named(kind: str, name: str) -> Owner:
-    """``parameter:layers.0.weight``, ``state:exp_avg:layers.0.weight``; batches and constants belong to no module."""
-    path = name.rpartition(":")[2] if kind in ("parameter", "buffer", "state") else ""
-    return Owner(kind, path.rpartition(".")[0])
-
-
-def _made(graph: Graph, op: Op, known: Mapping[int, Owner], merged: Mapping[int, Owner]) -> Iterator[tuple[int, Owner]]:
-    """The values whose contents an operator makes, with their owner; ``merged`` has those that a loop puts together."""
+def _outputs_with_owners(
+    graph: Graph, op: Op, known: Mapping[int, Owner], merged: Mapping[int, Owner]
+) -> Iterator[tuple[int, Owner]]:
+    """Yield the values that an operator fills, with their owners; ``merged`` has those that a loop puts together."""
     if op.body is not None:
         for value in op.made():
-            yield value, merged.get(value) or _own(graph, op)
+            yield value, merged.get(value) or _owner_of_outputs(graph, op)
     elif op.target in ("magis.store", "magis.load"):  # on either side it is the same tensor
         (taken,) = op.inputs()
-        owner = known.get(graph.values[taken].storage) or _own(graph, op)
+        owner = known.get(graph.values[taken].storage) or _owner_of_outputs(graph, op)
         yield from ((value, owner) for value in op.made())
     elif not is_pure_view(graph, op):
-        yield from ((value, _own(graph, op)) for value in op.made())
+        yield from ((value, _owner_of_outputs(graph, op)) for value in op.made())
 
 
-def _own(graph: Graph, op: Op) -> Owner:
-    """The owner of what an operator makes; of one of ours, which stem from no module, that of its first reader."""
+def _owner_of_outputs(graph: Graph, op: Op) -> Owner:
+    """Return the owner of an operator's outputs; ``magis.`` operators of no module have that of their first reader."""
     if op.target.startswith("magis.") and not op.module and op.target not in (JOIN, REDUCE):
         made = set(op.made())
         reader = next((each for each in graph.ops if made & set(each.inputs()) and each.module), op)
@@ -128,7 +128,7 @@ def _own(graph: Graph, op: Op) -> Owner:
 
 
 ROWS = 256
-"""The most rows of a table."""
+"""Most rows of a table."""
 
 
 def peak_of(
@@ -139,9 +139,9 @@ def peak_of(
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
 ) -> Peak:
-    """What makes the peak of a step; ``profile`` is what ``replay`` says of it with the same arguments."""
+    """Break down the peak of a step; ``profile`` is the result of ``replay`` with the same arguments."""
     at = profile.tensors.index(profile.tensor_bytes) if profile.tensors else -1
-    held = table(live(graph, at, workspace, deaths=deaths, rounding=rounding))
+    held = module_table(live_storages(graph, at, workspace, deaths=deaths, rounding=rounding))
     if at < 0:
         return Peak("", "", "", "", held)
     op = _innermost(graph, at, workspace, rounding, scratch=False)
@@ -161,7 +161,7 @@ def peak_of(
 
 
 def _innermost(graph: Graph, at: int, workspace: Workspace, rounding: int, *, scratch: bool) -> Op:
-    """The operator at a position, of a loop the one at its worst moment: of all bytes with ``scratch``, of tensors."""
+    """Return the operator at a position, of a loop the one at its peak of tensors, or of all bytes with ``scratch``."""
     op = graph.ops[at]
     while op.body is not None and op.body.graph.ops:
         inner = replay(op.body.graph, workspace, rounding=rounding)
@@ -170,8 +170,8 @@ def _innermost(graph: Graph, at: int, workspace: Workspace, rounding: int, *, sc
     return op
 
 
-def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
-    """Bytes by kind and module, most first; every byte is in exactly one row."""
+def module_table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
+    """Sum bytes by kind and module, most first; every byte is in exactly one row."""
     found: dict[tuple[str, str], ModuleBytes] = {}
     largest: dict[tuple[str, str], int] = {}
     for owner, nbytes in owned:
@@ -185,19 +185,20 @@ def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
 
 
 def changes(graph: Graph) -> tuple[ModuleBytes, ...]:
-    """What a plan recomputes and swaps, in all parts of its loops, and what one part of a loop holds, by module."""
-    return table(_changes(graph))
+    """Sum the bytes that a plan recomputes and swaps, in all parts of its loops, and those that one part of a loop
+    makes, by module."""
+    return module_table(_changes(graph))
 
 
 def repeats(graph: Graph) -> tuple[int, int]:
-    """Calls that a plan runs again, and bytes that it moves to the host, in all parts of its loops."""
+    """Count the calls that a plan runs again, and the bytes that it moves to the host, in all parts of its loops."""
     found = list(_changes(graph))
     recomputed = sum(owner.kind == "recomputed" for owner, _ in found)
     return recomputed, sum(nbytes for owner, nbytes in found if owner.kind == "swapped")
 
 
 def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
-    """One for every call, with the bytes that it makes or moves to the host; what runs again or moves, that often."""
+    """Yield one entry for each call in parts, recomputation and swap, with the bytes that it makes or moves."""
     known = owners(graph, len(graph.ops))
     before: Counter[int] = Counter()
     for op in graph.ops:
@@ -219,6 +220,6 @@ def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
 
 
 def _fresh_bytes(graph: Graph, op: Op) -> int:
-    """Bytes of the tensors that a call makes, whichever memory they get."""
+    """Sum the bytes of the tensors that a call makes, whichever memory they get."""
     storages = {graph.values[value].storage for value in op.made()}
     return sum(graph.storages[storage].nbytes for storage in storages)

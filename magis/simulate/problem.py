@@ -33,25 +33,25 @@ class Rows(NamedTuple):
         return self.idx[self.ptr[row] : self.ptr[row + 1]]
 
     def places(self) -> Int32s:
-        """The row of every number."""
+        """Return the row of every number."""
         return np.repeat(np.arange(len(self.ptr) - 1, dtype=np.int32), np.diff(self.ptr))
 
     def turned(self, count: int) -> Rows:
-        """The other way: row i holds the rows that i is in, of ``count`` numbers."""
+        """Transpose: row i of the result holds the rows that i is in, of ``count`` numbers."""
         ptr = np.zeros(count + 1, dtype=np.int32)
         ptr[1:] = np.cumsum(np.bincount(self.idx, minlength=count))
         return Rows(ptr, self.places()[np.argsort(self.idx, kind="stable")])
 
 
 def rows_of(lists: Iterable[Sequence[int]]) -> Rows:
-    """Rows with these numbers."""
+    """Build rows from lists of numbers."""
     rows = list(lists)
     ptr = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return Rows(ptr, np.array([item for row in rows for item in row], dtype=np.int32))
 
 
 def int64s(values: Iterable[int]) -> Int64s:
-    """So many numbers as an array."""
+    """Return the numbers as an array."""
     return np.array([*values], dtype=np.int64)
 
 
@@ -115,12 +115,12 @@ class Problem:
 
     @property
     def least_ns(self) -> int:
-        """Nanoseconds that no plan avoids: everything once."""
+        """Nanoseconds that no plan avoids: every node and block once."""
         return int(self.node_ns.sum() + self.blk_ns.sum())
 
     @property
     def n_written(self) -> int:
-        """Persistent storages that blocks write."""
+        """Number of persistent storages that blocks write."""
         return 1 + int(max((*self.block_writes.idx, *self.preads.idx), default=-1))
 
 
@@ -179,7 +179,7 @@ def build_problem(
     copy_ns: int = 0,
     ceiling: int = 0,
 ) -> Problem:
-    """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
+    """Build the arrays of a step from rows. Raises VerifyError where a row breaks a promise of ``Problem``."""
     producer = [-1] * len(storages)
     for index, node in enumerate(nodes):
         _check_node(index, node, storages, producer)
@@ -211,7 +211,7 @@ def build_problem(
         copies=np.array([node.copies for node in nodes], dtype=np.bool_),
         message_ns=int64s(node.message_ns for node in nodes),
         at_once=np.array([node.at_once for node in nodes], dtype=np.bool_),
-        early=np.array(_early(nodes, producer), dtype=np.bool_),
+        early=np.array(_mark_early(nodes, producer), dtype=np.bool_),
         reuses=rows_of(node.reuse for node in nodes),
         preads=rows_of(node.preads for node in nodes),
         extras=rows_of(node.extra for node in nodes),
@@ -235,8 +235,8 @@ def build_problem(
     )
 
 
-def _early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]:
-    """Which nodes hang on nothing but others like them; no messages."""
+def _mark_early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]:
+    """Mark nodes that depend on nothing but others like them; no messages."""
     found: list[bool] = []
     for node in nodes:
         free = not (node.extra or node.message_ns or node.copies)
@@ -245,7 +245,7 @@ def _early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]:
 
 
 def _check_message(what: str, node: NodeRow) -> None:
-    """A message that runs beside nodes takes one temporary storage at most, and makes one."""
+    """Check that a message beside nodes takes one temporary storage at most, and makes one."""
     if node.message_ns < 0:
         raise VerifyError(f"{what}: negative time of a message")
     if not node.message_ns:
@@ -262,7 +262,7 @@ def _check_alone(
     blocks: Sequence[BlockRow],
     producer: Sequence[int],
 ) -> None:
-    """What a message takes is for it alone, and what it takes and makes stays as it is."""
+    """Check that a message's input is for it alone, and that its input and output stay as they are."""
     for storage in (*node.inputs, *node.outputs):
         if storages[storage].pinned or storages[storage].to_end:
             raise VerifyError(f"{what}: a message takes or makes storage {storage}, which is pinned or needed")
@@ -273,7 +273,7 @@ def _check_alone(
 
 
 def _check_node(index: int, node: NodeRow, storages: Sequence[StorageRow], producer: list[int]) -> None:
-    """The promises of one node; notes it as the producer of its outputs."""
+    """Check the promises of one node; note it as the producer of its outputs."""
     what = f"node {index}"
     _check_message(what, node)
     if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
@@ -319,10 +319,10 @@ def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequenc
 # Plans, and the complete schedules that they expand to.
 # A plan is an order of the nodes and one flag per temporary storage. ``expand`` (see ``evaluator``) makes a
 # schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current
-# copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does. What REDO makes stays to
+# copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does. A copy of REDO stays to
 # its last use, but for storages under REPEAT.
 
-# What a plan says of a storage. Its gap is the longest idle stretch between two touches.
+# Flags of a storage in a plan. Its gap is the longest idle stretch between two touches.
 KEEP = 0  # in memory from its production to its last use, be that a recomputation
 RECOMPUTE = 1  # leaves at the start of its gap; made again, with all that is missing for it, when next needed
 SWAP = 2  # copied to the host at the start of its longest gap, back before its end; as KEEP otherwise

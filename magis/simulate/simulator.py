@@ -44,7 +44,7 @@ class MemoryProfile:
 
 
 def rounded(nbytes: int, rounding: int) -> int:
-    """Bytes that an allocator with blocks of ``rounding`` bytes hands out."""
+    """Return the bytes that an allocator with blocks of ``rounding`` bytes hands out."""
     return -(-nbytes // rounding) * rounding
 
 
@@ -57,15 +57,12 @@ def replay(
     held: frozenset[int] = frozenset(),
     numbers: tuple[tuple[int, int, int], ...] = (),
 ) -> MemoryProfile:
-    """Walk the schedule. ``deaths`` are eager's own lifetimes.
+    """Walk the schedule and count bytes. ``deaths`` are eager's own lifetimes.
 
-    During a loop there are, besides what it takes and makes, the tensors and the scratch of its body: those of one part
-    at a time, each the same as the others.
-
-    Host storages (swapped tensors) count nothing. Storages in ``held`` are in memory the whole time.
-    ``numbers`` are lives and bytes of small tensors that eager keeps besides the graph's (``Captured.numbers``); none
-    on a GPU.
-    They count like workspace, since no operator hands them out.
+    A loop counts the tensors and the scratch of its body at the size of one part, besides its inputs and outputs: parts
+    run one at a time, each the same as the others. Host storages (swapped tensors) count nothing. Storages in ``held``
+    are in memory the whole time. ``numbers`` are lives and bytes of small tensors that eager keeps besides the graph's
+    (``Captured.numbers``); none on a GPU. They count like workspace, since no operator hands them out.
     """
     lives = lifetimes(graph, deaths)
     change = Counter[int]()
@@ -89,14 +86,14 @@ def replay(
     for position, op in enumerate(graph.ops):
         level += change[position]
         beside += small[position]
-        parts, scratch = inside(op, graph, workspace, rounding)
+        parts, scratch = bytes_inside(op, graph, workspace, rounding)
         tensors.append(level + parts)
         peaks.append(level + beside + scratch)
     return MemoryProfile(persistent, tuple(tensors), tuple(peaks))
 
 
-def inside(op: Op, graph: Graph, workspace: Workspace, rounding: int) -> tuple[int, int]:
-    """Bytes of tensors, and of tensors and scratch, at the worst moments within an operator: a loop makes both."""
+def bytes_inside(op: Op, graph: Graph, workspace: Workspace, rounding: int) -> tuple[int, int]:
+    """Return the peaks within an operator: of tensors (those of a loop's body), and of tensors and scratch."""
     if op.body is None:
         return 0, workspace(op, graph.values)
     profile = replay(op.body.graph, workspace, rounding=rounding)

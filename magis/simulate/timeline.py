@@ -1,4 +1,4 @@
-"""A step as a simulated time line: when each call starts, how long it takes, the bytes in memory meanwhile by kind."""
+"""A step as a simulated time line: start and length of each call, and the bytes in memory meanwhile by kind."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from magis.ops.collectives import is_message, under_way
 from magis.results import Span
 from magis.simulate.compiled_problem import GENERATOR_NS
 from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
-from magis.simulate.simulator import MemoryProfile, Workspace, inside, replay, rounded
+from magis.simulate.simulator import MemoryProfile, Workspace, bytes_inside, replay, rounded
 
 MOST_CALLS = 50_000
-"""Of a time line in which the parts of loops are told one by one; in a longer one a loop is one call."""
+"""Most calls of a time line that shows the parts of loops one by one; in a longer one a loop is one call."""
 NS_PER_MS = 1e6
 UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave", ARRIVED)
-"""What the search counts no time for."""
-
-
+"""Operators that the search counts no time for."""
 COPIES = {"magis.store": "to host", "magis.load": "from host"}
-"""The stream of each kind of copy."""
+"""Streams by kind of copy."""
 MESSAGES = "messages"
-"""The stream of messages between ranks that are waited for later."""
+"""Stream of messages between ranks that are waited for later."""
 
 
 @dataclass
 class _Clock:
-    """Nanoseconds at which each stream is free, and at which storages that were copied or sent are where they go."""
+    """Nanoseconds at which each stream is free, and at which storages that are copied or sent arrive."""
 
     compute: int = 0
     copies: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES.values(), 0))
@@ -40,47 +38,47 @@ class _Clock:
     messages: int = 0
 
     def meet(self, storages: Iterable[int]) -> None:
-        """The compute stream waits for storages that are being copied."""
+        """Let the compute stream wait for storages that are being copied."""
         self.compute = max([self.compute, *(self.done.get(storage, 0) for storage in storages)])
 
     def run(self, spent: int) -> int:
-        """Start of what takes the compute stream's time alone."""
+        """Run a call on the compute stream alone; return its start."""
         start, self.compute = self.compute, self.compute + spent
         return start
 
     def copy(self, stream: str, nbytes: int, made: int, times: Times) -> tuple[int, int]:
-        """Start and length of a copy that makes a storage: after the last one of its direction, and after what the
-        compute stream was given before."""
+        """Copy a storage after the last copy of its direction and the calls on the compute stream so far; return start
+        and length."""
         start = max(self.copies[stream], self.compute)
         spent = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s))
         self.copies[stream] = self.done[made] = start + spent
         return start, spent
 
     def send(self, made: int, spent: int) -> int:
-        """Start of a message that brings a storage: after the last one, and as copies."""
+        """Send a message that brings a storage, after the last one and the calls so far; return its start."""
         start = max(self.messages, self.compute)
         self.messages = self.done[made] = start + spent
         return start
 
     def exchange(self, spent: int) -> int:
-        """Start of a message that the compute stream waits for at once: after the last one."""
+        """Send a message that the compute stream waits for at once, after the last one; return its start."""
         start = max(self.messages, self.compute)
         self.messages = self.compute = start + spent
         return start
 
     def inside(self) -> _Clock:
-        """The same moment within a part of a loop, which has storages of its own, and no messages."""
+        """Return a clock at the same moment for a part of a loop, which has its own storages, and no messages."""
         return _Clock(self.compute, self.copies)
 
 
 def elapsed_ns(graph: Graph, times: Times) -> int:
-    """How long a schedule takes on a machine, what it waits for copies and messages included."""
+    """Return the nanoseconds of a schedule on a machine, its waits for copies and messages included."""
     clock = _Clock()
-    _run(graph, times, clock)
+    _advance(graph, times, clock)
     return clock.compute
 
 
-def _run(graph: Graph, times: Times, clock: _Clock) -> None:
+def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
     storage_of = {value.id: value.storage for value in graph.values.values()}
     beside = under_way(graph.ops)
     for op in graph.ops:
@@ -88,7 +86,7 @@ def _run(graph: Graph, times: Times, clock: _Clock) -> None:
         if op.body is not None:
             for _ in range(op.body.parts):
                 part = clock.inside()
-                _run(op.body.graph, times, part)
+                _advance(op.body.graph, times, part)
                 clock.compute = part.compute
         elif op.target in COPIES:
             (taken,), (made,) = op.inputs(), op.made()
@@ -109,7 +107,7 @@ TENSOR_KINDS = len(Span.KINDS) - 1
 PLACES = {
     "parameter": 0, "state": 1, "batch": 2, "buffer": 2, "constant": 2, "activation": 3, "gradient": 4, "update": 5,
 }  # fmt: skip
-"""Of the kinds that owners have."""
+"""Places in ``Held`` by kind of owner."""
 
 
 def timeline(
@@ -121,13 +119,13 @@ def timeline(
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
 ) -> tuple[Span, ...]:
-    """The calls of a schedule in order, views left out; ``profile`` is what ``replay`` says of its bytes with the same
+    """List the calls of a schedule in order, views left out; ``profile`` is the result of ``replay`` with the same
     arguments.
 
     Copies run beside the operators, one at a time in each direction, as the search counts them: a store or a load
-    starts once what was given to the compute stream before is done. Whoever takes a loaded tensor waits for it, and
-    before its memory is freed the step waits until a stored one is on the host. Messages between ranks run beside both,
-    one at a time, up to where the schedule waits for them; where that is at once, so does the compute stream.
+    starts once all earlier calls on the compute stream are done. A reader of a loaded tensor waits for it, and the step
+    waits until a stored tensor is on the host before its memory is freed. Messages between ranks run beside both, one
+    at a time, up to the wait of the schedule; if that is at once, the compute stream waits, too.
     """
     apart = sum(1 if op.body is None else op.body.parts * len(op.body.graph.ops) for op in graph.ops) <= MOST_CALLS
     walk = _Walk(times, workspace, rounding, apart)
@@ -143,7 +141,8 @@ class _Walk:
     apart: bool
 
     def calls(self, graph: Graph, levels: Sequence[int], held: Sequence[Held], clock: _Clock) -> Iterator[Span]:
-        """The calls of a graph or of one part of a loop, with all bytes and those of tensors during each operator."""
+        """Yield the calls of a graph or of one part of a loop; ``levels`` are all bytes during each operator, ``held``
+        those of tensors."""
         storage_of = {value.id: value.storage for value in graph.values.values()}
         seen: Counter[int] = Counter()
         beside = under_way(graph.ops)
@@ -151,15 +150,18 @@ class _Walk:
             clock.meet(storage_of[value] for value in op.inputs())
             if op.body is not None and self.apart:
                 inner = replay(op.body.graph, self.workspace, rounding=self.rounding)
-                outside = level - inside(op, graph, self.workspace, self.rounding)[1]
+                outside = level - bytes_inside(op, graph, self.workspace, self.rounding)[1]
                 above = [outside + peak for peak in inner.peaks]
-                within = [_sum(own, each) for each in held_by_kind(op.body.graph, rounding=self.rounding)]
+                within = [_add_kinds(own, each) for each in held_by_kind(op.body.graph, rounding=self.rounding)]
                 for _ in range(op.body.parts):
                     part = clock.inside()
                     yield from self.calls(op.body.graph, above, within, part)
                     clock.compute = part.compute
             elif op.target in COPIES:
-                yield self._copied(graph, op, clock, level, own)
+                source, target = (graph.storages[storage_of[value]] for value in (*op.inputs(), *op.made()))
+                stream = COPIES[op.target]
+                start, spent = clock.copy(stream, source.nbytes, target.id, self.times)
+                yield _span(op, start, spent, level, own, stream=stream)
             elif op.target not in UNTIMED and not is_pure_view(graph, op):
                 again = op.origin is not None and seen[op.origin] > 0
                 seen[-1 if op.origin is None else op.origin] += 1
@@ -169,22 +171,15 @@ class _Walk:
                     yield _span(op, start, spent, level, own, stream=MESSAGES, again=again)
                     continue
                 alone = clock.exchange if is_message(op.target) else clock.run
-                yield _span(op, alone(spent), spent, level, _sum(own, self._worst(op)), again=again)
+                yield _span(op, alone(spent), spent, level, _add_kinds(own, self._worst(op)), again=again)
 
     def _worst(self, op: Op) -> Held:
-        """Tensors inside an operator where all its bytes peak: only a loop has them."""
+        """Return the tensors inside an operator where all its bytes peak: only a loop has them."""
         if op.body is None or not op.body.graph.ops:
             return (0,) * TENSOR_KINDS
         graph = op.body.graph
         at = replay(graph, self.workspace, rounding=self.rounding).peak_position
-        return _sum(held_by_kind(graph, rounding=self.rounding)[at], self._worst(graph.ops[at]))
-
-    def _copied(self, graph: Graph, op: Op, clock: _Clock, level: int, held: Held) -> Span:
-        """A copy, in the queue of its direction."""
-        storages = [graph.storages[graph.values[value].storage] for value in (*op.inputs(), *op.made())]
-        stream = COPIES[op.target]
-        start, spent = clock.copy(stream, storages[0].nbytes, storages[1].id, self.times)
-        return _span(op, start, spent, level, held, stream=stream)
+        return _add_kinds(held_by_kind(graph, rounding=self.rounding)[at], self._worst(graph.ops[at]))
 
 
 def _span(
@@ -195,13 +190,15 @@ def _span(
     return Span(*where, start_ns / NS_PER_MS, ns / NS_PER_MS, level, stream, again, kinds)
 
 
-def _sum(one: Held, other: Held) -> Held:
+def _add_kinds(one: Held, other: Held) -> Held:
     return tuple(map(add, one, other))
 
 
 def held_by_kind(graph: Graph, *, deaths: Mapping[int, int] | None = None, rounding: int = 1) -> list[Held]:
-    """Tensors in memory during each operator, as ``replay`` counts them but for those inside of loops. Memory that was
-    taken over is of the kind of what took it."""
+    """Sum tensors in memory during each operator by kind, as ``replay`` counts them but for those inside of loops.
+
+    Memory that was taken over is of the kind of the new tensor.
+    """
     lives = lifetimes(graph, deaths)
     after: defaultdict[int, list[int]] = defaultdict(list)
     for storage, last in lives.dies.items():

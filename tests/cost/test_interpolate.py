@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import find_device
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
-from magis.cost.profile_store import LEAST, REACH, Curve, Entry, Profile, kin
-from magis.cost.shapes import made
+from magis.cost.profile_store import LEAST, REACH, Curve, Entry, Profile, kin_key
+from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse, signature
 from magis.graph import Graph, Loop, replace_refs
 from tests.strategies import examples
@@ -29,7 +29,7 @@ def profile_of(times: dict[str, int]) -> Profile:
 
 
 def expected(key: str) -> int:
-    return roofline_ns(GPU, *made(key))
+    return roofline_ns(GPU, *parse_with_outputs(key))
 
 
 points = st.lists(st.tuples(st.integers(1, 10**9), st.integers(0, 10**9)), min_size=LEAST, max_size=12)
@@ -67,7 +67,7 @@ def test_a_kernel_that_misses_the_roofline_by_a_factor_is_priced_exactly(
     """The curve bends as the roofline does: a constant factor is no guess."""
     times = {gelu(size): factor * expected(gelu(size)) for size in rows}
     prices = Prices(GPU, profile_of(times))
-    found = prices.price(*made(gelu(asked)))
+    found = prices.price(*parse_with_outputs(gelu(asked)))
     if found.source == ESTIMATED:  # out of reach, or rooflines that coincide
         assert len({expected(key) for key in times}) < LEAST or not (
             min(map(expected, times)) / REACH <= expected(gelu(asked)) <= max(map(expected, times)) * REACH
@@ -123,7 +123,7 @@ def test_too_few_kin_or_too_far_away_is_left_to_the_roofline() -> None:
     ],
 )
 def test_kin_differ_in_sizes_alone(one: str, other: str, alike: bool) -> None:
-    assert (kin(*parse(one)) == kin(*parse(other))) is alike
+    assert (kin_key(*parse(one)) == kin_key(*parse(other))) is alike
 
 
 def test_shares_add_up_and_loops_count_for_every_part() -> None:
@@ -132,7 +132,7 @@ def test_shares_add_up_and_loops_count_for_every_part() -> None:
     keys = (gelu(64), gelu(256), "aten.exp.default(float32[64,1024]{1024,1})")
     ops, values = [], {}
     for key in keys:
-        op, own = made(key)
+        op, own = parse_with_outputs(key)
         number = len(values)
         shift = {old: old + number for old in own}
         values.update({shift[old]: _moved(value, shift) for old, value in own.items()})
@@ -171,15 +171,15 @@ def test_entries_that_this_torch_refuses_are_no_kin() -> None:
         f"aten.gelu.default(float32[{2**62},{2**62}]{{1,1}})": 10,
     }
     prices = Prices(GPU, profile_of({**times, **strange}))
-    assert prices.price(*made(gelu(256))).source == INTERPOLATED
+    assert prices.price(*parse_with_outputs(gelu(256))).source == INTERPOLATED
 
 
 def test_what_made_reads_back_is_the_call() -> None:
     key = "aten.addmm.default(float32[8]{1}, float32[4,2]{2,1}, float32[2,8]{8,1})"
-    op, values = made(key)
+    op, values = parse_with_outputs(key)
     assert signature(op, values) == key
     (out,) = op.made()
     assert (values[out].shape, values[out].stride, values[out].nbytes) == ((4, 8), (8, 1), 128)
     assert values[out].storage not in {values[number].storage for number in op.inputs()}
-    view, looks = made("aten.t.default(float32[4,2]{2,1})")
+    view, looks = parse_with_outputs("aten.t.default(float32[4,2]{2,1})")
     assert looks[view.made()[0]].storage == looks[view.inputs()[0]].storage

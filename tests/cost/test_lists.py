@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from magis.cost.devices import find_device
-from magis.cost.flops import CHUNK, MOST_BLOCKS, counts
+from magis.cost.flops import CHUNK, MOST_BLOCKS, tensors_and_kernels
 from magis.cost.operator_latency import roofline_ns
 from magis.graph.nodes import Op, Ref, Value
 
@@ -38,7 +38,7 @@ def test_a_kernel_takes_so_many_tensors_and_pieces(target: str, sizes: list[int]
     op, values = on(target, sizes, lists)
     if target == "mul_.Tensor":
         op = Op(0, "aten.mul_.Tensor", (Ref(0), 2.0), (), ())
-    assert counts(op, values) == (len(sizes), kernels)
+    assert tensors_and_kernels(op, values) == (len(sizes), kernels)
 
 
 def test_counters_of_steps_are_numbers_not_operands() -> None:
@@ -47,13 +47,13 @@ def test_counters_of_steps_are_numbers_not_operands() -> None:
     first = len(values)
     values |= {first + at: Value(first + at, (), (), "float32", first + at) for at in range(36)}
     op = Op(0, op.target, (*op.args, (), tuple(Ref(first + at) for at in range(36))), (), ())
-    assert counts(op, values) == (36, 1)
+    assert tensors_and_kernels(op, values) == (36, 1)
 
 
 def test_one_call_on_a_list_moves_what_single_calls_move_but_launches_less() -> None:
     many, values = on("_foreach_add_.List", [1 << 20] * 8, 2)
     one, alone = on("_foreach_add_.List", [1 << 20], 2)
     gpu, cpu = find_device("sim:h200"), find_device("cpu")
-    launches = (8 - counts(many, values)[1]) * gpu.launch_ns
+    launches = (8 - tensors_and_kernels(many, values)[1]) * gpu.launch_ns
     assert roofline_ns(gpu, many, values) < 8 * roofline_ns(gpu, one, alone) - launches
     assert roofline_ns(cpu, many, values) == pytest.approx(8 * roofline_ns(cpu, one, alone), rel=1e-3)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.profile_store import SCHEMA, Entry, Profile, ProfileError, load, matched, merge, save
+from magis.cost.profile_store import SCHEMA, Entry, Profile, ProfileError, load, merge, save, without_changed_operators
 
 DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
 entries = st.dictionaries(
@@ -171,10 +171,10 @@ def test_an_operator_that_looks_otherwise_today_is_another_one() -> None:
         {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a)", "gone": "gone()"},
     )
     today = {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a, *, Tensor b)"}
-    kept, changed = matched(profile, today.get)
+    kept, changed = without_changed_operators(profile, today.get)
     assert changed == ("aten.add.Tensor", "gone")
     assert dict(kept.entries) == {"aten.mm.default(a)": Entry(1, 0, 0, 1)}
-    assert matched(kept, today.get) == (kept, ())
+    assert without_changed_operators(kept, today.get) == (kept, ())
 
 
 def test_profiles_of_changed_operators_are_not_merged() -> None:

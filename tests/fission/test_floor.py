@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from magis.fission.lower_bound import LowerBound, Needed, floor, lower_bound
+from magis.fission.lower_bound import LowerBound, Needed, explained_lower_bound, lower_bound
 from magis.graph import Graph, Op, Value, parse, verify
 from magis.planner.bench import Bench
 from magis.planner.fission_plan import divide
@@ -62,7 +62,7 @@ def test_one_operator_that_nothing_cuts_is_all_that_counts() -> None:
 
 
 def test_the_explanation_names_the_operator_and_what_it_needs_whole() -> None:
-    found = floor(step(*CUMSUM), of_cumsum)
+    found = explained_lower_bound(step(*CUMSUM), of_cumsum)
     vector = Needed("", (8,), "float64", 64)
     assert found == LowerBound(
         64 + 64 + 64 + 7, (("batch", 64),), vector, "aten.cumsum.default", "", "forward", (vector, vector), 7
@@ -79,10 +79,10 @@ def test_a_bound_of_what_stays_says_so() -> None:
         "op 2 %4 = aten.neg.default(%3) reads 3:0 phase forward",
         "output 4",
     )
-    found = floor(graph, of_cumsum)
+    found = explained_lower_bound(graph, of_cumsum)
     assert (found.op, found.tensors, found.persistent_bytes) == ("", (), found.nbytes)
     assert str(found) == "64 B that stay: batch 64 B (largest: float64[8] 64 B); every operator can be cut"
-    assert str(floor(parse("magis graph 1\n"), none)) == "0 B that stay; every operator can be cut"
+    assert str(explained_lower_bound(parse("magis graph 1\n"), none)) == "0 B that stay; every operator can be cut"
 
 
 @pytest.mark.parametrize("model", ["mlp", "bert", "seed-unet"])

@@ -15,15 +15,15 @@ from magis.extensions.paper.ftree import (
     Mutation,
     Node,
     arranged,
-    chosen,
     disable,
     enable,
+    hottest_nodes,
     least_divisor,
     lift,
     mutate,
     mutations,
 )
-from magis.extensions.paper.nested_loops import Refusal, apply
+from magis.extensions.paper.nested_loops import Refusal, loops_for_tree
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph, every_op
 from magis.graph.hazards import lifetimes
@@ -72,7 +72,7 @@ def test_levels_of_heat() -> None:
     analysis = Analysis(learner())
     assert [len(node.positions) for node in analysis.tree(HOT, levels=1).nodes] == [7]
     (rows,) = (i for i, each in enumerate(analysis.components) if len(analysis.trees[i].positions) == 7)
-    assert chosen(analysis.graph, analysis.trees[rows], HOT, 4) == [1, 0]
+    assert hottest_nodes(analysis.graph, analysis.trees[rows], HOT, 4) == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,7 +89,7 @@ def test_levels_by_definition(seed: int) -> None:
             within = [n for n, mine in enumerate(score) if level / 4 <= mine / most < (level + 1) / 4]
             below = {n: {tree.positions.index(p) + 1 for p in tree.below(n)} for n in within}
             expected += [n for n in within if not below[n] & set(within)]
-        assert chosen(graph, tree, hot, 4) == expected
+        assert hottest_nodes(graph, tree, hot, 4) == expected
 
 
 def test_kept_nodes_stay_and_are_enabled_once() -> None:
@@ -219,7 +219,7 @@ def test_mutations_keep_the_rules_and_can_be_taken_back(seed: int) -> None:
 
 def check(graph: Graph, tree: FTree, count: int) -> None:
     """The loops are sound, proven, compute the same, and take the bytes that are said."""
-    found = apply(graph, tree)
+    found = loops_for_tree(graph, tree)
     assert len(loops(found)) == count == len(tree.enabled())
     check_same(graph, found)
 
@@ -232,7 +232,7 @@ def test_enabled_trees_compute_the_same(parts: dict[int, int]) -> None:
 
 def test_bodies_name_the_operators_of_the_step() -> None:
     graph, tree = three_levels()
-    found = apply(graph, tree.with_parts({0: 2, 2: 3}))
+    found = loops_for_tree(graph, tree.with_parts({0: 2, 2: 3}))
     inside = [op for op, _ in every_op(found) if op.origin is not None]
     assert sorted(op.origin for op in inside if op.origin is not None) == [0, 1, 2, 4, 5, 6, 7]
     assert all(op.target == graph.ops[op.origin].target for op in inside if op.origin is not None)
@@ -245,7 +245,7 @@ def test_two_regions_that_wait_for_each_other() -> None:
     apart = replace(node, positions=(0, 1, 5, 7), cuts={p: node.cuts[p] for p in (0, 1, 5, 7)}, parts=2)
     between = replace(node, positions=(2, 4), cuts={p: node.cuts[p] for p in (2, 4)}, parts=2)
     with pytest.raises(Refusal, match="depends on an operator that needs the region's result"):
-        apply(graph, arranged([apart, between]))
+        loops_for_tree(graph, arranged([apart, between]))
 
 
 @pytest.mark.parametrize("name", ["seed-vit", "seed-unetpp", "gpt_neo"])

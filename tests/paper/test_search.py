@@ -15,7 +15,15 @@ from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import UsageError
 from magis.extensions.paper.coordinated_search import PaperSearch
 from magis.extensions.paper.ftree import Analysis, FTree, mutations
-from magis.extensions.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, look, realized
+from magis.extensions.paper.nested_loops import (
+    LoopFrame,
+    flags_of,
+    frame_of,
+    judge,
+    loops_for_tree,
+    realized,
+    view_at_peak,
+)
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, verify
 from magis.ops.optimizers import scalars
@@ -52,9 +60,9 @@ def costs() -> RooflineCosts:
 
 def framed(tree: FTree) -> LoopFrame:
     graph, _ = step()
-    looped = apply(graph, tree)
+    looped = loops_for_tree(graph, tree)
     assert isinstance(looped, Graph)
-    return frame(level(looped, costs(), reuse=True), graph)
+    return frame_of(level(looped, costs(), reuse=True), graph)
 
 
 def start() -> tuple[int, int]:
@@ -100,7 +108,7 @@ def test_promised_bytes_are_those_of_the_realized_graph(seed: int) -> None:
     """Random mutations of the F-Tree, and random decisions."""
     graph, analysis = step()
     chosen = random.Random(seed)
-    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    tree = analysis.tree(view_at_peak(framed(FTree()), {}).hot)
     assert tree.nodes
     for _ in range(seed % 5):
         tree = chosen.choice([each.tree for each in mutations(tree)])
@@ -113,7 +121,7 @@ def test_promised_bytes_are_those_of_the_realized_graph(seed: int) -> None:
 def test_a_nested_loop_runs_as_often_as_both_say() -> None:
     """Latency of a realized graph is what the cost model says of it."""
     _, analysis = step()
-    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    tree = analysis.tree(view_at_peak(framed(FTree()), {}).hot)
     inner = max(range(len(tree.nodes)), key=lambda index: len(list(tree.ancestors(index))))
     (outer,) = {list(tree.ancestors(inner))[-1]}
     nested = tree.with_parts({outer: 2, inner: 4})
@@ -125,7 +133,7 @@ def test_a_nested_loop_runs_as_often_as_both_say() -> None:
 def test_what_a_loop_hands_out_is_not_recomputed_from_outside() -> None:
     """But it may be swapped; and its part, within the loop, follows the decision."""
     _, analysis = step()
-    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    tree = analysis.tree(view_at_peak(framed(FTree()), {}).hot)
     level = framed(tree.with_parts({0: 2}))
     handed = [level.names[place] for place in np.flatnonzero(level.handed).tolist()]
     assert handed
@@ -138,15 +146,15 @@ def test_what_a_loop_hands_out_is_not_recomputed_from_outside() -> None:
 def test_moves_are_about_hot_spots() -> None:
     graph, analysis = step()
     whole = framed(FTree())
-    view = look(whole, {})
+    view = view_at_peak(whole, {})
     assert view.moves
     assert {move.storage for move in view.moves} <= set(view.hot)
     assert sum(view.hot.values()) <= view.figures.peak - graph.persistent_bytes()
     tree = analysis.tree(view.hot)
-    looped = look(framed(tree.with_parts({0: 8})), {})
+    looped = view_at_peak(framed(tree.with_parts({0: 8})), {})
     assert any(move.inside for move in looped.moves) or looped.figures.peak < view.figures.peak
     decided = {move.storage: move.flag for move in view.moves if move.flag != SWAP}
-    back = look(whole, decided)
+    back = view_at_peak(whole, decided)
     assert all(decided[move.storage] != KEEP for move in back.moves if move.flag == KEEP)
 
 
@@ -214,7 +222,7 @@ def _arguments(latency: str) -> tuple[Graph, RooflineCosts, Objective]:
 def test_one_recomputation_by_brute_force() -> None:
     """From the step itself without fission, a single move: the best of the first generation is the best of all."""
     whole = framed(FTree())
-    view = look(whole, {})
+    view = view_at_peak(whole, {})
     goal = Objective(memory_limit=1)
     moves = [{move.storage: move.flag} for move in view.moves]
     best = min(goal.key(f.peak, f.latency_ns) for f in (judge(whole, each) for each in moves))

@@ -24,7 +24,7 @@ from magis.ops.optimizers import OptimizerSpec
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search import driver, moves
 from magis.search.budgeted_evaluator import Objective
-from magis.search.driver import SearchResult, near, search
+from magis.search.driver import SearchResult, around_best, search
 from magis.search.moves import alternatives
 from magis.search.pareto_sweep import BRIEF, sweep
 from magis.simulate.compiled_problem import compile_problem
@@ -219,7 +219,7 @@ def test_a_search_from_plans_is_no_worse_than_they_are_and_repeats(goal_of: Call
     problem, _ = NETWORKS["resnet"]
     goal = goal_of(*untouched(problem))
     front = sweep(problem, BRIEF).points
-    starts = near(front, goal)
+    starts = around_best(front, goal)
     best = min(plan.key(goal) for plan in front)
     assert best in [plan.key(goal) for plan in starts]
     assert len(starts) < len(front)
@@ -233,7 +233,7 @@ def test_a_search_from_plans_is_no_worse_than_they_are_and_repeats(goal_of: Call
 
 
 def test_a_front_without_plans_has_none_near_a_goal() -> None:
-    assert near([], Objective(memory_limit=1)) == []
+    assert around_best([], Objective(memory_limit=1)) == []
 
 
 def test_no_cap_is_too_short_for_the_plan_to_begin_with() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from magis.graph import Graph, Op, Value, digest
 from magis.results import ModuleBytes, collapsed, is_below
 from magis.simulate import peak_breakdown
-from magis.simulate.peak_breakdown import changes, live, peak_of, table
+from magis.simulate.peak_breakdown import changes, live_storages, module_table, peak_of
 from magis.simulate.simulator import replay
 from magis.simulate.timeline import PLACES, held_by_kind
 from tests.graph.loop_graphs import sound
@@ -62,7 +62,7 @@ def test_every_byte_at_the_peak_has_the_owner_that_a_count_finds(name: str) -> N
         for (kind, _), nbytes in counted(step.graph, step.deaths, position).items():
             by_kind[PLACES[kind]] += nbytes
         assert held[position] == tuple(by_kind)
-        rows = table(live(step.graph, position, no_scratch, deaths=step.deaths))
+        rows = module_table(live_storages(step.graph, position, no_scratch, deaths=step.deaths))
         assert sum(row.nbytes for row in rows) == profile.tensors[position]
 
 
@@ -150,8 +150,10 @@ def test_no_byte_is_lost_and_none_told_twice(rows: list[ModuleBytes], most: int)
 def test_each_body_is_walked_once_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk of a body for each of its results would make as many as depth to the power of results."""
     walked: list[int] = []
-    walk = peak_breakdown._walked
-    monkeypatch.setattr(peak_breakdown, "_walked", lambda graph, at: (walked.append(id(graph)), walk(graph, at))[1])
+    walk = peak_breakdown._find_owners
+    monkeypatch.setattr(
+        peak_breakdown, "_find_owners", lambda graph, at: (walked.append(id(graph)), walk(graph, at))[1]
+    )
     peak_breakdown.owners(sound(), len(sound().ops))
     assert len(walked) == 1 + sum(1 for _ in _bodies(sound()))
 

@@ -1,4 +1,4 @@
-"""The coordinated search of the paper (Algorithm 3): what plans with `--magis-search=paper`.
+"""The coordinated search of the paper (Algorithm 3), which `--magis-search=paper` plans with.
 
 State: F-Tree, decisions on tensors of the step with its enabled loops, order. A priority queue by the goal's key; a
 state seen before is skipped; the F-Tree is analysed again where the change before was not under fission; every rule is
@@ -33,15 +33,14 @@ from magis.extensions.paper.ftree import LEVELS, Analysis, FTree, Node, mutation
 from magis.extensions.paper.incremental_schedule import rescheduled, survivors
 from magis.extensions.paper.nested_loops import (
     LoopFrame,
-    LoopView,
     Refusal,
-    apply,
-    filled,
     flags_of,
-    frame,
+    frame_of,
     judge,
-    look,
+    loops_for_tree,
     realized,
+    step_with_loops,
+    view_at_peak,
 )
 from magis.graph import Graph
 from magis.schedule.window import window_orders
@@ -51,7 +50,7 @@ from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import Evaluation
 
 STATES = 3000
-"""Three minutes at about 1000 simulated states a minute (paper: 924 in one minute of ViT)."""
+"""Simulated states in three minutes at about 1000 a minute (paper: 924 in one minute of ViT)."""
 RELAXED_NUM, RELAXED_DEN = 11, 10
 FRAMES_KEPT = 24
 
@@ -66,22 +65,22 @@ class SearchState:
     decided: frozenset[tuple[int, int]] = frozenset()
     order: tuple[int, ...] | None = None
     stale: bool = field(default=True, compare=False)
-    """The F-Tree is to be analysed again: the last change was not under fission."""
+    """True if the F-Tree is to be analysed again: the last change was not under fission."""
 
     @property
     def loops(self) -> Loops:
-        """The enabled nodes: what of the F-Tree is in the graph."""
+        """Enabled nodes of the F-Tree: those that are loops in the graph."""
         return frozenset(node for node in self.tree.nodes if node.enabled)
 
     @property
     def mark(self) -> tuple[Loops, frozenset[tuple[int, int]], tuple[int, ...] | None]:
-        """Equal for equal graphs and orders."""
+        """Key that equal graphs and orders share."""
         return self.loops, self.decided, self.order
 
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """The best so far after so many simulated states, and seconds of the processor."""
+    """Figures of the best state after so many simulated states and seconds of the processor."""
 
     states: int
     figures: Evaluation
@@ -116,16 +115,16 @@ class PaperSearch:
         self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
         self.generated = 0
         self.filtered = 0
-        """Children seen before."""
+        """Number of children seen before."""
         self.expanded = 0
         self.refused = 0
-        """F-Trees whose enabled nodes cannot all be loops."""
+        """Number of F-Trees whose enabled nodes cannot all be loops."""
         self.stopped = False
-        """By whoever asked for the search, before its budget was spent."""
+        """True if ``over`` ended the search before its budget was spent."""
         self.began = time.process_time()
         self.best = SearchState(FTree())
-        self.start = self.figures = judge(self._whole(self.best), {})
-        """Of the step as it is, and of the best state."""
+        self.start = self.figures = judge(self._legal_frame(self.best), {})
+        """Figures of the step as it is, and of the best state."""
         self.states = 1
         self.seen = {self.best.mark}
         self.curve = [self._point(self.start)]
@@ -133,16 +132,16 @@ class PaperSearch:
 
     @property
     def loops(self) -> tuple[Node, ...]:
-        """Those of the best state."""
+        """Enabled nodes of the best state, in the order of its tree."""
         return tuple(node for node in self.best.tree.nodes if node.enabled)
 
     @property
     def frame(self) -> LoopFrame:
-        """The best state's compiled step."""
-        return self._whole(self.best)
+        """Compiled step of the best state."""
+        return self._legal_frame(self.best)
 
     def realized(self) -> Graph:
-        """The best state as a graph."""
+        """Return the best state as a graph."""
         return realized(self.frame, dict(self.best.decided), _order(self.best))
 
     def run(self) -> PaperSearch:
@@ -163,23 +162,23 @@ class PaperSearch:
         return self
 
     def _scheduled(self, parent: SearchState, child: SearchState) -> SearchState:
-        """A child with other loops than its parent in the parent's order, ordered anew around what has changed."""
+        """Give a child with other loops than its parent the parent's order, ordered anew around the changed nodes."""
         new = self._frame(child)
         if not self.incremental or child.loops == parent.loops or new is None:
             return child
-        old = self._whole(parent)
+        old = self._legal_frame(parent)
         problem = new.nest.compiled.problem
         before = old.evaluator.order if parent.order is None else np.array(parent.order, dtype=np.int32)
         rank = survivors(old.nest.compiled, before, new.nest.compiled)
         flags = flags_of(new, dict(child.decided))
-        _, order = rescheduled(problem, rank, flags, step=filled(new, dict(child.decided)))
+        _, order = rescheduled(problem, rank, flags, step=step_with_loops(new, dict(child.decided)))
         return replace(child, order=tuple(order.tolist()))
 
     def _key(self, figures: Evaluation) -> tuple[int, int]:
         return self.goal.key(figures.peak, figures.latency_ns)
 
     def _simulate(self, state: SearchState) -> None:
-        """Judge a state; it is the best, or may lead to it, or is forgotten."""
+        """Judge a state: keep it if it is the best, queue it if it may lead to a better one, else forget it."""
         level = self._frame(state)
         if level is None:
             self.refused += 1
@@ -200,7 +199,7 @@ class PaperSearch:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))
 
     def _frame(self, state: SearchState) -> LoopFrame | None:
-        """The compiled step with the loops of a state, None where it cannot have them; the last few are kept."""
+        """Compile the step with the loops of a state, None where it cannot have them; the last few are cached."""
         loops = state.loops
         if loops in self.frames:
             self.frames.move_to_end(loops)
@@ -208,21 +207,22 @@ class PaperSearch:
         graph = self.analysis.graph
         found: LoopFrame | None = None
         with contextlib.suppress(Refusal):
-            found = frame(level(apply(graph, state.tree), self.costs, reuse=self.reuse), graph)
+            found = frame_of(level(loops_for_tree(graph, state.tree), self.costs, reuse=self.reuse), graph)
         self.frames[loops] = found
         if len(self.frames) > FRAMES_KEPT:
             self.frames.popitem(last=False)
         return found
 
-    def _whole(self, state: SearchState) -> LoopFrame:
+    def _legal_frame(self, state: SearchState) -> LoopFrame:
+        """Return the compiled step of a state that was judged before."""
         level = self._frame(state)
         if level is None:
             raise VerifyError("a judged state has loops that cannot be")
         return level
 
     def _children(self, state: SearchState) -> Iterator[SearchState]:
-        """Every state one rule away."""
-        view = look(self._whole(state), dict(state.decided), _order(state))
+        """Yield every state one rule away."""
+        view = view_at_peak(self._legal_frame(state), dict(state.decided), _order(state))
         tree = state.tree
         if state.stale:
             kept = [node for node in tree.nodes if node.enabled]
@@ -237,13 +237,9 @@ class PaperSearch:
                 decided=frozenset({**decided, move.storage: move.flag}.items()) - {(move.storage, 0)},
                 stale=not move.inside,
             )
-        if self._key(view.figures) <= self._key(self.figures):
-            yield from self._reordered(state, tree, view)
-
-    def _reordered(self, state: SearchState, tree: FTree, view: LoopView) -> Iterator[SearchState]:
-        """Other orders of windows around the peak."""
-        for order in window_orders(view.evaluator):
-            yield replace(state, tree=tree, order=tuple(order.tolist()), stale=True)
+        if self._key(view.figures) <= self._key(self.figures):  # a leading state: order windows around its peak anew
+            for order in window_orders(view.evaluator):
+                yield replace(state, tree=tree, order=tuple(order.tolist()), stale=True)
 
 
 def _order(state: SearchState) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:

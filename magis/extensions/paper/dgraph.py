@@ -31,27 +31,27 @@ ROOT = 0
 
 @dataclass(frozen=True, eq=False)
 class Dominators:
-    """The dominator tree of one axis. Node 0 is the root, node i > 0 the operator at ``positions[i - 1]``."""
+    """Dominator tree of one axis: node 0 is the root, node i > 0 the operator at ``positions[i - 1]``."""
 
     positions: tuple[int, ...]
     parents: tuple[int, ...]
     """[n + 1] immediate dominators; the root's is itself."""
     above: Matrix
-    """[n + 1, n + 1] whether node j strictly dominates node i."""
+    """[n + 1, n + 1] true if node j strictly dominates node i."""
     made: Mapping[int, int]
     """Temporary storage -> the node that makes it."""
     taken: tuple[int, ...]
     """[u] temporary storages that operators of the tree take."""
     outside: Matrix
-    """[u, n + 1] whether the operators below node j take storage u from elsewhere."""
+    """[u, n + 1] true if the operators below node j take storage u from elsewhere."""
 
     def below(self, node: int) -> tuple[int, ...]:
-        """Positions of the operators that a node strictly dominates."""
+        """Return the positions of the operators that a node strictly dominates."""
         return tuple(self.positions[i - 1] for i in np.flatnonzero(self.above[:, node]).tolist())
 
 
 def depends_on_inputs(graph: Graph) -> frozenset[int]:
-    """Positions of the operators to which data flows from what the step is given as input."""
+    """Return the positions of the operators that data flows to from the inputs of the step."""
     known = {value for value in graph.inputs if graph.values[value].name.startswith("input:")}
     found = set()
     for position, op in enumerate(graph.ops):
@@ -62,7 +62,7 @@ def depends_on_inputs(graph: Graph) -> frozenset[int]:
 
 
 def dominators(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> Dominators:
-    """The tree of the operators of an axis; ``fed`` are those that depend on the step's inputs."""
+    """Build the dominator tree of an axis' operators; ``fed`` are those that depend on the step's inputs."""
     everything = [-1, *sorted(cuts)]
     number = {position: index for index, position in enumerate(everything)}
     dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
@@ -80,7 +80,7 @@ def dominators(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> 
 
 
 def flow(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> list[tuple[int, int]]:
-    """Data flow among the operators (pairs of positions); -1, the root, feeds those that no other one feeds."""
+    """List the data flow among operators (pairs of positions); -1, the root, feeds those that no other one feeds."""
     maker = {value: position for position in cuts for value in graph.ops[position].made()}
     edges: list[tuple[int, int]] = []
     for position in sorted(cuts):
@@ -112,7 +112,7 @@ def _with_storages(graph: Graph, positions: tuple[int, ...], parents: tuple[int,
 
 
 def heat(tree: Dominators, hot: Mapping[int, int]) -> Int64s:
-    """[n + 1] bytes of hot-spots (storage -> bytes in memory at the peak) made below each node."""
+    """Sum the hot-spots (storage -> bytes in memory at the peak) made below each node. Returns: [n + 1] bytes."""
     nbytes = np.zeros(len(tree.parents), dtype=np.int64)
     for storage in hot.keys() & tree.made.keys():
         nbytes[tree.made[storage]] += hot[storage]
@@ -120,7 +120,7 @@ def heat(tree: Dominators, hot: Mapping[int, int]) -> Int64s:
 
 
 def scores(graph: Graph, tree: Dominators, hot: Mapping[int, int], parts: int = 2) -> Int64s:
-    """[n + 1] the score of each node, times ``parts`` so that it is a whole number of bytes."""
+    """Score each node. Returns: [n + 1] scores times ``parts``, so that they are whole numbers of bytes."""
     cold = [0 if storage in hot else graph.storages[storage].nbytes for storage in tree.taken]
     inputs = np.asarray(cold, dtype=np.int64) @ tree.outside
     return np.asarray((parts - 1) * heat(tree, hot) - parts * inputs, dtype=np.int64)
@@ -155,8 +155,8 @@ class Component:
 
 
 def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple[list[Vertex], list[Vertex]]:
-    """Vertices of a split of the operator at a position: those of its inputs, and those of its outputs with the
-    reduction axis, if the parts of an output combine."""
+    """List the vertices of a split of the operator at a position: those of its inputs, and those of its outputs with
+    the reduction axis, if the parts of an output combine."""
     op = graph.ops[position]
     taken = zip(op.inputs(), split.inputs, strict=True)
     sources = [Vertex("dim", value, dim) for value, dim in taken if isinstance(dim, int)]
@@ -168,8 +168,8 @@ def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple
 
 
 def dimension_edges(graph: Graph) -> Iterator[tuple[Vertex, Vertex]]:
-    """The edges, in program order; where a split has vertices on one side only, it joins them in a row."""
-    for position, number, split in _ways(graph):
+    """Yield the edges, in program order; a split with vertices on one side only joins them in a row."""
+    for position, number, split in _numbered_splits(graph):
         sources, targets = vertices_of(graph, position, number, split)
         if sources and targets:
             yield from ((source, target) for source in sources for target in targets)
@@ -178,8 +178,8 @@ def dimension_edges(graph: Graph) -> Iterator[tuple[Vertex, Vertex]]:
             yield from zip(alone[:1] + alone[:-1], alone, strict=True)
 
 
-def _ways(graph: Graph) -> Iterator[tuple[int, int, Split]]:
-    """Position, number and split, of the operators that may be split."""
+def _numbered_splits(graph: Graph) -> Iterator[tuple[int, int, Split]]:
+    """Yield position, number and split of the operators that may be split."""
     for position, op in enumerate(graph.ops):
         if op.random or op.phase == "update" or op.body is not None:
             continue
@@ -188,7 +188,7 @@ def _ways(graph: Graph) -> Iterator[tuple[int, int, Split]]:
 
 
 def components(graph: Graph) -> tuple[Component, ...]:
-    """The connected components, in the order in which the program meets them."""
+    """Return the connected components, in the order in which the program meets them."""
     number_of: dict[Vertex, int] = {}
     links: rx.PyGraph[Vertex, None] = rx.PyGraph(multigraph=False)
     for source, target in dimension_edges(graph):
@@ -200,7 +200,7 @@ def components(graph: Graph) -> tuple[Component, ...]:
     groups = sorted(sorted(group) for group in rx.connected_components(links))
     owner = {node: index for index, group in enumerate(groups) for node in group}
     ways: list[dict[int, list[Split]]] = [{} for _ in groups]
-    for position, number, split in _ways(graph):
+    for position, number, split in _numbered_splits(graph):
         sources, targets = vertices_of(graph, position, number, split)
         for vertex in (sources or targets)[:1]:
             ways[owner[number_of[vertex]]].setdefault(position, []).append(split)

@@ -23,7 +23,7 @@ from magis.graph import Graph
 from magis.ops.splits import Split
 
 LEVELS = 4
-"""Of heat (paper: L = 4 is best)."""
+"""Levels of heat (paper: L = 4 is best)."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Node:
 
     component: int
     positions: tuple[int, ...]
-    """Of the operators, ascending."""
+    """Positions of the operators, ascending."""
     parts: int
     extent: int = field(compare=False)
-    """What the number of parts must divide, whatever is nested along the same axis included."""
+    """Size that the number of parts must divide, times the parts of nested nodes along the same axis."""
     cuts: Mapping[int, Split] = field(compare=False, repr=False)
 
     @property
@@ -54,7 +54,7 @@ class FTree:
         return [child for child, parent in enumerate(self.parents) if parent == index]
 
     def ancestors(self, index: int) -> Iterator[int]:
-        """From the parent up."""
+        """Yield the ancestors from the parent up."""
         while (index := self.parents[index]) >= 0:
             yield index
 
@@ -65,18 +65,18 @@ class FTree:
         return [index for index, node in enumerate(self.nodes) if node.enabled]
 
     def parent_along(self, index: int) -> int:
-        """The closest ancestor along the node's own axis; -1: there is none."""
+        """Return the closest ancestor along the node's own axis; -1: there is none."""
         own = self.nodes[index].component
         return next((other for other in self.ancestors(index) if self.nodes[other].component == own), -1)
 
     def with_parts(self, parts: Mapping[int, int]) -> FTree:
-        """The same tree with other numbers of parts at some nodes."""
+        """Return the tree with other numbers of parts at some nodes."""
         nodes = tuple(replace(n, parts=parts[i]) if i in parts else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
 
 def parts_problems(tree: FTree) -> Iterator[str]:
-    """Broken rules of what is enabled; the shape of the tree is taken for granted."""
+    """Yield a line for each rule that the enabled nodes break; the shape of the tree is taken for granted."""
     on = tree.enabled()
     sets = {index: frozenset(tree.nodes[index].positions) for index in on}
     for index in on:
@@ -89,7 +89,7 @@ def parts_problems(tree: FTree) -> Iterator[str]:
 
 
 def parts_along(tree: FTree, index: int) -> int:
-    """Parts of a node, together with those of enabled ancestors along the same axis."""
+    """Multiply the parts of a node with those of its ancestors along the same axis."""
     count = tree.nodes[index].parts
     for other in tree.ancestors(index):
         if tree.nodes[other].component == tree.nodes[index].component:
@@ -98,7 +98,7 @@ def parts_along(tree: FTree, index: int) -> int:
 
 
 def arranged(nodes: Sequence[Node]) -> FTree:
-    """The tree of these nodes: each below the smallest one that holds it, the first of several; doubles once, enabled
+    """Arrange nodes as a tree: each below the smallest one that holds it, the first of several; doubles once, enabled
     if one of them is."""
     known: dict[tuple[int, tuple[int, ...]], Node] = {}
     for node in nodes:
@@ -115,7 +115,7 @@ def arranged(nodes: Sequence[Node]) -> FTree:
 
 
 class Analysis:
-    """Algorithm 1 on one graph, for any hot-spots: what does not depend on them is worked out once."""
+    """Algorithm 1 on one graph, for any hot-spots: all that does not depend on them is worked out once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -125,33 +125,30 @@ class Analysis:
         self._known: dict[tuple[int, int], Node | None] = {}
 
     def tree(self, hot: Mapping[int, int], *, levels: int = LEVELS, kept: Sequence[Node] = ()) -> FTree:
-        """The F-Tree for hot-spots (temporary storage -> bytes in memory at the peak); ``kept`` nodes stay in it."""
+        """Build the F-Tree for hot-spots (temporary storage -> bytes in memory at the peak), with ``kept`` in it."""
         found = list(kept)
         for component, tree in enumerate(self.trees):
-            for node in chosen(self.graph, tree, hot, levels):
+            for node in hottest_nodes(self.graph, tree, hot, levels):
                 candidate = self.candidate(component, node)
                 if candidate is not None:
                     found.append(candidate)
         return arranged(found)
 
     def candidate(self, component: int, node: int) -> Node | None:
-        """What a node of an axis' dominator tree dominates, as a node of the F-Tree; None if that is not legal."""
+        """Return the F-Tree node of all that a node of an axis' dominator tree dominates; None if that is illegal."""
         key = (component, node)
         if key not in self._known:
-            self._known[key] = self._legal(component, self.trees[component].below(node))
+            positions = self.trees[component].below(node)
+            cuts = {position: self.components[component].cuts[position] for position in positions}
+            extent = most_parts(cuts)
+            parts = least_divisor(extent)
+            legal = parts > 1 and not any(region_problems(self.graph, Region(cuts, parts)))
+            self._known[key] = Node(component, positions, 1, extent, cuts) if legal else None
         return self._known[key]
 
-    def _legal(self, component: int, positions: tuple[int, ...]) -> Node | None:
-        cuts = {position: self.components[component].cuts[position] for position in positions}
-        extent = most_parts(cuts)
-        parts = least_divisor(extent)
-        if parts < 2 or any(region_problems(self.graph, Region(cuts, parts))):
-            return None
-        return Node(component, positions, 1, extent, cuts)
 
-
-def chosen(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) -> list[int]:
-    """Nodes of a dominator tree that Algorithm 1 takes: per level of normalized score those with none of it below."""
+def hottest_nodes(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) -> list[int]:
+    """List the dominators that Algorithm 1 takes: at each level of normalized score those with none of it below."""
     score = scores(graph, tree, hot)
     most = int(score.max(initial=0))
     if most <= 0:
@@ -165,7 +162,7 @@ def chosen(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) 
 
 
 def least_divisor(extent: int, above: int = 1) -> int:
-    """The smallest divisor of ``extent`` larger than ``above``; 1 if there is none."""
+    """Return the smallest divisor of ``extent`` larger than ``above``; 1 if there is none."""
     return next((n for n in range(above + 1, extent + 1) if extent % n == 0), 1)
 
 
@@ -183,23 +180,23 @@ def least_divisor(extent: int, above: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A tree and what made it."""
+    """A tree and the rule that made it."""
 
     name: str
     tree: FTree
 
 
 def enable(tree: FTree) -> Iterator[Mutation]:
-    """Trees with one more enabled node."""
+    """Yield trees with one more enabled node."""
     parents = {tree.parent_along(index) for index in _tops(tree)}
     inner = {tree.parent_along(index) for index in range(len(tree.nodes))}
     for index, node in enumerate(tree.nodes):
         if not node.enabled and (index in parents or index not in inner):
-            yield from _first(f"enable {index}", tree, index)
+            yield from _with_fewest_parts(f"enable {index}", tree, index)
 
 
 def lift(tree: FTree) -> Iterator[Mutation]:
-    """Trees with a larger region instead of one of the outermost."""
+    """Yield trees with a larger region instead of one of the outermost."""
     for index in _tops(tree):
         parent = tree.parent_along(index)
         if parent < 0:
@@ -207,52 +204,52 @@ def lift(tree: FTree) -> Iterator[Mutation]:
         parts = tree.nodes[index].parts
         below = tree.with_parts({index: 1})
         kept = tree.with_parts({index: 1, parent: parts})
-        if tree.nodes[parent].extent % parts == 0 and sound(kept):
+        if tree.nodes[parent].extent % parts == 0 and is_legal(kept):
             yield Mutation(f"lift {index} to {parent}", kept)
         else:
-            yield from _first(f"lift {index} to {parent}", below, parent)
+            yield from _with_fewest_parts(f"lift {index} to {parent}", below, parent)
 
 
 def disable(tree: FTree) -> Iterator[Mutation]:
-    """Trees with one enabled node less."""
+    """Yield trees with one enabled node less."""
     for index in tree.enabled():
         if not any(tree.nodes[other].enabled for other in tree.descendants(index)):
-            yield from _if_sound(f"disable {index}", tree, {index: 1})
+            yield from _if_legal(f"disable {index}", tree, {index: 1})
 
 
 def mutate(tree: FTree) -> Iterator[Mutation]:
-    """Trees with one node in more parts."""
+    """Yield trees with one node in more parts."""
     for index in tree.enabled():
-        yield from _first(f"mutate {index}", tree, index, above=tree.nodes[index].parts)
+        yield from _with_fewest_parts(f"mutate {index}", tree, index, above=tree.nodes[index].parts)
 
 
 def mutations(tree: FTree) -> Iterator[Mutation]:
-    """Every tree one mutation away."""
+    """Yield every tree one mutation away."""
     for rule in (enable, lift, disable, mutate):
         yield from rule(tree)
 
 
-def sound(tree: FTree) -> bool:
-    """Whether what is enabled may be enabled together."""
+def is_legal(tree: FTree) -> bool:
+    """Return True if the enabled nodes may be enabled together."""
     return not any(parts_problems(tree))
 
 
 def _tops(tree: FTree) -> list[int]:
-    """Enabled nodes without enabled ancestors."""
+    """List the enabled nodes without enabled ancestors."""
     return [i for i in tree.enabled() if not any(tree.nodes[other].enabled for other in tree.ancestors(i))]
 
 
-def _if_sound(name: str, tree: FTree, parts: Mapping[int, int]) -> Iterator[Mutation]:
+def _if_legal(name: str, tree: FTree, parts: Mapping[int, int]) -> Iterator[Mutation]:
     changed = tree.with_parts(parts)
-    if sound(changed):
+    if is_legal(changed):
         yield Mutation(name, changed)
 
 
-def _first(name: str, tree: FTree, index: int, above: int = 1) -> Iterator[Mutation]:
-    """With the smallest number of parts, larger than ``above``, that keeps the rules; nothing if none does."""
+def _with_fewest_parts(name: str, tree: FTree, index: int, above: int = 1) -> Iterator[Mutation]:
+    """Yield the tree with the smallest number of parts above ``above`` that keeps the rules; nothing if none does."""
     extent = tree.nodes[index].extent
     while (above := least_divisor(extent, above)) > 1:
-        found = list(_if_sound(f"{name}: n = {above}", tree, {index: above}))
+        found = list(_if_legal(f"{name}: n = {above}", tree, {index: above}))
         if found:
             yield from found
             return

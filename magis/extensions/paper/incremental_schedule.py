@@ -26,11 +26,11 @@ from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem, Rows
 FURTHEST = 20
 """Nodes that the interval grows by on either side (paper)."""
 ENOUGH = 4
-"""It stops growing where a node has fewer beside it (paper), once they get more."""
+"""The interval stops growing behind a node with fewer nodes than this beside it (paper), once they get more."""
 
 
 def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
-    """A legal order by rank: of nodes that may run the one of least rank comes first, then that of least number.
+    """Order nodes legally by rank: of nodes that may run the one of least rank comes first, then the least number.
 
     ``rank`` [v]: position in the old order, -1 for a new node. That one runs as soon as it can if what dies with it is
     as large as what it makes, or if all shall be ``early``; else right before its first reader.
@@ -49,7 +49,7 @@ def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
 
 
 def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
-    """Whether a new node lets go of as many bytes as it makes, where it stands between old ones."""
+    """Return True if a new node frees as many bytes as it makes, where it stands between old ones."""
     problem = steps.problem
     freed = 0
     for storage in problem.inputs(node).tolist():
@@ -79,8 +79,9 @@ def _by_rank(needs: Rows, after: Rows, rank: Int64s) -> Int32s:
 
 
 def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list[tuple[int, int]]:
-    """Positions from each touched node to behind it, extended on both sides to where the step is narrow; those that
-    are closer to each other than a stretch is wide are joined.
+    """Return an interval of positions around each touched node, extended on both sides to where the step is narrow.
+
+    Intervals that are closer to each other than a stretch is wide are joined.
 
     The paper takes all from the first to the last touched node, which is most of a step where a rewrite changes
     a part of the forward pass and of the backward pass.
@@ -102,7 +103,7 @@ def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list
 
 @numba.njit(cache=True)
 def _narrow(beside: Int64s, at: int, step: int) -> int:
-    """The narrowest position on the way from ``at``; the end of the order is narrow."""
+    """Find the narrowest position on the way from ``at``; the end of the order is narrow."""
     best = at
     for _ in range(FURTHEST):
         if not 0 <= at < len(beside) or not 0 <= at + step < len(beside):
@@ -120,7 +121,7 @@ def _narrow(beside: Int64s, at: int, step: int) -> int:
 def incremental_order(
     evaluator: Evaluator, flags: Int8s, touched: Collection[int], *, steps: Steps | None = None, most: int = MOST
 ) -> Int32s:
-    """The evaluator's order with the interval around touched nodes ordered anew; never with a higher peak."""
+    """Order the intervals around touched nodes anew; never to a higher peak than the evaluator's order has."""
     if not len(touched):
         return evaluator.order
     problem = evaluator.problem
@@ -136,13 +137,13 @@ def incremental_order(
 
 
 def survivors(old: Compiled, order: Int32s, new: Compiled) -> Int64s:
-    """[v] position in the old order of each node of the new graph; -1: it is not in the old one."""
+    """Find each node of the new graph in the old order. Returns: [v] positions; -1: not in the old graph."""
     place = {node_name(old.nodes[node]): at for at, node in enumerate(order.tolist())}
     return np.array([place.get(node_name(group), -1) for group in new.nodes], dtype=np.int64)
 
 
 def node_name(group: Group) -> tuple[object, ...]:
-    """Tells the nodes of a graph apart, and stays the same where a rewrite leaves a node alone."""
+    """Name a node so that a graph's nodes differ, and keep the name where a rewrite leaves the node alone."""
     return tuple(_op_name(op) for op in group)
 
 
@@ -156,7 +157,7 @@ def _op_name(op: Op) -> tuple[object, ...]:
 def rescheduled(
     problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: NodeStep | None = None, most: int = MOST
 ) -> tuple[Int32s, Int32s]:
-    """For a rewritten step the better splice (``rank`` as there), and that ordered anew around new nodes."""
+    """Schedule a rewritten step: return the better splice (``rank`` as there), and that ordered anew at new nodes."""
     steps = Steps(problem, step)
     flags = np.full(problem.n_storages, KEEP, dtype=np.int8) if flags is None else flags
     judges = [Evaluator(problem, splice(steps, rank, early=early), steps.step) for early in (False, True)]
@@ -172,7 +173,7 @@ def rescheduled(
 
 
 def full_order(problem: Problem, *, step: NodeStep | None = None, most: int = MOST) -> Int32s:
-    """A legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
+    """Find a legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
     steps = Steps(problem, step)
     program = np.arange(problem.n_nodes, dtype=np.int32)
     order = in_parts(steps.needs, steps.waists, program)

@@ -32,7 +32,7 @@ Decisions = Mapping[int, int]
 
 @dataclass(frozen=True, eq=False)
 class LoopFrame:
-    """A compiled graph, which of its storages belong to which of the original step, and the frames of its loops."""
+    """A compiled graph, the storages of the original step that its own stand for, and the frames of its loops."""
 
     nest: LoopNest
     evaluator: Evaluator
@@ -40,9 +40,9 @@ class LoopFrame:
     names: tuple[int, ...]
     """[s] the storage of the original step that each storage is, or is a part of; -1: of none."""
     places: Mapping[int, tuple[int, ...]]
-    """The way back."""
+    """Storage of the original step -> its storages here."""
     handed: Bools
-    """[s] made by a loop."""
+    """[s] true if a loop makes it."""
     inner: tuple[tuple[int, LoopFrame], ...]
     """Loops by node."""
 
@@ -55,24 +55,24 @@ class Move:
     flag: int
     inside: bool
     rank: int = field(default=0, compare=False)
-    """Among those of its kind and level, most bytes per nanosecond first."""
+    """Place among moves of its kind and level, most bytes per nanosecond first."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoopView:
-    """What is to be seen at the peak of a judged step."""
+    """The peak of a judged step: its tensors, and moves that may lower it."""
 
     figures: Evaluation
     evaluator: Evaluator
-    """Of the outermost level."""
+    """Evaluator of the outermost level."""
     hot: Mapping[int, int]
     """Memory hot-spots: storage of the original step -> bytes in memory at the peak."""
     moves: tuple[Move, ...]
     """Rematerializations, swaps and their inverses on hot-spots."""
 
 
-def frame(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame:
-    """The frame of a compiled graph whose bodies' operators name operators of ``original`` as their origin."""
+def frame_of(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame:
+    """Frame a compiled graph whose bodies' operators name operators of ``original`` as their origin."""
     compiled, problem = nest.compiled, nest.compiled.problem
     known = _body_names(compiled.graph, original) if inside else {storage: storage for storage in original.storages}
     names = tuple(known.get(storage, -1) for storage in compiled.storages)
@@ -80,14 +80,14 @@ def frame(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame
     for place, name in enumerate(names):
         if name >= 0:
             places[name] = (*places.get(name, ()), place)
-    inner = tuple((node, frame(body, original, inside=True)) for node, body in nest.loops)
+    inner = tuple((node, frame_of(body, original, inside=True)) for node, body in nest.loops)
     handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
     evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
     return LoopFrame(nest, evaluator, names, places, handed, inner)
 
 
 def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
-    """Storage of a body -> storage of the original step that it is a part of."""
+    """Map each storage of a body to the storage of the original step that it is a part of."""
     found: dict[int, int] = {}
     for op in graph.ops:
         if op.origin is None or op.target.startswith("magis."):
@@ -99,7 +99,7 @@ def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
 
 
 def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
-    """The flags of one level; tensors without a decision stay until nobody needs them."""
+    """Return the flags of one level; tensors without a decision stay until nobody needs them."""
     flags = np.full(len(level.names), KEEP, dtype=np.int8)
     for storage, flag in decisions.items():
         for place in level.places.get(storage, ()):
@@ -109,12 +109,12 @@ def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
 
 
 def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Evaluation:
-    """What a level costs, one part of a body; ``order`` is that of its nodes, program order if None."""
+    """Evaluate one level, of a body one part; ``order`` is that of its nodes, program order if None."""
     return _judged(level, decisions, order)[0]
 
 
-def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
-    """The evaluator's arrays of a level, with what its loops cost under these decisions."""
+def step_with_loops(level: LoopFrame, decisions: Decisions) -> NodeStep:
+    """Return the evaluator's arrays of a level, with the costs of its loops under these decisions."""
     step = level.evaluator.step
     if not level.inner:
         return step
@@ -132,12 +132,14 @@ def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tup
     evaluator = level.evaluator
     if level.inner or order is not None:
         order = evaluator.order if order is None else order
-        evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
+        evaluator = Evaluator(evaluator.problem, order, step_with_loops(level, decisions))
     return evaluator.evaluate(flags_of(level, decisions)), evaluator
 
 
-def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> LoopView:
-    """Judge a level and look around at its peak; a loop that runs there is looked into."""
+def view_at_peak(
+    level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False
+) -> LoopView:
+    """Judge a level and list the tensors and moves at its peak, those of a loop that runs there included."""
     figures, evaluator = _judged(level, decisions, order)
     flags = flags_of(level, decisions)
     alive = hot(evaluator)
@@ -147,7 +149,7 @@ def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *,
     at = int(evaluator.runs[evaluator.peak_run]) >> 1
     for node, other in level.inner:
         if node == at:
-            below = look(other, decisions, inside=True)
+            below = view_at_peak(other, decisions, inside=True)
             found = {**below.hot, **found}
             moves += below.moves
     return LoopView(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
@@ -164,7 +166,7 @@ def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *
 
 
 def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
-    """The graph of a level with its decisions carried out, everything inside included."""
+    """Return the graph of a level with its decisions carried out, those inside of loops included."""
     bodies = {node: Loop(other.nest.parts, realized(other, decisions)) for node, other in level.inner}
     _, evaluator = _judged(level, decisions, order)
     return realize(with_loops(level.nest.compiled, bodies), evaluator.events())
@@ -178,11 +180,11 @@ def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None
 
 
 class Refusal(Exception):  # noqa: N818  (no error: the answer "not these")
-    """Why the enabled nodes cannot all be loops."""
+    """The enabled nodes cannot all be loops."""
 
 
-def apply(graph: Graph, tree: FTree) -> Graph:
-    """The graph with a loop for every enabled node; Refusal where they cannot all be loops.
+def loops_for_tree(graph: Graph, tree: FTree) -> Graph:
+    """Return the graph with a loop for every enabled node. Raises Refusal where they cannot all be loops.
 
     Each candidate was legal by itself on the whole graph. Together, or at the sizes of a part, they need not be: two
     regions may wait for each other, and what had one way to be cut may have none in a part of size 1.
@@ -191,14 +193,14 @@ def apply(graph: Graph, tree: FTree) -> Graph:
 
 
 class _Original:
-    """Which operator of the original graph an operator stands for."""
+    """Finds the operator of the original graph that an operator stands for."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops = graph.ops
         self.maker = {value: position for position, op in enumerate(graph.ops) for value in op.made()}
 
     def position(self, op: Op, *, inside: bool) -> int:
-        """In a body by its origin, outside by what it makes; -1 for loops, and what only loops have."""
+        """Return the position in the original: in a body by origin, outside by outputs; -1 for ``magis.`` operators."""
         if op.target.startswith("magis."):
             return -1
         if inside:
@@ -207,7 +209,7 @@ class _Original:
 
 
 def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph:
-    """The graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
+    """Return the graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
     for index in tree.enabled():
         above = next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1)
         if above == parent:
@@ -216,7 +218,7 @@ def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph
 
 
 def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph:
-    """The graph with the loop of one node, and what is in it."""
+    """Return the graph with the loop of one node and the loops in it."""
     node = tree.nodes[index]
     place = {original.position(op, inside=inside): at for at, op in enumerate(graph.ops)}
     region = Region(_cuts(graph, node, place), node.parts)
@@ -233,7 +235,7 @@ def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside:
 
 
 def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split]:
-    """Where the node's operators stand in a graph, and how each is cut there: at a part's size, as at its own."""
+    """Map the node's operators, where they stand in a graph, to the split there that equals the node's own."""
     found: dict[int, Split] = {}
     for position in node.positions:
         if position not in place:

@@ -6,8 +6,9 @@ cannot be merged, no legal order is left. ``Refused`` says so and never leaves `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TypeAlias
 
 from magis.cost.shapes import Made, describe
@@ -20,12 +21,12 @@ from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_
 
 
 class Refused(Exception):  # noqa: N818  (no error: the answer "not here")
-    """The rule does not apply here after all."""
+    """The rule does not apply at this place after all."""
 
 
 @dataclass
 class Fresh:
-    """The next numbers that are free."""
+    """Next free numbers."""
 
     value: int
     storage: int
@@ -33,10 +34,12 @@ class Fresh:
 
 
 class Draft:
-    """Calls that are added to a graph. They stand for those of ``ops``, whose versions, phase and module they take."""
+    """Calls that are added to a graph. They stand for those of ``ops``, whose versions, phase and module they take.
+
+    ``beside`` is another draft of the same graph, whose calls will be there, too.
+    """
 
     def __init__(self, graph: Graph, ops: Sequence[int], beside: Draft | None = None) -> None:
-        """``beside``: another draft of the same graph, whose calls will be there, too."""
         self.graph = graph
         self.added: list[Op] = []
         if beside is None:
@@ -59,12 +62,19 @@ class Draft:
         self.line = matched[-1].line
 
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
-        """Add a call; returns its values. Refused where it takes no such tensors."""
+        """Add a call and return its values. Raises Refused where it takes no such tensors."""
         probe = Op(self.fresh.op, target, args, kwargs, ())
-        made = _described(probe, self.values)
-        outputs = tuple(self._value(probe, each) for each in made if each is not None)
+        try:
+            made = describe(probe, self.values)
+        except VerifyError as error:
+            raise Refused(str(error)) from error
+        outputs = tuple(self._add_value(probe, each) for each in made if each is not None)
         fresh = any(each is not None and each.base is None for each in made)
-        reads = tuple(sorted(self._reads(probe))) if fresh else ()
+        read = sorted({self.values[value].storage for value in probe.inputs()}) if fresh else []
+        for storage in read:
+            if storage not in self._versions:
+                raise Refused(f"nobody says which version of storage {storage} is meant")
+        reads = tuple((storage, self._versions[storage]) for storage in read)
         many = target in _MANY
         self.added.append(
             replace(
@@ -74,7 +84,7 @@ class Draft:
         self.fresh.op += 1
         return outputs
 
-    def _value(self, op: Op, made: Made) -> int:
+    def _add_value(self, op: Op, made: Made) -> int:
         number = self.fresh.value
         self.fresh.value += 1
         if made.base is None:
@@ -83,19 +93,14 @@ class Draft:
             self.storages[storage] = Storage(storage, made.nbytes, "temporary")
             self._versions[storage] = 0
         else:
-            storage, offset = landed(self.values[op.inputs()[made.base]], made)
+            base = self.values[op.inputs()[made.base]]
+            storage, offset = base.storage, made.offset_on(base)
         looks = Value(number, made.shape, made.stride, made.dtype, storage, offset, bits=made.bits)
         self.values[number] = looks
         return number
 
-    def _reads(self, op: Op) -> Iterator[tuple[int, int]]:
-        for storage in {self.values[value].storage for value in op.inputs()}:
-            if storage not in self._versions:
-                raise Refused(f"nobody says which version of storage {storage} is meant")
-            yield storage, self._versions[storage]
-
     def cat(self, values: Sequence[int], dim: int) -> int:
-        """The tensors side by side along a dimension (counted from 0): a call that copies them, or, of weights, a
+        """Put tensors side by side along a dimension (counted from 0): by a call that copies them, or, of weights, by a
         window on memory in which they lie side by side already (``merged_weights``)."""
         if len(values) == 1:
             return values[0]
@@ -106,10 +111,10 @@ class Draft:
         found = window_of(self.graph, looks, dim) if all(weights) else None
         if found is None:
             raise Refused("a weight would be copied in every step")
-        return self._window(found)
+        return self._open_window(found)
 
-    def _window(self, window: Window) -> int:
-        """Views from the merged weight to the window on it."""
+    def _open_window(self, window: Window) -> int:
+        """Emit the views from the merged weight to the window on it."""
         value = window.base
         if (window.low, window.high) != (0, self.values[value].shape[0]):
             (value,) = self.emit("aten.slice.Tensor", (Ref(value), 0, window.low, window.high), ())
@@ -124,27 +129,10 @@ _PHASES = ("forward", "backward", "update")
 _MANY = ("aten.split_with_sizes.default", "aten.split.Tensor")
 
 
-def _described(op: Op, values: dict[int, Value]) -> tuple[Made | None, ...]:
-    try:
-        return describe(op, values)
-    except VerifyError as error:
-        raise Refused(str(error)) from error
-
-
-def landed(base: Value, made: Made) -> tuple[int, int]:
-    """Storage and offset of a view of ``base``."""
-    return base.storage, made.offset_on(base)
-
-
 def common_module(modules: Sequence[str]) -> str:
-    """The innermost module that holds all of them."""
-    parts = [module.split(".") for module in modules]
-    shared = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return ".".join(shared)
+    """Return the innermost module that holds all of them."""
+    levels = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 # The right-hand side of a rule as calls of a draft.
@@ -154,7 +142,7 @@ Built: TypeAlias = int | tuple[int, ...]
 
 
 def build(draft: Draft, pattern: Pattern, bound: Bound) -> Built:
-    """Add the pattern's calls; returns what they make. Refused where the sizes do not fit."""
+    """Add the pattern's calls and return their results. Raises Refused where the sizes do not fit."""
     match pattern:
         case Var(name=name):
             return bound.values[name]
@@ -168,28 +156,28 @@ def build(draft: Draft, pattern: Pattern, bound: Bound) -> Built:
         case CallPattern(form="split"):
             (tensor,) = _flat([build(draft, pattern.args[0], bound)])
             dim = _dim(draft, pattern, bound, tensor)
-            sizes = _sizes(draft, pattern, bound, dim - len(draft.values[tensor].shape))
+            sizes = _piece_sizes(draft, pattern, bound, dim - len(draft.values[tensor].shape))
             target, args, kwargs = made_call("split", (tensor,), dim, draft.values, sizes)
             return draft.emit(target, args, kwargs)
         case CallPattern():
-            return _calls(draft, pattern, bound)
+            return _build_calls(draft, pattern, bound)
 
 
-def _calls(draft: Draft, pattern: CallPattern, bound: Bound) -> Built:
-    """One call, or one for each member of the lists among its arguments."""
+def _build_calls(draft: Draft, pattern: CallPattern, bound: Bound) -> Built:
+    """Add one call, or one for each member of the lists among its arguments."""
     args = [build(draft, arg, bound) for arg in pattern.args]
     counts = {len(arg) for arg in args if isinstance(arg, tuple)}
     if not counts:
-        return _one(draft, pattern, bound, tuple(arg for arg in args if isinstance(arg, int)))
+        return _build_call(draft, pattern, bound, tuple(arg for arg in args if isinstance(arg, int)))
     if len(counts) > 1:
         raise Refused("lists of several lengths")
     return tuple(
-        _one(draft, pattern, bound, tuple(arg[at] if isinstance(arg, tuple) else arg for arg in args))
+        _build_call(draft, pattern, bound, tuple(arg[at] if isinstance(arg, tuple) else arg for arg in args))
         for at in range(counts.pop())
     )
 
 
-def _one(draft: Draft, pattern: CallPattern, bound: Bound, tensors: tuple[int, ...]) -> int:
+def _build_call(draft: Draft, pattern: CallPattern, bound: Bound, tensors: tuple[int, ...]) -> int:
     if pattern.form in BRINGS_LITERALS:
         target, args, kwargs = made_like(bound.like[pattern.form], tensors)
     else:
@@ -202,7 +190,7 @@ def _flat(found: Sequence[Built]) -> list[int]:
 
 
 def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
-    """The dimension that the pattern names, counted from 0."""
+    """Return the dimension that the pattern names, counted from 0."""
     dim = bound.dims[pattern.dim] if isinstance(pattern.dim, str) else pattern.dim
     rank = len(draft.values[tensor].shape)
     if dim is None or not -rank <= dim < 0:
@@ -210,9 +198,9 @@ def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
     return dim + rank
 
 
-def _sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> tuple[int, ...]:
-    """As large as the members of the list that the pattern names, along the last dimensions' ``dim`` or, of weights of
-    a convolution, along the channels that they make; else as the split that was matched."""
+def _piece_sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> tuple[int, ...]:
+    """Return the sizes of the members of the list that the pattern names, along ``dim`` (negative) or, of weights of a
+    convolution, along the channels out; without a list those of the matched split."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var):
             at = dim if pattern.dim != CHANNELS or arg.of.name != "w" else -4
@@ -225,9 +213,9 @@ CHANNELS = -3
 
 
 def merge_weights(merging: Merging, pattern: Pattern, bound: Bound) -> None:
-    """Put those weights side by side that the pattern concatenates; Refused if they cannot be, some maybe moved.
+    """Put the weights side by side that the pattern concatenates. Raises Refused if they cannot be, some maybe moved.
 
-    What the pattern concatenates from results of its own is no weight.
+    Concatenations of the pattern's own results are left alone: these are no weights.
     """
     for call in calls(pattern):
         if call.form != "cat" or not isinstance(call.dim, (int, str)):
@@ -244,7 +232,7 @@ def merge_weights(merging: Merging, pattern: Pattern, bound: Bound) -> None:
 
 
 def _leaves(call: CallPattern, bound: Bound) -> Sequence[int]:
-    """The tensors of a concatenation, if it takes nothing but names."""
+    """List the tensors of a concatenation, if it takes nothing but names."""
     found: list[int] = []
     known: Mapping[str, int] = bound.values
     for arg in call.args:

@@ -6,8 +6,8 @@
     unary(*split(x, dim=d))         the same call on every piece of a split
 
 A bare name stands for one tensor, the same wherever it occurs; a starred one for a list. Dimensions are counted from
-the last, -1, so that a pattern says the same of matrices and of batches of them. What the operators mean is
-``operator_forms``'s business.
+the last, -1, so that a pattern says the same of matrices and of batches of them. ``operator_forms`` defines the
+operators.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LISTS = ("cat", "split")
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern of a text; MagisError if it is none (rules are written by us: a mistake in the table)."""
+    """Parse a pattern. Raises MagisError for another text, which is a mistake in our table of rules."""
     try:
         tree = ast.parse(f"({text},)", mode="eval").body
     except SyntaxError as error:
@@ -95,14 +95,14 @@ def _wrong(text: str) -> MagisError:
 
 
 def is_family(pattern: Pattern) -> bool:
-    """Whether the pattern stands for one call per member of a list."""
+    """Return True if the pattern stands for one call per member of a list."""
     if not isinstance(pattern, CallPattern) or pattern.form in _LISTS:
         return False
     return any(isinstance(arg, Each) or is_family(arg) for arg in pattern.args)
 
 
 def member(pattern: Pattern, index: int) -> Pattern:
-    """One member of a family: ``*a`` becomes the tensor ``a.3``."""
+    """Return one member of a family: ``*a`` becomes the tensor ``a.3``."""
     match pattern:
         case Each(of=Var(name=name)):
             return Var(f"{name}.{index}")
@@ -113,7 +113,7 @@ def member(pattern: Pattern, index: int) -> Pattern:
 
 
 def calls(pattern: Pattern) -> Iterator[CallPattern]:
-    """Every call in the pattern, the outermost first."""
+    """Yield every call in the pattern, the outermost first."""
     if isinstance(pattern, Each):
         yield from calls(pattern.of)
     elif isinstance(pattern, CallPattern):

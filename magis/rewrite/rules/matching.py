@@ -1,4 +1,4 @@
-"""Where a pattern occurs in a graph.
+"""Matching: finds the places where a pattern occurs in a graph.
 
 Only calls take part that a rule can replace without anybody noticing: functional, not random, no loop, on memory that
 nothing ever writes, and not returned to the caller. Their inputs may be anything, weights included.
@@ -17,7 +17,7 @@ from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, FORMS, Seen, siz
 
 @dataclass(frozen=True)
 class Bound:
-    """What a pattern's names stand for.
+    """Tensors, lists and literals that a pattern's names stand for.
 
     ``roots`` are the values that the rule replaces, in order; ``ops`` the ids of the calls that were matched; ``like``
     the calls whose literals the new ones take over, by operator of the language.
@@ -34,7 +34,7 @@ class Bound:
 
 
 class Index:
-    """A graph with what matching asks for again and again."""
+    """A graph with tables that matching reads again and again."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -47,7 +47,7 @@ class Index:
         self._written = {storage for op in graph.ops for storage, _ in op.writes}
         self._returned = {graph.values[value].storage for value in graph.outputs}
         self._seen: dict[tuple[str, int], Seen | None] = {}
-        self._all: dict[str, list[tuple[Op, Seen]]] = {}
+        self._match_args: dict[str, list[tuple[Op, Seen]]] = {}
         self._part = {op.id: op for op in graph.ops if self.takes_part(op)}
         self.in_cat: dict[int, tuple[int, int]] = {}
         for op, seen in self.all("cat"):
@@ -55,18 +55,18 @@ class Index:
                 self.in_cat.setdefault(value, (self.position[op.id], number))
 
     def see(self, form: str, op: Op) -> Seen | None:
-        """The call as the operator of the language; None if it is another one or takes no part."""
+        """Read a call as an operator of the language; None if it is another one or takes no part."""
         where = (form, op.id)
         if where not in self._seen:
             self._seen[where] = FORMS[form](op, self.graph.values) if op.id in self._part else None
         return self._seen[where]
 
     def all(self, form: str) -> Sequence[tuple[Op, Seen]]:
-        """Every call of an operator of the language, in program order."""
-        if form not in self._all:
+        """List every call of an operator of the language, in program order."""
+        if form not in self._match_args:
             seen = ((op, self.see(form, op)) for op in self._part.values())
-            self._all[form] = [(op, found) for op, found in seen if found is not None]
-        return self._all[form]
+            self._match_args[form] = [(op, found) for op, found in seen if found is not None]
+        return self._match_args[form]
 
     def takes_part(self, op: Op) -> bool:
         if op.body is not None or op.random or op.writes or op.phase == "update" or not op.made():
@@ -74,8 +74,11 @@ class Index:
         return op.target.startswith("aten.") and all(self.replaceable(value) for value in op.made())
 
     def replaceable(self, value: int) -> bool:
-        """Whether nothing writes the memory of a value and the caller does not get it. A window on persistent
-        memory, a transposed weight say, is: the update writes its storage, but versions tell when."""
+        """Return True if nothing writes the memory of a value and the caller does not get it.
+
+        A view of persistent memory, a transposed weight say, is replaceable: the update writes its storage, but
+        versions tell when.
+        """
         storage = self.graph.storages[self.graph.values[value].storage]
         if storage.kind not in ("temporary", *_KEPT) or storage.id in self._returned:
             return False
@@ -84,27 +87,27 @@ class Index:
 
 _KEPT = ("parameter", "buffer", "batch", "constant")
 _BESIDE = frozenset({"l", "r"})
-"""Names of lists that may be empty: what stands left and right of a nested concatenation."""
+"""Names of lists that may be empty: tensors left and right of a nested concatenation."""
 
 
 def occurrences(index: Index, pattern: Pattern) -> Iterator[Bound]:
-    """Every way to read the pattern into the graph, by the position of the outermost call."""
+    """Yield every way to match the pattern, by the position of the outermost call."""
     if not isinstance(pattern, CallPattern):
         return
     if not is_family(pattern):
         for op, _ in index.all(pattern.form):
-            for bound in _call(index, pattern, op, Bound()):
+            for bound in _match_call(index, pattern, op, Bound()):
                 yield replace(bound, roots=op.made())
     elif any(isinstance(arg, Each) and isinstance(arg.of, CallPattern) for arg in pattern.args):
-        yield from _on_pieces(index, pattern)
+        yield from _match_on_pieces(index, pattern)
     else:
-        yield from _siblings(index, pattern)
+        yield from _match_siblings(index, pattern)
 
 
 # -- one call ---------------------------------------------------------------------------------------------------------
 
 
-def _value(index: Index, pattern: Pattern, value: int, bound: Bound) -> Iterator[Bound]:
+def _match_value(index: Index, pattern: Pattern, value: int, bound: Bound) -> Iterator[Bound]:
     if isinstance(pattern, Var):
         known = bound.values.get(pattern.name, value)
         if known == value:
@@ -112,29 +115,29 @@ def _value(index: Index, pattern: Pattern, value: int, bound: Bound) -> Iterator
     elif isinstance(pattern, CallPattern) and value in index.maker:
         op = index.maker[value]
         if len(op.outputs) == 1 and not op.many:
-            yield from _call(index, pattern, op, bound)
+            yield from _match_call(index, pattern, op, bound)
 
 
-def _call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Iterator[Bound]:
+def _match_call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Iterator[Bound]:
     seen = index.see(pattern.form, op)
     if seen is None:
         return
-    started = _literals(pattern, op, seen, bound)
+    started = _bind_literals(pattern, op, seen, bound)
     if started is None:
         return
     if pattern.form == "cat":
-        yield from _list(index, pattern.args, seen.args, started)
+        yield from _match_list(index, pattern.args, seen.args, started)
     elif pattern.form == "split":
         sizes = sizes_of_split(op, index.graph.values)
-        for found in _value(index, pattern.args[0], seen.args[0], replace(started, sizes=sizes)):
+        for found in _match_value(index, pattern.args[0], seen.args[0], replace(started, sizes=sizes)):
             if _pieces_fit(index, pattern, found, sizes, seen.dim):
                 yield found
     else:
-        yield from _all(index, pattern.args, seen.args, started)
+        yield from _match_args(index, pattern.args, seen.args, started)
 
 
-def _literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
-    """With the dimension and the literals of a call; None where they differ from those that are bound."""
+def _bind_literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
+    """Bind the dimension and the literals of a call; None where they differ from those that are bound."""
     dims = dict(bound.dims)
     if isinstance(pattern.dim, str):
         if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
@@ -149,18 +152,18 @@ def _literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound |
     return replace(bound, dims=dims, like=like, keys=keys, ops=(*bound.ops, op.id))
 
 
-def _all(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+def _match_args(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
     if len(patterns) != len(values):
         return
     if not patterns:
         yield bound
         return
-    for found in _value(index, patterns[0], values[0], bound):
-        yield from _all(index, patterns[1:], values[1:], found)
+    for found in _match_value(index, patterns[0], values[0], bound):
+        yield from _match_args(index, patterns[1:], values[1:], found)
 
 
 def _pieces_fit(index: Index, pattern: CallPattern, bound: Bound, sizes: tuple[int, ...], dim: int | None) -> bool:
-    """Whether the pieces are as large as the members of the list that the pattern names, if it does."""
+    """Return False if the pattern names a list whose members are not as large as the pieces."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var) and dim is not None:
             wanted = tuple(index.graph.values[v].shape[dim] for v in bound.lists.get(arg.of.name, ()))
@@ -172,57 +175,55 @@ def _pieces_fit(index: Index, pattern: CallPattern, bound: Bound, sizes: tuple[i
 # -- lists ------------------------------------------------------------------------------------------------------------
 
 
-def _list(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
-    """The members of a concatenation: single ones, lists, families, the pieces of a split."""
+def _match_list(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+    """Match the members of a concatenation: single ones, lists, families, the pieces of a split."""
     if not patterns:
         if not values:
             yield bound
         return
     first, rest = patterns[0], patterns[1:]
     if isinstance(first, Each) and isinstance(first.of, CallPattern):
-        yield from _whole_split(index, first.of, values, bound) if not rest else ()
+        # All pieces of one split, in order.
+        op = index.maker.get(values[0]) if values and not rest else None
+        if op is not None and op.outputs == tuple(values):
+            yield from _match_call(index, first.of, op, bound)
     elif is_family(first):
-        yield from _members(index, first, values, bound) if not rest else ()
+        yield from _match_members(index, first, values, bound) if not rest else ()
     elif isinstance(first, Each) and isinstance(first.of, Var):
         # Alone, a list takes all; beside others, those left and right may be empty and one between has members to join.
         least = len(values) if not rest else 0 if first.of.name in _BESIDE else 2
         for count in range(least, len(values) + 1):
             found = replace(bound, lists={**bound.lists, first.of.name: tuple(values[:count])})
-            yield from _list(index, rest, values[count:], found)
+            yield from _match_list(index, rest, values[count:], found)
     elif values:
-        for found in _value(index, first, values[0], bound):
-            yield from _list(index, rest, values[1:], found)
+        for found in _match_value(index, first, values[0], bound):
+            yield from _match_list(index, rest, values[1:], found)
 
 
-def _members(index: Index, pattern: Pattern, values: Sequence[int], bound: Bound, number: int = 0) -> Iterator[Bound]:
-    """Every value made by the pattern, each with tensors of its own for the starred names."""
+def _match_members(
+    index: Index, pattern: Pattern, values: Sequence[int], bound: Bound, number: int = 0
+) -> Iterator[Bound]:
+    """Match every value with the pattern, each with tensors of its own for the starred names."""
     if number == len(values):
-        yield _gathered(bound, number)
+        yield _with_lists(bound, number)
         return
-    for found in _value(index, member(pattern, number), values[number], bound):
-        yield from _members(index, pattern, values, found, number + 1)
+    for found in _match_value(index, member(pattern, number), values[number], bound):
+        yield from _match_members(index, pattern, values, found, number + 1)
 
 
-def _gathered(bound: Bound, count: int) -> Bound:
-    """``a.0``, ``a.1``, ... as the list ``a``."""
+def _with_lists(bound: Bound, count: int) -> Bound:
+    """Bind ``a.0``, ``a.1``, ... as the list ``a``."""
     names = dict.fromkeys(name.partition(".")[0] for name in bound.values if "." in name)
     lists = {name: tuple(bound.values[f"{name}.{number}"] for number in range(count)) for name in names}
     single = {name: value for name, value in bound.values.items() if "." not in name}
     return replace(bound, values=single, lists={**bound.lists, **lists})
 
 
-def _whole_split(index: Index, pattern: CallPattern, values: Sequence[int], bound: Bound) -> Iterator[Bound]:
-    """All pieces of one split, in order."""
-    op = index.maker.get(values[0]) if values else None
-    if op is not None and op.outputs == tuple(values):
-        yield from _call(index, pattern, op, bound)
-
-
 # -- families ---------------------------------------------------------------------------------------------------------
 
 
-def _siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
-    """Calls that share what is not starred. All of them, and where there are more than two also neighbours."""
+def _match_siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
+    """Match calls that share all tensors but the starred ones: all of them, and of more than two also neighbours."""
     fixed = [at for at, arg in enumerate(pattern.args) if not isinstance(arg, Each)]
     groups: dict[Hashable, list[tuple[Op, Seen]]] = {}
     for op, seen in index.all(pattern.form):
@@ -238,24 +239,21 @@ def _siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
         )
         groups.setdefault((seen.key, tuple(seen.args[at] for at in fixed), looks, op.phase), []).append((op, seen))
     for group in groups.values():
-        members = sorted(group, key=lambda item: (_place(index, pattern, item[1]), index.position[item[0].id]))
-        yield from (_family(pattern, chosen) for chosen in _chosen(members))
-
-
-def _chosen(members: list[tuple[Op, Seen]]) -> Iterator[list[tuple[Op, Seen]]]:
-    if len(members) > 1:
-        yield members
-    if len(members) > 2:
-        yield from (members[at : at + 2] for at in range(len(members) - 1))
+        members = sorted(group, key=lambda item: (_place_key(index, pattern, item[1]), index.position[item[0].id]))
+        if len(members) > 1:
+            yield _family(pattern, members)
+        if len(members) > 2:
+            yield from (_family(pattern, members[at : at + 2]) for at in range(len(members) - 1))
 
 
 def _is_weight(index: Index, value: int) -> bool:
     return is_weight(index.graph.storages, index.graph.values[value])
 
 
-def _place(index: Index, pattern: CallPattern, seen: Seen) -> tuple[tuple[int, int], ...]:
-    """Weights by where they lie, so that forward and backward ask for the same order; other tensors by where they, or
-    what they are the transposes of, stand in a concatenation that exists already, so that one copy does for both."""
+def _place_key(index: Index, pattern: CallPattern, seen: Seen) -> tuple[tuple[int, int], ...]:
+    """Return the key that orders siblings: weights by where they lie, so that forward and backward ask for the same
+    order; other tensors by where they, or their transposes, stand in an existing concatenation, which then does for
+    both."""
     found = []
     for arg, value in zip(pattern.args, seen.args, strict=True):
         if not isinstance(arg, Each):
@@ -282,8 +280,8 @@ def _family(pattern: CallPattern, members: Sequence[tuple[Op, Seen]]) -> Bound:
     )  # fmt: skip
 
 
-def _on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
-    """The same call on each piece of one split; of two tensors: on pieces of the same number."""
+def _match_on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
+    """Match the same call on each piece of one split; of two tensors: on pieces of the same number."""
     split = next(arg.of for arg in pattern.args if isinstance(arg, Each) and isinstance(arg.of, CallPattern))
     for op, _ in index.all(split.form):
         for first in index.users.get(op.made()[0], ()):
@@ -298,13 +296,13 @@ def _on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
             bound: Bound | None = Bound(like={pattern.form: first}, ops=tuple(each.id for each in members))
             for arg, each in zip(pattern.args, splits, strict=True):
                 if bound is not None and each is not None and isinstance(arg, Each) and isinstance(arg.of, CallPattern):
-                    bound = next(_call(index, arg.of, each, bound), None)
+                    bound = next(_match_call(index, arg.of, each, bound), None)
             if bound is not None:
                 yield replace(bound, roots=tuple(each.made()[0] for each in members))
 
 
 def _twin(index: Index, form: str, seen: Seen, splits: Sequence[Op | None], number: int) -> Op | None:
-    """The call that does to piece ``number`` of each split what ``seen`` does to the first."""
+    """Find the call that does to piece ``number`` of each split what ``seen`` does to the first."""
     if any(split is None or number >= len(split.outputs) for split in splits):
         return None
     wanted = tuple(split.outputs[number] for split in splits if split is not None)

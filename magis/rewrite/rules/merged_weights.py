@@ -1,4 +1,4 @@
-"""Weights side by side in one storage: what a product of several weights reads without copying them in every step.
+"""Weights side by side in one storage, so that a product of several weights copies none of them in every step.
 
     parameter:q [n, k], parameter:k [m, k]   ->   merged [n + m, k], with q and k as windows on its first and last rows
 
@@ -22,7 +22,7 @@ from magis.graph import ITEM_SIZE, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.operator_forms import ABSOLUTE
 
 MERGED = "merged:"
-"""How the name of a merged weight among the graph's inputs begins; the names of the parts follow, in order."""
+"""Prefix of the name of a merged weight among the graph's inputs; the names of the parts follow, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How tensors that can be merged lie in memory: ``rows`` of one shape ``row``, from element ``low`` on."""
+    """Layout of a tensor that can be merged: ``rows`` of one shape ``row``, from element ``low`` on."""
 
     low: int
     rows: int
@@ -51,24 +51,24 @@ class _Layout:
 
 
 def is_weight(storages: Mapping[int, Storage], value: Value) -> bool:
-    """Whether a tensor lies on a parameter."""
+    """Return True if a tensor lies on a parameter."""
     return storages[value.storage].kind == "parameter"
 
 
 def window_of(graph: Graph, values: Sequence[Value], dim: int) -> Window | None:
-    """The window that shows tensors which lie side by side along ``dim`` already; None if they do not."""
+    """Find the window that shows tensors which lie side by side along ``dim`` already; None if they do not."""
     runs = _runs(values, dim)
-    return _shown(graph.values, graph.inputs, *runs[0]) if runs is not None and len(runs) == 1 else None
+    return _window_on(graph.values, graph.inputs, *runs[0]) if runs is not None and len(runs) == 1 else None
 
 
 class Merging:
-    """A graph whose weights are put side by side, many of them one after the other: each costs no walk through the
-    step, for what touches a storage is looked up."""
+    """A graph whose weights are put side by side, many of them one after the other: tables of the operators that touch
+    each storage save a walk through the step for each."""
 
     def __init__(self, graph: Graph) -> None:
         self._before = graph
         self.moves = 0
-        """How often storages have been put together."""
+        """Number of times that storages have been put together."""
         self.values, self._storages = dict(graph.values), dict(graph.storages)
         self._inputs = list(graph.inputs)
         self._ops, self._slices = list(graph.ops), list[Op]()
@@ -94,22 +94,22 @@ class Merging:
         if runs is None:
             return None
         if len(runs) > 1:
-            storage = self._moved(runs, values[0].dtype)
+            storage = self._move_together(runs, values[0].dtype)
             if storage is None:
                 return None
             runs = [(storage, replace(runs[0][1], low=0, rows=sum(layout.rows for _, layout in runs)))]
         on = self._on[runs[0][0]]
-        return _shown(self.values, [number for number in self._inputs if number in on], *runs[0])
+        return _window_on(self.values, [number for number in self._inputs if number in on], *runs[0])
 
     def graph(self) -> Graph:
-        """The graph by now; the very same one if nothing lies elsewhere."""
+        """Return the graph by now; the very same one if nothing lies elsewhere."""
         if not self.moves:
             return self._before
         ops, inputs = (*reversed(self._slices), *self._ops), tuple(self._inputs)
         return replace(self._before, storages=dict(self._storages), values=dict(self.values), ops=ops, inputs=inputs)
 
-    def _moved(self, runs: Sequence[tuple[int, _Layout]], dtype: str) -> int | None:
-        """The new storage, in which whole storages lie one behind the other."""
+    def _move_together(self, runs: Sequence[tuple[int, _Layout]], dtype: str) -> int | None:
+        """Move whole storages one behind the other into a new one; return that, None where they cannot be."""
         old = [storage for storage, _ in runs]
         if len(set(old)) < len(old) or any(self._storages[storage].kind != "parameter" for storage in old):
             return None
@@ -123,7 +123,7 @@ class Merging:
             # a call that names an absolute place, which would be another one; a loop, whose body knows it; a swap
             return None
         given = [number for number in self._inputs if self.values[number].storage in old]
-        merged = [number for number in given if _is_merged(self.values[number])]
+        merged = [number for number in given if self.values[number].name.startswith(MERGED)]
         if any(self.values[number].shape[1:] != row for number in merged):
             return None
         self.moves += 1
@@ -145,7 +145,7 @@ class Merging:
         stride = tuple(prod(row[at:]) for at in range(len(row) + 1))
         self.values[value] = Value(value, (shift // prod(row), *row), stride, dtype, new, 0, name)
         self._on[new] = [*shown, value]
-        # What was merged before is now a window on the rows of the larger one.
+        # Weights that were merged before are now windows on the rows of the larger one.
         for at, number in enumerate(merged):
             looks = self.values[number]
             low = looks.offset // prod(row)
@@ -174,7 +174,8 @@ class Merging:
 
 
 def _runs(values: Sequence[Value], dim: int) -> list[tuple[int, _Layout]] | None:
-    """Storages, and the rows of each that follow one another in the tensors side by side; None if they lie unlike."""
+    """List the storages and the rows of each that tensors side by side show one after the other; None if the layouts
+    differ."""
     layouts = [_layout(value, dim) for value in values]
     first = layouts[0]
     if first is None or len({value.dtype for value in values}) > 1:
@@ -194,8 +195,8 @@ def _runs(values: Sequence[Value], dim: int) -> list[tuple[int, _Layout]] | None
 
 
 def _layout(value: Value, dim: int) -> _Layout | None:
-    """The tensor as rows in memory, one after another along ``dim``; None if it does not lie so, or shows its memory's
-    conjugates or negatives."""
+    """Read the tensor as rows in memory, one after another along ``dim``; None if it does not lie so, or shows its
+    memory's conjugates or negatives."""
     if value.bits:
         return None
     rank = len(value.shape)
@@ -213,8 +214,8 @@ def _layout(value: Value, dim: int) -> _Layout | None:
     return _Layout(value.offset, value.shape[dim], row, tuple(memory.index(d) for d in range(rank)))
 
 
-def _shown(values: Mapping[int, Value], inputs: Sequence[int], storage: int, rows: _Layout) -> Window | None:
-    """The window on an input that shows the rows: of the merged weight, or of a parameter that holds them all."""
+def _window_on(values: Mapping[int, Value], inputs: Sequence[int], storage: int, rows: _Layout) -> Window | None:
+    """Find the window that shows the rows on an input: the merged weight, or a parameter that holds them all."""
     unit = prod(rows.row)
     for number in inputs:
         value = values[number]
@@ -227,7 +228,3 @@ def _shown(values: Mapping[int, Value], inputs: Sequence[int], storage: int, row
         if rest == 0 and low >= 0 and rows.high <= own.high:
             return Window(number, low, low + rows.rows, rows.dims)
     return None
-
-
-def _is_merged(value: Value) -> bool:
-    return value.name.startswith(MERGED)

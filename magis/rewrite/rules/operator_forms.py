@@ -1,4 +1,4 @@
-"""What the operators of patterns stand for: which calls they are seen in, and which calls they make.
+"""Operators of patterns: the calls that they match, and the calls that they make.
 
     mm(a, b)         product of matrices, or of two batches of them
     addmm(c, a, b)   c + a b, with a vector c along the last dimension
@@ -23,7 +23,7 @@ from magis.graph import Arg, Op, Ref, Value
 from magis.ops.operators import op_info
 
 ABSOLUTE = "aten.as_strided"
-"""How the names of calls begin that address memory, not dimensions."""
+"""Prefix of calls that address memory, not dimensions."""
 
 Values: TypeAlias = Mapping[int, Value]
 
@@ -44,12 +44,12 @@ Form: TypeAlias = Callable[[Op, Values], Seen | None]
 
 
 def is_elementwise(op: Op) -> bool:
-    """Whether every element of the result depends on the same element of the tensors alone."""
+    """Return True if every element of the result depends on the same element of the tensors alone."""
     return op_info(op.target).elementwise and not op.many and not op.writes and not op.random
 
 
 def _tensors(op: Op, count: int) -> tuple[int, ...] | None:
-    """The tensors of a call that takes so many, first, and nothing else."""
+    """Return the tensors of a call that takes ``count`` of them and nothing else; None for other calls."""
     found = tuple(arg.value for arg in op.args if isinstance(arg, Ref))
     return found if len(found) == len(op.args) == count and not op.kwargs else None
 
@@ -67,8 +67,8 @@ def _addmm(op: Op, values: Values) -> Seen | None:
 
 
 def _conv(count: int) -> Form:
-    """Of so many tensors, without groups, not transposed; the literals and all sizes but batch and channels out must
-    agree."""
+    """Match a convolution of ``count`` tensors without groups, not transposed; the literals and all sizes but batch
+    and channels out must agree."""
 
     def see(op: Op, values: Values) -> Seen | None:
         if op.target != "aten.convolution.default" or op.kwargs or len(op.args) != 9 or len(op.inputs()) != count:
@@ -83,9 +83,8 @@ def _conv(count: int) -> Form:
     return see
 
 
-def _complex(op: Op, values: Values) -> bool:
-    """Whether a call is about complex numbers: how their products are rounded depends on which factor is the first, and
-    on where in a row an element stands."""
+def _has_complex(op: Op, values: Values) -> bool:
+    """Return True for complex numbers, whose products round by the order of factors and the place in a row."""
     return any(values[number].dtype.startswith("complex") for number in (*op.inputs(), *op.made()))
 
 
@@ -95,7 +94,7 @@ def _pair(target: str) -> Form:
         if found is None:
             return None
         looks = {(values[number].shape, values[number].dtype) for number in (*found, *op.made())}
-        if target == "aten.mul.Tensor" and _complex(op, values):
+        if target == "aten.mul.Tensor" and _has_complex(op, values):
             return None
         return Seen(found) if len(looks) == 1 else None
 
@@ -121,7 +120,7 @@ def _elementwise(count: int) -> Form:
         shape = values[op.made()[0]].shape
         if any(values[number].shape != shape for number in op.inputs()) or any(isinstance(a, tuple) for a in op.args):
             return None
-        if _complex(op, values):
+        if _has_complex(op, values):
             return None
         dtypes = tuple(values[number].dtype for number in op.inputs())
         return Seen(op.inputs(), key=(op.target, repr(_literals(op)), dtypes))
@@ -168,7 +167,7 @@ def _cat(op: Op, values: Values) -> Seen | None:
 
 
 def sizes_of_split(op: Op, values: Values) -> tuple[int, ...]:
-    """Sizes of the pieces of a call that ``split`` sees."""
+    """Return the sizes of the pieces of a call that ``split`` matches."""
     seen = _split(op, values)
     return () if seen is None or seen.dim is None else tuple(values[n].shape[seen.dim] for n in op.made())
 
@@ -190,14 +189,14 @@ FORMS: dict[str, Form] = {
     "scale": _scale, "unary": _elementwise(1), "binary": _elementwise(2),
     "t": _transpose, "view": _view, "cat": _cat, "split": _split,
 }  # fmt: skip
-"""How each operator of the language is recognized."""
+"""Matchers of the language's operators."""
 
 BRINGS_LITERALS = ("conv", "convb", "scale", "unary", "binary", "view")
-"""Operators whose calls are made after one that was matched."""
+"""Operators whose new calls take their literals from one that was matched."""
 
 
 def made_like(op: Op, tensors: tuple[int, ...]) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Target and arguments of the same call on other tensors."""
+    """Return target and arguments of the same call on other tensors."""
     rest = iter(tensors)
 
     def swapped(arg: Arg) -> Arg:
@@ -210,7 +209,7 @@ def made_like(op: Op, tensors: tuple[int, ...]) -> tuple[str, tuple[Arg, ...], t
 def made_call(
     form: str, tensors: tuple[int, ...], dim: int | None, values: Values, sizes: tuple[int, ...]
 ) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Target and arguments of a call without literals of its own."""
+    """Return target and arguments of a call without literals of its own."""
     refs: tuple[Arg, ...] = tuple(Ref(number) for number in tensors)
     rank = len(values[tensors[0]].shape)
     where = (dim % rank,) if dim is not None and dim % rank else ()  # as torch hands calls on: without defaults

@@ -15,14 +15,14 @@ from magis.errors import VerifyError
 from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
 from magis.graph.hazards import dependency_graph, fills, row_major
 from magis.ops.operators import op_info
-from magis.rewrite.rules.draft import Draft, Refused, landed
+from magis.rewrite.rules.draft import Draft, Refused
 from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise
 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Every user of a value shall take the one that stands in ``instead``, and the calls of ``ops`` go, with what only
-    they need."""
+    """A change: users of a value take the one in ``instead``, and the calls of ``ops`` go, with all that only they
+    need."""
 
     draft: Draft
     ops: Sequence[int]
@@ -36,8 +36,10 @@ class Edit:
 
 
 def replaced(edits: Sequence[Edit]) -> Graph:
-    """The graph after edits of different calls, whose drafts stand beside one another. Refused where no legal graph is
-    left, or where one edit changes what another one speaks of."""
+    """Apply edits of different calls, whose drafts stand beside one another.
+
+    Raises Refused where no legal graph is left, or where one edit changes calls or tensors of another one.
+    """
     before = edits[0].draft.graph
     change = _Change(edits)
     gone = frozenset(number for edit in edits for number in edit.ops)
@@ -54,12 +56,16 @@ def replaced(edits: Sequence[Edit]) -> Graph:
     outputs = tuple(change.returned(value) for value in before.outputs)
     rows = _pruned(rows, outputs, gone.union(op.id for each in added.values() for op in each), before)
     placed = _ordered(before, rows, change, _joined(edit.stretch for edit in edits))
-    graph = Graph(change.storages, change.values, placed, before.inputs, outputs)
-    return _swept(replace(graph, constants=before.constants))
+    # Without values that nothing makes and storages that nothing lies on.
+    known = {*before.inputs, *(value for op in placed for value in op.made())}
+    values = {key: value for key, value in change.values.items() if key in known}
+    used = {value.storage for value in values.values()}
+    storages = {k: s for k, s in change.storages.items() if k in used or s.kind == "generator"}
+    return replace(Graph(storages, values, placed, before.inputs, outputs), constants=before.constants)
 
 
 def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order; overlapping ones as one."""
+    """Sort stretches and join those that overlap."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(stretches):
         if found and low <= found[-1][1]:
@@ -70,7 +76,7 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Change:
-    """Operators taking other values than before, and what follows for the looks of what they make."""
+    """Operators that take other values than before, and the new layouts of their results."""
 
     def __init__(self, edits: Sequence[Edit]) -> None:
         draft = edits[-1].draft
@@ -86,7 +92,7 @@ class _Change:
                 raise Refused("the results look different")
 
     def renewed(self, op: Op) -> list[Op]:
-        """The operator on the new values, after copies that it may need."""
+        """Return the operator on the new values, behind copies that it may need."""
         taken = [self._instead.get(value, value) for value in op.inputs()]
         if not any(value in self._changed for value in taken):
             return [op]
@@ -104,19 +110,19 @@ class _Change:
             made = describe(new, self.values)
         except VerifyError:
             return self._on_copies(op, new)
-        return [self._described(op, new, made)]
+        return [self._with_new_results(op, new, made)]
 
     def _elsewhere(self, value: int) -> bool:
-        """Whether the tensor would lie at other places of its storage."""
+        """Return True if the tensor would lie at other places of its storage."""
         new, old = self.values[self._instead.get(value, value)], self.before.values[value]
         return (new.offset, new.stride) != (old.offset, old.stride)
 
     def moved(self, op: Op) -> bool:
-        """Whether a tensor that the call takes or makes looks otherwise than before."""
+        """Return True if a tensor that the call takes or makes has changed."""
         return any(self.values[value] != self.before.values[value] for value in (*op.inputs(), *op.made()))
 
     def returned(self, value: int) -> int:
-        """What the caller gets: never a window on more memory than before."""
+        """Return the caller's new value. Raises Refused if it would be a view of more memory than before."""
         new = self._instead.get(value, value)
         if new not in self._changed:
             return value
@@ -133,7 +139,7 @@ class _Change:
         return info.view or info.any_layout or is_elementwise(op) or op.phase == "update"
 
     def _on_copies(self, op: Op, new: Op) -> list[Op]:
-        """The operator on dense copies of what has become a window."""
+        """Run the operator on dense copies of tensors that have become windows."""
         found, copies = [], {}
         for old, value in zip(op.inputs(), new.inputs(), strict=True):
             looks, now = self.before.values[old], self.values[value]
@@ -167,7 +173,7 @@ class _Change:
         return number
 
     def _relocated(self, op: Op, new: Op) -> Op:
-        """The operator where all tensors look as before but lie elsewhere: so do the windows that it opens."""
+        """Move the views that the operator opens, where all tensors look as before but lie elsewhere."""
         for value in dict.fromkeys(new.made()):
             old = self.before.values[value]
             for taken, given in zip(op.inputs(), new.inputs(), strict=True):
@@ -179,9 +185,9 @@ class _Change:
                         self.values[value] = replace(old, storage=target.storage, offset=moved)
                         self._changed.add(value)
                     break
-        return self._met(op, new)
+        return self._with_new_versions(op, new)
 
-    def _described(self, op: Op, new: Op, made: tuple[Made | None, ...]) -> Op:
+    def _with_new_results(self, op: Op, new: Op, made: tuple[Made | None, ...]) -> Op:
         for value, each in zip(new.outputs, made, strict=True):
             if value is None or each is None:
                 continue
@@ -194,15 +200,15 @@ class _Change:
                 looks = replace(old, stride=each.stride, offset=each.offset)
                 self.storages[old.storage] = replace(self.storages[old.storage], nbytes=each.nbytes)
             else:
-                storage, offset = landed(self.values[new.inputs()[each.base]], each)
-                looks = replace(old, stride=each.stride, storage=storage, offset=offset)
+                base = self.values[new.inputs()[each.base]]
+                looks = replace(old, stride=each.stride, storage=base.storage, offset=each.offset_on(base))
             if looks != old:
                 self.values[value] = looks
                 self._changed.add(value)
-        return self._met(op, new)
+        return self._with_new_versions(op, new)
 
-    def _met(self, op: Op, new: Op) -> Op:
-        """With the versions of the memory on which its tensors lie now."""
+    def _with_new_versions(self, op: Op, new: Op) -> Op:
+        """Return the operator with the versions of the memory on which its tensors lie now."""
         moved: dict[int, set[int]] = {}  # what lay on one storage may lie on several now
         for old, value in zip(op.inputs(), new.inputs(), strict=True):
             left, storage = self.before.values[old].storage, self.values[value].storage
@@ -227,7 +233,7 @@ def _with(op: Op, instead: Mapping[int, int]) -> Op:
 def _pruned(
     rows: list[tuple[int, Op]], outputs: tuple[int, ...], candidates: frozenset[int], before: Graph
 ) -> list[tuple[int, Op]]:
-    """Without the candidates that nobody needs, and without what only they needed."""
+    """Drop candidates that nobody needs, and all that only they needed."""
     needed = {op.id for op in before.ops} - candidates
     uses: dict[int, int] = dict.fromkeys(outputs, 1)
     maker = {value: op for _, op in rows for value in op.made()}
@@ -251,21 +257,25 @@ def _pruned(
 def _ordered(
     before: Graph, rows: list[tuple[int, Op]], change: _Change, stretches: Sequence[tuple[int, int]]
 ) -> tuple[Op, ...]:
-    """The operators as they stand if that is legal, else in the legal order that is closest to it.
+    """Order the operators as they stand if that is legal, else in the legal order that is closest to it.
 
-    Only those within a stretch, from the first old call of an edit to its last, may move. Whatever follows must
-    find its tensors and versions as it stands: where what a rule puts in place of an old result is overwritten
-    later, it may not.
+    Only those within a stretch, from the first old call of an edit to its last, may move. All that follow must find
+    their tensors and versions as they stand. Raises Refused where the tensor in the place of an old result is
+    overwritten too early for that.
     """
     ops = [op for _, op in rows]
-    met, found = _Met(before), list[Op]()
+    met, found = _State(before), list[Op]()
     for first, last in stretches:
         low, high = (bisect.bisect(rows, key, key=lambda row: row[0]) for key in (2 * first - 1, 2 * last + 1))
         if not all(met.runs(op) for op in ops[len(found) : low]):
             raise Refused("what stands in front of the calls would meet something else")
         middle = ops[low:high]
-        if not met.then(middle):
-            middle = _sorted(middle, change, before)
+        if not met.then(middle):  # sorted by their dependences, otherwise as they stand
+            dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), before.inputs, ()))
+            if not rx.is_directed_acyclic_graph(dag):
+                raise Refused("a call would need its own result")
+            order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{node:09d}")
+            middle = [middle[node] for node in order]
         if not all(met.runs(op) for op in middle):
             raise Refused("no order meets the same versions")
         found += [*ops[len(found) : low], *middle]
@@ -274,23 +284,15 @@ def _ordered(
     return (*found, *ops[len(found) :])
 
 
-def _sorted(ops: Sequence[Op], change: _Change, before: Graph) -> list[Op]:
-    """In the order of their dependences, otherwise as they stand."""
-    dag = dependency_graph(Graph(change.storages, change.values, tuple(ops), before.inputs, ()))
-    if not rx.is_directed_acyclic_graph(dag):
-        raise Refused("a call would need its own result")
-    return [ops[node] for node in rx.lexicographical_topological_sort(dag, key=lambda node: f"{node:09d}")]
-
-
-class _Met:
-    """What there is after some operators: values, and versions of storages."""
+class _State:
+    """Values and versions of storages that exist after some operators."""
 
     def __init__(self, graph: Graph) -> None:
         self.values = set(graph.inputs)
         self.versions: dict[int, int] = {}
 
     def runs(self, op: Op) -> bool:
-        """Run an operator; whether it finds what it takes, in the version that it must meet."""
+        """Run an operator; return False if it does not find its inputs in the versions that it must read."""
         if not self.values.issuperset(op.inputs()):
             return False
         if any(self.versions.get(storage, 0) != version for storage, version in op.reads):
@@ -300,16 +302,7 @@ class _Met:
         return True
 
     def then(self, ops: Sequence[Op]) -> bool:
-        """Whether operators run next, one after the other."""
+        """Return True if the operators could run next, one after the other."""
         after = copy.copy(self)
         after.values, after.versions = set(self.values), dict(self.versions)
         return all(after.runs(op) for op in ops)
-
-
-def _swept(graph: Graph) -> Graph:
-    """Without values that nothing makes and storages that nothing lies on."""
-    known = {*graph.inputs, *(value for op in graph.ops for value in op.made())}
-    values = {key: value for key, value in graph.values.items() if key in known}
-    used = {value.storage for value in values.values()}
-    storages = {k: s for k, s in graph.storages.items() if k in used or s.kind == "generator"}
-    return replace(graph, values=values, storages=storages)

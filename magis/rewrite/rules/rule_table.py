@@ -1,4 +1,4 @@
-"""The rules ``before -> after``, one row each, and how one is matched and applied (paper, TASO).
+"""The rules ``before -> after``, one row each, and the functions that match and apply them (paper, TASO).
 
 Aggregations make one large call of several small ones. The interim rules compute the same in another way, and by that
 bring together what can be aggregated; they lead back and forth.
@@ -33,9 +33,9 @@ class Rule:
     inverse: tuple[str, ...] = ()
     exact: bool = False
     where: Callable[[Bound], bool] | None = None
-    """A further condition, beyond that the calls of the right side take tensors of these sizes."""
+    """Condition on a match, besides that the calls of the right side take tensors of these sizes."""
     find: Callable[[Index], Iterator[Bound]] | None = None
-    """Finds what no pattern says; the left side is then for the reader. The first of the bound list "a" is kept."""
+    """Finder in the place of the left side, which is then for the reader; the first of the bound list "a" is kept."""
 
     @cached_property
     def before(self) -> Pattern:
@@ -46,7 +46,7 @@ class Rule:
         return parse_pattern(self.text.partition(" -> ")[2])
 
     def occurrences(self, index: Index) -> Iterator[Bound]:
-        """Where the left side occurs, whether or not the right side is possible there."""
+        """Yield the places of the left side, even those where the right side is impossible."""
         found = occurrences(index, self.before) if self.find is None else self.find(index)
         return (bound for bound in found if self.where is None or self.where(bound))
 
@@ -60,12 +60,12 @@ class Match:
 
     @property
     def ops(self) -> tuple[int, ...]:
-        """Ids of the operators that the rule looks at."""
+        """Ids of the operators that the rule matches."""
         return tuple(dict.fromkeys(self.bound.ops))
 
 
 def matches(rule: Rule, graph: Graph, index: Index | None = None) -> Iterator[Match]:
-    """Every place at which the rule applies, tried out. ``index`` may be shared by the rules of one graph."""
+    """Yield every place at which the rule applies, tried out. ``index`` may be shared by the rules of one graph."""
     for bound in rule.occurrences(Index(graph) if index is None else index):
         match = Match(rule, bound)
         if attempt(graph, match) is not None:
@@ -73,7 +73,7 @@ def matches(rule: Rule, graph: Graph, index: Index | None = None) -> Iterator[Ma
 
 
 def apply(graph: Graph, match: Match) -> Graph:
-    """The graph with the rule applied; LookupError for a match of another graph."""
+    """Return the graph with the rule applied. Raises LookupError for a match of another graph."""
     found = attempt(graph, match)
     if found is None:
         raise LookupError(f"{match.rule.name} does not apply at operators {match.ops}: a match of another graph?")
@@ -81,7 +81,7 @@ def apply(graph: Graph, match: Match) -> Graph:
 
 
 def attempt(graph: Graph, match: Match) -> Graph | None:
-    """The graph with the rule applied; None where the graph does not allow it."""
+    """Return the graph with the rule applied; None where the graph does not allow it."""
     try:
         return replaced([_edit(_with_weights(graph, [match])[0], match)])
     except Refused:
@@ -89,7 +89,7 @@ def attempt(graph: Graph, match: Match) -> Graph | None:
 
 
 def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Match]]:
-    """The graph with those weights side by side that the matches need so, but for matches whose weights cannot be."""
+    """Put the weights side by side that the matches need so; return the graph, and the matches where that worked."""
     possible: list[Match] = []
     if all(match.rule.find is not None for match in found):
         return graph, [*found]
@@ -109,7 +109,7 @@ def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Mat
 
 
 def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
-    """What the match changes; Refused if the new calls take no such tensors."""
+    """Return the edit for a match. Raises Refused if the new calls take no such tensors."""
     draft = Draft(graph, match.ops, beside)
     made = build(draft, match.rule.after, match.bound)
     results = made if isinstance(made, tuple) else (made,)
@@ -120,7 +120,7 @@ def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
 
 
 def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tuple[Graph, int]:
-    """The graph after matches of different calls, all at once, and how many apply; halves of them where that fails."""
+    """Apply matches of different calls all at once, or half by half where that fails; return also their number."""
     if len(found) < 2:
         after = attempt(graph, found[0]) if found else None
         return (graph, 0) if after is None else (after, 1)
@@ -135,7 +135,7 @@ def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tu
 
 
 def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
-    """Refused where one match does not apply after weights have been merged, or two get in each other's way."""
+    """Apply matches all at once. Raises Refused where one fails after weights have been merged, or two collide."""
     before = graph
     graph, possible = _with_weights(graph, found)
     edits: list[Edit] = []
@@ -149,7 +149,7 @@ def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
 
 
 def twins(index: Index) -> Iterator[Bound]:
-    """Calls that compute the same from the same contents: the later ones are not needed."""
+    """Yield calls that compute the same from the same contents as an earlier one: they are not needed."""
     groups: dict[object, list[Op]] = {}
     for op in index.graph.ops:
         if op.inputs() and index.takes_part(op):
@@ -161,7 +161,7 @@ def twins(index: Index) -> Iterator[Bound]:
 
 
 def some_are_left(bound: Bound) -> bool:
-    """A concatenation within a concatenation of itself alone is the same one."""
+    """Return False for a concatenation around one of the same tensors alone, which is the same one."""
     return bool(bound.lists["l"] or bound.lists["r"])
 
 
@@ -279,19 +279,17 @@ INTERIM = (
 )  # fmt: skip
 
 RULES = (*AGGREGATIONS, *INTERIM)
-"""All of them. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``);
+"""All rules. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``);
 ``a -> t(t(a))`` and ``a -> split(cat(a))`` apply everywhere and lead nowhere."""
 
 
 def rule(name: str) -> Rule:
-    """The rule of a name; KeyError without one."""
+    """Return the rule of a name. Raises KeyError without one."""
     return {each.name: each for each in RULES}[name]
 
 
-# Aggregations one after the other, as long as one applies, largest first, with the interim rules that tidy up
-# behind.
-# Whether that is worth it (one large product instead of three, but a copy of what it shares) is a question of time,
-# which ``quickest`` answers.
+# Aggregations one after the other, as long as one applies, largest first, with the interim rules that tidy up behind.
+# ``quickest`` compares times to decide: one large product replaces three, but copies what they share.
 
 TIDYING = tuple(
     rule(name) for name in ("t-of-t", "cat-of-split", "split-of-cat", "flatten-cat", "cat-of-t", "cat-of-t-rows")
@@ -300,16 +298,20 @@ TIDYING = tuple(
 LEADING = tuple(rule(name) for name in ("merge-mm", "merge-addmm", "merge-conv", "merge-conv-bias"))
 """Aggregations of calls with one input and several weights, which those of the backward pass follow."""
 GAIN = 0.005
-"""Share of a step's time that aggregations must save: larger calls leave less choice to whoever plans them (seen: with
-0.97% the whole front is better, with 0.23% its lean end is worse; docs/rules.md)."""
+"""Share of a step's time that aggregations must save: larger calls leave a plan less choice (seen: with 0.97% the whole
+front is better, with 0.23% its lean end is worse; docs/rules.md)."""
 
 
 def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
-    """The graph with all aggregations, or the very same graph where they save next to nothing.
+    """Return the graph with all aggregations, or the very same graph where they save next to nothing.
 
     Layers are mostly alike: one that saves too little stands for all, and the others are not tried.
     """
-    sites = _sites(graph)
+    # The innermost modules that hold the calls of each leading aggregation, in program order.
+    index = Index(graph)
+    bounds = (bound for each in LEADING for bound in each.occurrences(index))
+    modules = (common_module([graph.ops[index.position[number]].module for number in bound.ops]) for bound in bounds)
+    sites = list(dict.fromkeys(modules))
     if not sites:
         return graph
     before = nanoseconds(graph)
@@ -321,18 +323,10 @@ def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
     return found if nanoseconds(found) <= (1 - GAIN) * before else graph
 
 
-def _sites(graph: Graph) -> list[str]:
-    """The innermost modules that hold what a leading aggregation would merge, in program order."""
-    index = Index(graph)
-    bounds = (bound for each in LEADING for bound in each.occurrences(index))
-    modules = (common_module([graph.ops[index.position[number]].module for number in bound.ops]) for bound in bounds)
-    return list(dict.fromkeys(modules))
-
-
 def aggregated(
     graph: Graph, rules: Sequence[Rule] = (*TIDYING, *AGGREGATIONS), within: str = ""
 ) -> tuple[Graph, Counter[str]]:
-    """The graph after applying the rules until none applies, and how often each did.
+    """Apply the rules until none applies; return also how often each did.
 
     Every one of them takes calls away, so this ends. ``within`` names a module: calls of others are left alone.
     """
@@ -350,7 +344,7 @@ def aggregated(
 
 
 def _everywhere(index: Index, each: Rule, within: str) -> tuple[Graph, int] | None:
-    """The graph after a rule was applied wherever the graph of the index shows it, and how often; None: nowhere.
+    """Apply a rule wherever the graph of the index shows it; return also how often, None if nowhere.
 
     An occurrence that an earlier one has touched is left out; it shows again in the next index if it still stands.
     """
@@ -375,7 +369,7 @@ def _everywhere(index: Index, each: Rule, within: str) -> tuple[Graph, int] | No
 
 
 def _is_within(index: Index, bound: Bound, module: str) -> bool:
-    """Whether no call of another module is matched; sums of gradients, and what came of them, are of none."""
+    """Return True if no call of another module is matched; sums of gradients, and calls made of them, are of none."""
     if not module:
         return True
     modules = {index.graph.ops[index.position[number]].module for number in bound.ops} - {""}
@@ -383,7 +377,7 @@ def _is_within(index: Index, bound: Bound, module: str) -> bool:
 
 
 class _Untouched:
-    """Whether all that a match speaks of looks as in the graph that it was found in."""
+    """Callable: True if the calls and values of a match are still those of the graph that it was found in."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -396,15 +390,15 @@ class _Untouched:
         before = self._index.graph
         if graph is before:
             return True
-        if any(graph.values.get(value) != before.values[value] for value in _values(bound)):
+        if any(graph.values.get(value) != before.values[value] for value in _bound_values(bound)):
             return False
-        makers = (self._index.maker[value].id for value in _values(bound) if value in self._index.maker)
+        makers = (self._index.maker[value].id for value in _bound_values(bound) if value in self._index.maker)
         ops = before.ops
         numbers = (*bound.ops, *makers)
         return all(self._ops.get(number) == ops[self._index.position[number]] for number in numbers)
 
 
-def _values(bound: Bound) -> Iterator[int]:
+def _bound_values(bound: Bound) -> Iterator[int]:
     yield from bound.roots
     yield from bound.values.values()
     for members in bound.lists.values():
@@ -412,6 +406,6 @@ def _values(bound: Bound) -> Iterator[int]:
 
 
 def counted(graph: Graph, rules: Sequence[Rule] = RULES) -> Mapping[str, int]:
-    """In how many places each rule applies."""
+    """Count the places where each rule applies."""
     index = Index(graph)
     return {each.name: sum(1 for _ in matches(each, graph, index)) for each in rules}
