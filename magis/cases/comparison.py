@@ -61,9 +61,7 @@ def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: St
 
 def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> str:
     """Run three steps of both from the same weights and random numbers; return "bit-identical" or "differs: <what>".
-
-    Steps have a module each; ``shared`` are other tensors that they write to.
-    """
+    Steps have a module each; ``shared`` are other tensors that they write to."""
     return next(_step_differences(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
 
 
@@ -272,10 +270,7 @@ def _update_differences(
     subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
 ) -> Iterator[str]:
     """Yield what torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves
-    them.
-
-    ``drawn`` is the generator's state behind the backward.
-    """
+    them. ``drawn`` is the generator's state behind the backward."""
     if not gradients:
         return
     twin = subject.eager()
@@ -366,10 +361,8 @@ def once_in_turns(step: Step) -> TurningStep:
 
 
 class SharedTensors:
-    """Contents of ``tensors`` as each step leaves them when it runs `within`.
-
-    A step's first run begins with what was there at the start.
-    """
+    """Contents of ``tensors`` as each step leaves them when it runs `within`. A step's first run begins with what
+    was there at the start."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

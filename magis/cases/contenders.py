@@ -51,10 +51,8 @@ class Candidate:
 
 
 def strategy_of(case: Case, subject: Subject) -> Local | None:
-    """Return the strategy of a case; None if it is no strategy of one rank.
-
-    Raises UsageError for unknown strategies, and for ones that are not for the case.
-    """
+    """Return the strategy of a case; None if it is no strategy of one rank. Raises UsageError for unknown
+    strategies, and for ones that are not for the case."""
     kind = family(case.strategy)
     if kind is None:
         check_planned(case.strategy)

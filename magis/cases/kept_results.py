@@ -82,10 +82,8 @@ class KeptResults:
         return self.kept.load(key, self._read_result)
 
     def save(self, key: str, result: CaseResult) -> CaseResult:
-        """Keep a result, unless it depends on the moment; return it.
-
-        It does where it did not fit into memory, a cap in seconds ended it, or the machine was too busy to time it.
-        """
+        """Keep a result, unless it depends on the moment; return it. It does where it did not fit into memory, a cap
+        in seconds ended it, or the machine was too busy to time it."""
         doubtful = result.ratio is not None and bool(result.ratio.doubt)
         if doubtful or result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
             return result

@@ -160,10 +160,8 @@ class TensorLedger(StorageLedger):
         self._at_peak = tuple(self._made.values())
 
     def _where_it_runs(self) -> tuple[str, str, str]:
-        """Return kind, module and line of what runs.
-
-        An operator of a backward has those of the forward that it belongs to.
-        """
+        """Return kind, module and line of what runs. An operator of a backward has those of the forward that it
+        belongs to."""
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001
         if node is not None:
             return "gradient", *self._places.get(node._sequence_nr(), ("", ""))  # noqa: SLF001

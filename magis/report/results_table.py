@@ -124,10 +124,8 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
-    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last.
-
-    Raises UsageError for a path that cannot be written; the old file is then untouched.
-    """
+    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last. Raises
+    UsageError for a path that cannot be written; the old file is then untouched."""
     columns = tuple(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
     write_text_atomically(path, _to_csv(rows, columns, header=True))
 
@@ -345,10 +343,8 @@ class Merged:
 
 
 def merge_results(paths: Sequence[Path]) -> Merged:
-    """Merge the results of the files. A case may be in several of them if its rows are equal.
-
-    Raises UsageError for what is no results file, and for a case with two different rows.
-    """
+    """Merge the results of the files. A case may be in several of them if its rows are equal. Raises UsageError for
+    what is no results file, and for a case with two different rows."""
     columns: dict[str, None] = {}
     found: dict[tuple[str, ...], tuple[dict[str, str], Path]] = {}
     for path in paths:

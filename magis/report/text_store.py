@@ -33,9 +33,7 @@ DECIDE = ("numpy", "numba", "rustworkx", "scipy")
 @cache
 def code_digest(*further: str) -> str:
     """Return the SHA-256 of this package's sources and of the versions of Python and of what searches call.
-
-    ``further`` names more packages (torch, where an operator's figures count).
-    """
+    ``further`` names more packages (torch, where an operator's figures count)."""
     found = hashlib.sha256(platform.python_version().encode())
     for name in (*DECIDE, *further):
         found.update(f"{name} {metadata.version(name)}".encode())
@@ -62,11 +60,8 @@ class Bounds:
 
 
 class Kept:
-    """Texts in a folder, by key.
-
-    Warns once of a folder that cannot be used, and then leaves it alone; raises UsageError instead where the folder is
-    ``required``.
-    """
+    """Texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone; raises
+    UsageError instead where the folder is ``required``."""
 
     def __init__(self, folder: Path, bounds: Bounds | None = None, *, required: bool = False) -> None:
         self.folder = folder
@@ -87,10 +82,8 @@ class Kept:
         return f"{kind}-{found.hexdigest()[:40]}"
 
     def load(self, key: str, read: Callable[[str], T]) -> T | None:
-        """Return what ``read`` makes of the text; None if there is none.
-
-        A text that is damaged, or that ``read`` refuses by one of ``UNSOUND``, is removed with a warning.
-        """
+        """Return what ``read`` makes of the text; None if there is none. A text that is damaged, or that ``read``
+        refuses by one of ``UNSOUND``, is removed with a warning."""
         path = self._path(key)
         try:
             content = self._read_bytes(path)

@@ -13,11 +13,8 @@ from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class BehindStep:
-    """A planned step that stops at gradients, with the optimizer's own step behind it.
-
-    The gradients lie where autograd puts them, up to `prepare`. ``step`` returns the loss and the
-    gradients of the parameters ``graded``.
-    """
+    """A planned step that stops at gradients, with the optimizer's own step behind it. The gradients lie where
+    autograd puts them, up to `prepare`. ``step`` returns the loss and the gradients of the parameters ``graded``."""
 
     def __init__(self, step: GraphStep, own: optimizers.OwnOptimizer, graded: Sequence[str]) -> None:
         self.module: nn.Module = step.module

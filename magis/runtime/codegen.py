@@ -98,9 +98,7 @@ def generate(graph: Graph) -> str:
 
 def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
     """Return the operator at which the step's code raised an error, and the storages that have been updated by then.
-
-    The operator is None where the code did not raise it. Storages are updated in full or in part.
-    """
+    The operator is None where the code did not raise it. Storages are updated in full or in part."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
@@ -135,11 +133,8 @@ def _block_lines(
     parts: int = 1,
     begin: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """Yield the lines of a graph's operators.
-
-    ``outside`` names the values that come from the graph around a body. ``begin`` is called before the lines of each
-    operator.
-    """
+    """Yield the lines of a graph's operators. ``outside`` names the values that come from the graph around a body.
+    ``begin`` is called before the lines of each operator."""
 
     def name(value: int) -> str:
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"

@@ -60,10 +60,8 @@ RELATIVE = 1e-6
 
 
 def least_error(graph: Graph) -> float:
-    """Return the relative error that rounding to the least precise data type of a step may cost.
-
-    Eager's own error is no measure of that where there is one number only, a loss: it may be nought by chance.
-    """
+    """Return the relative error that rounding to the least precise data type of a step may cost. Eager's own error
+    is no measure of that where there is one number only, a loss: it may be nought by chance."""
     types = {getattr(torch, value.dtype) for value in graph.values.values()}
     return max([RELATIVE, *(torch.finfo(each).eps for each in types if each in (torch.bfloat16, torch.float16))])
 
@@ -103,11 +101,8 @@ def _where_it_lies(value: Value) -> tuple[object, ...]:
 
 
 def _update_groups(graph: Graph) -> list[list[Op]]:
-    """Return the operators that update each parameter.
-
-    They share its values and its state's. A storage they may share with other parameters'
-    (``magis.rewrite.rules.merged_weights``), and so they may a gradient's.
-    """
+    """Return the operators that update each parameter. They share its values and its state's. A storage they may
+    share with other parameters' (``magis.rewrite.rules.merged_weights``), and so they may a gradient's."""
     _, blocks = split(graph)
     links: rx.PyGraph[int, None] = rx.PyGraph()
     ops = [op for block in blocks for op in block]
@@ -232,11 +227,8 @@ def _call_wide(
     generators: Mapping[str, torch.Generator],
     numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
-    """Call an operator in double precision.
-
-    It runs in the step's own data type where it draws random numbers, or has no kernel for doubles. What it writes goes
-    back into the wide tensor then.
-    """
+    """Call an operator in double precision. It runs in the step's own data type where it draws random numbers, or
+    has no kernel for doubles. What it writes goes back into the wide tensor then."""
     if not op.random:
         with suppress(NotImplementedError, RuntimeError):  # a product of groups of rows, say
             return call(widened(op), known, numbers)

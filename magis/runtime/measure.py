@@ -82,10 +82,8 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
 
 
 def replay(events: Iterable[Allocation]) -> WindowPeak:
-    """Return the highest sum of live bytes over `events` in the order given, and the sum at the end.
-
-    A free of an address that no earlier event allocated is older than the window and does not count.
-    """
+    """Return the highest sum of live bytes over `events` in the order given, and the sum at the end. A free of an
+    address that no earlier event allocated is older than the window and does not count."""
     live: dict[int, int] = {}
     now = peak = 0
     for event in events:
@@ -164,10 +162,8 @@ def allocations(log: profile) -> list[Allocation]:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the end.
-
-    The lines are written by C++ to the descriptors themselves, hence the detour over temporary files.
-    """
+    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the end. The
+    lines are written by C++ to the descriptors themselves, hence the detour over temporary files."""
     saved: dict[int, tuple[int, Any]] = {}
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -303,10 +299,8 @@ _SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that memory has run out.
-
-    A GPU's allocator says so by the error's type; CUDA, its libraries and the CPU's allocator in words.
-    """
+    """Return True if an error says that memory has run out. A GPU's allocator says so by the error's type; CUDA, its
+    libraries and the CPU's allocator in words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
@@ -327,10 +321,8 @@ def _meminfo(field: str) -> int:
 
 
 def _container_limit() -> tuple[int, int]:
-    """Return the control group's memory limit and how much of it is taken (page cache that can go left out), in bytes.
-
-    The limit is unbounded (2**62) outside of a container.
-    """
+    """Return the control group's memory limit and how much of it is taken (page cache that can go left out), in
+    bytes. The limit is unbounded (2**62) outside of a container."""
     for limit_file, used_file, stat_file, inactive in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),

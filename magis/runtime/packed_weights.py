@@ -42,9 +42,7 @@ def pack_weights(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
     """Raise MagisError if a parameter has left the merged weight: moved to a device, say, or packed by another step.
-
-    ``tensors`` are those of ``graph.inputs``.
-    """
+    ``tensors`` are those of ``graph.inputs``."""
     all_merged = merged_inputs(graph)
     if not all_merged:
         return

@@ -82,9 +82,7 @@ class CallBatch:
 
 def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
     """Yield the signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
-
-    Those that this torch refuses, or that are larger than the limit by themselves, are left out.
-    """
+    Those that this torch refuses, or that are larger than the limit by themselves, are left out."""
     held: list[str] = []
     total = 0
     for key in keys:
@@ -101,10 +99,8 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
 
 
 def _call_bytes(key: str) -> int | None:
-    """Return the bytes of a call's arguments and results, or None if torch refuses it.
-
-    Results count twice, since those of two rounds are alive at once.
-    """
+    """Return the bytes of a call's arguments and results, or None if torch refuses it. Results count twice, since
+    those of two rounds are alive at once."""
     try:
         op, values = made(key)
     except MagisError:
@@ -240,10 +236,8 @@ class EventWatch:
 
 
 def cuda_workspace(key: str, device: torch.device) -> int:
-    """Return the bytes that a call allocates at its peak beyond its fresh outputs, in the allocator's own steps.
-
-    It has run before: libraries allocate their own workspace once, which lives on.
-    """
+    """Return the bytes that a call allocates at its peak beyond its fresh outputs, in the allocator's own steps. It
+    has run before: libraries allocate their own workspace once, which lives on."""
     call = prepared(key, device)
     if call is None:
         return 0

@@ -116,9 +116,7 @@ def measure_workspaces(
 
 def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
     """Make tensors for the inputs of `op` by value id: exact shapes, strides and types, in storages of their own.
-
-    The numbers come from a fixed seed and are the same for every call.
-    """
+    The numbers come from a fixed seed and are the same for every call."""
     generator = torch.Generator(device).manual_seed(0)
     return {number: _make_tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
 
@@ -266,10 +264,8 @@ PATIENCE_SECONDS = 120
 
 
 def measure_aside(keys: Sequence[str]) -> dict[str, int]:
-    """Measure workspaces in processes of their own; return bytes by signature.
-
-    Left out are calls that raised, ended their process, or never came back.
-    """
+    """Measure workspaces in processes of their own; return bytes by signature. Left out are calls that raised, ended
+    their process, or never came back."""
     found: dict[str, int] = {}
     pending = list(keys)
     while pending:

@@ -276,10 +276,8 @@ class GraphStep:
         return tuple(self._tensors)
 
     def prepare(self) -> None:
-        """Forget what the last step returned; it leaves no gradients behind.
-
-        Raises MagisError if weights that the graph wants side by side lie elsewhere by now.
-        """
+        """Forget what the last step returned; it leaves no gradients behind. Raises MagisError if weights that the
+        graph wants side by side lie elsewhere by now."""
         self._outputs = ()
         if self._seed is not None:
             seed_all(self._seed)
@@ -305,10 +303,8 @@ class GraphStep:
         return self._outputs[0]
 
     def feed(self, batch: Mapping[str, Tensor]) -> None:
-        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data types.
-
-        One with other strides or bits is copied, since kernels were planned for those of the example.
-        """
+        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data
+        types. One with other strides or bits is copied, since kernels were planned for those of the example."""
         for position, value_id in enumerate(self._graph.inputs):
             value = self._graph.values[value_id]
             tensor = batch.get(value.name)

@@ -202,11 +202,8 @@ _ALLOCATES = "empty_strided_"
 
 @contextmanager
 def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Call ``note`` with each buffer that inductor's generated Python code makes.
-
-    It allocates by functions of torch's C++ that no dispatch mode sees, and every generated module keeps them under
-    names of its own.
-    """
+    """Call ``note`` with each buffer that inductor's generated Python code makes. It allocates by functions of
+    torch's C++ that no dispatch mode sees, and every generated module keeps them under names of its own."""
     source: Any = torch._C._dynamo.guards  # where generated code takes them from
     told: dict[Any, Any] = {}
 

@@ -209,10 +209,8 @@ class StreamHost(GeneratorStates):
         self._wait_for(arrived)
 
     def join(self) -> None:
-        """Let the compute stream wait until every copy is done.
-
-        A whole step waits for each of its copies, so this matters after one that was broken off.
-        """
+        """Let the compute stream wait until every copy is done. A whole step waits for each of its copies, so this
+        matters after one that was broken off."""
         for event in list(self._last.values()):
             self._wait_for(event)
         self._arriving.clear()

@@ -51,10 +51,8 @@ _THREADS = Path("/proc/self/task")
 
 
 def waits(threads: Path = _THREADS) -> dict[str, int]:
-    """Return the nanoseconds that each thread has been ready without a core so far.
-
-    Empty where the system does not count them.
-    """
+    """Return the nanoseconds that each thread has been ready without a core so far. Empty where the system does not
+    count them."""
     found = {}
     if not threads.is_dir():
         return {}
@@ -165,10 +163,8 @@ def interleave(
     warmup: int = 2,
     device: torch.device | str = "cpu",
 ) -> Timing:
-    """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each.
-
-    The garbage collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady.
-    """
+    """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each. The garbage
+    collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady."""
     clock = clock_of(torch.device(device))
     for _ in range(warmup):
         first()
@@ -330,10 +326,8 @@ def is_too_busy(timing: Timing) -> bool:
 
 
 def _rank(count: int, confidence: float) -> int:
-    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
-
-    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`.
-    """
+    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0:
+    none. The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`."""
     allowed = (1 - Fraction(str(confidence))) * 2**count
     tail, rank = 0, 0
     while rank < (count + 1) // 2:

@@ -50,7 +50,7 @@ class Pictures(Protocol):
 
 
 class GrowingPictures(Protocol):
-    """The same of one whose layers add channels."""
+    """A builder of a network that reads pictures and whose layers add channels."""
 
     def __call__(self, batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built: ...
 
