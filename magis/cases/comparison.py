@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,8 +42,6 @@ from magis.runtime.timing import (
     is_too_busy,
     ratio_interval,
 )
-
-S = TypeVar("S", bound=Step)
 
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
@@ -134,16 +131,17 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
     shared = shared_tensors(subject)
-    alone = _after_step(subject.stopped(before_update(before)), seed, shared)
+    alone = subject.stopped(before_update(before))
+    _run_seeded(alone, seed, shared)
     ours, left = alone.results(), _generator_states(alone)
     eager = subject.eager(stops=True)
-    _after_step(eager, seed, shared)
+    _run_seeded(eager, seed, shared)
     drawn = _generator_states(eager)
     gradients = eager.gradients()
     yield from _capture_differences(subject, eager, seed, shared)
     yield from _beyond_rounding(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
-    _after_step(full, seed, shared)
+    _run_seeded(full, seed, shared)
     behind = subject.captured.behind is not None  # its step may draw, and write over gradients
     yield from (f"differs: {said} 1" for said in _moved_generators(drawn, left if behind else _generator_states(full)))
     for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
@@ -165,11 +163,12 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
 def _capture_differences(subject: Subject, eager: EagerStep, seed: int, shared: SharedTensors) -> Iterator[str]:
     """Yield a difference for each result of the captured step, run as it is, that is not eager's."""
     graph, names = with_gradients(subject.captured.graph)
-    ours = _after_step(subject.stopped(before_update(graph)), seed, shared).results()
+    step = subject.stopped(before_update(graph))
+    _run_seeded(step, seed, shared)
     theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
-    yield from (
-        "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
-    )
+    for our, their in zip(step.results(), theirs, strict=True):
+        if not torch.equal(our, their):
+            yield "differs: the captured step"
 
 
 def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
@@ -178,11 +177,6 @@ def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
     with shared.within(step):
         step.prepare()
         return step.run()
-
-
-def _after_step(step: S, seed: int, shared: SharedTensors) -> S:
-    _run_seeded(step, seed, shared)
-    return step
 
 
 def _beyond_rounding(
@@ -247,7 +241,9 @@ class _Corners:
             return False
         shared, first = shared_tensors(self.subject), len(self.reference) - len(self.names)
         for number in range(self.steps, self.steps + NEARBY):
-            eager = _after_step(_perturbed(self.subject.eager(stops=True), number), self.seed, shared)
+            eager = self.subject.eager(stops=True)
+            _perturb_weights(eager, number)
+            _run_seeded(eager, self.seed, shared)
             gradients = eager.gradients()
             for position, name in enumerate(self.names, first):
                 off = (wide(gradients[name]) - self.reference[position]).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -256,14 +252,14 @@ class _Corners:
         return True
 
 
-def _perturbed(step: EagerStep, number: int) -> EagerStep:
+def _perturb_weights(step: EagerStep, number: int) -> None:
+    """Change the last bits of a step's weights at random; ``number`` is the seed."""
     bits = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for each in step.module.parameters():
             if each.is_floating_point() or each.is_complex():
                 up_or_down = 2 * torch.rand(each.shape, generator=bits, dtype=torch.float64) - 1
                 each.mul_((1 + torch.finfo(each.dtype).eps / 2 * up_or_down).to(each.device))
-    return step
 
 
 def _update_differences(

@@ -96,7 +96,7 @@ class KeptResults:
 
     def _read_result(self, text: str) -> CaseResult:
         """Read a result from text. Raises one of ``UNSOUND`` if it is not sound, or of another case."""
-        data = json.loads(text, parse_constant=_refuse)
+        data = json.loads(text, parse_constant=_refuse_number)
         result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
         if any(not 0 <= number <= MOST for number in _numbers_in(data["result"])):
             raise MagisError("a figure is below 0 or beyond all bounds")
@@ -150,5 +150,5 @@ def _numbers_in(data: Any) -> Iterator[float]:
             yield from _numbers_in(item)
 
 
-def _refuse(text: str) -> NoReturn:
+def _refuse_number(text: str) -> NoReturn:
     raise MagisError(f"a figure is {text}")

@@ -255,7 +255,14 @@ class CaseRun:
         )
 
     def _compare(self, candidate: Candidate, measured: Memory) -> _RunFigures:
-        subject, looks = self.subject, self._timing_looks
+        subject, rounds = self.subject, self.case.timing_rounds
+        looks = TimingLooks(
+            subject.torch_device,
+            rounds or TIMING_ROUNDS,
+            tuple(self.latency_bounds),
+            rough=self.rough and rounds is None,
+            turning=subject.runs_together and not self._is_compiled,  # which nobody can interrupt
+        )
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
@@ -274,16 +281,6 @@ class CaseRun:
                 found.append(looks.look(subject.eager(), candidate.make(stack)))
         whole = found[0].whole
         return _RunFigures(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
-
-    @property
-    def _timing_looks(self) -> TimingLooks:
-        subject = self.subject
-        rounds = self.case.timing_rounds
-        rough = self.rough and rounds is None
-        turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
-        return TimingLooks(
-            subject.torch_device, rounds or TIMING_ROUNDS, tuple(self.latency_bounds), rough=rough, turning=turning
-        )
 
     @property
     def _is_compiled(self) -> bool:
@@ -324,9 +321,11 @@ class CaseRun:
         if limit is not None and case.memory_limit_of == RESERVED and opt.needed_bytes(RESERVED) > limit:
             # predictions of reserved bytes may be off, since the allocator's start differs from run to run
             stats = replace(stats, feasible=False)
+        # part of the identity, since other prices make other plans; on a CPU none are used for planning
+        prices = {"profile": subject.pricing.digest} if subject.pricing.digest and subject.kind != "cpu" else {}
         return replace(
             found,
-            identity={**found.identity, **_unlike_others(outcome, subject), **_prices(subject)},
+            identity={**found.identity, **_unlike_others(outcome, subject), **prices},
             ratio=outcome.ratio,
             memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
@@ -376,12 +375,6 @@ def _byte_difference(name: str, figures: StepFigures, step: Replayed, make: Call
     ready.prepare()
     found = attempt(lambda: step.first_difference(ready.run))
     return "" if found is None else f"the {name} step's bytes part from the simulated ones at {found}"
-
-
-def _prices(subject: Subject) -> dict[str, str]:
-    """Return the part of the device identity that says by which profile plans are priced: others make other plans."""
-    digest = subject.pricing.digest
-    return {"profile": digest} if digest and subject.kind != "cpu" else {}
 
 
 def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:

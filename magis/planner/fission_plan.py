@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
-from magis.graph import Graph, Op
+from magis.graph import Op
 from magis.planner.plans import (
     BOUNDED_NODES,
     ENOUGH,
@@ -18,7 +18,6 @@ from magis.planner.plans import (
     approached,
     attempts,
     rounded_bound,
-    searched,
 )
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest, never
@@ -322,26 +321,25 @@ def plan_key(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
 def _attempts_of(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:
     """Return a function that plans a step cut along its batch for a goal."""
     subject = scratch.subject
-    around = searched(found.level.compiled.graph)
-    known = scratch.known((subject.captured.original.graph, *around))
+    known = scratch.known_to_search(found.level.compiled.graph)
 
     def attempt(aim: Objective) -> Plan:
         again = replace(found, states=0)  # planned with the same costs already
         if known or aim != wanted.goal:
             again = replan(found, subject.costs(known), replace(wanted, goal=aim), reuse=subject.source.reuse)
-        plan = plan_of_level(scratch, again.level, again.solution, around)
+        plan = plan_of_level(scratch, again.level, again.solution)
         feasible = aim.met(again.solution.peak, again.solution.latency_ns)
         return replace(plan, states=again.states, feasible=feasible)
 
     return attempt
 
 
-def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan, around: Iterable[Graph]) -> Plan:
-    """Realize and verify a planned level; ``around`` are the graphs that the search worked on."""
+def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan) -> Plan:
+    """Realize and verify a planned level."""
     graph = realize_level(level, solution)
     fission = next((describe_loop(op) for op in graph.ops if op.body is not None), "")
     searched = Searched(level, solution.peak)
-    return scratch.plan(graph, around, solution.latency_ns, fission=fission, searched=searched)
+    return scratch.plan(graph, level.compiled.graph, solution.latency_ns, fission=fission, searched=searched)
 
 
 def describe_loop(loop: Op) -> str:

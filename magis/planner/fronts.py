@@ -11,7 +11,7 @@ from pathlib import Path
 from magis.errors import UsageError
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
-from magis.planner.plans import Plan, PlanScratch, searched, whole_search
+from magis.planner.plans import Plan, PlanScratch, whole_search
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
@@ -137,7 +137,7 @@ def realized_front(
     wanted = PlanRequest(
         Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over, subject.original_ns
     )
-    known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
+    known = scratch.known_to_search(subject.normal)
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched(wanted)
     swept = subject.whole_front(known, partial(over, WHOLE))
@@ -150,9 +150,7 @@ def realized_front(
     in_parts = [point for point in every if subject.source.device != "cpu" or point.peak < leanest]
     front = undominated([*whole.points, *in_parts])
     chosen = _choose_points(front, points, [min(front, key=_ranked_by(goal)) for goal in _common_limits(subject)])
-    plans = [
-        plan_of_level(scratch, each.level, each.solution(), searched(each.level.compiled.graph)) for each in chosen
-    ]
+    plans = [plan_of_level(scratch, each.level, each.solution()) for each in chosen]
     return undominated(plans), hasty.states + swept.states + divided.states + polished.states
 
 

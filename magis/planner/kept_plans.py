@@ -113,7 +113,7 @@ def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Grap
 def _read_plan(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
     """Read a plan from text. Raises one of ``UNSOUND`` if it is not sound, or not of this step and goal."""
     head, _, body = text.partition("\n")
-    given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
+    given = json.loads(head, parse_constant=_refuse_number, parse_float=_refuse_number)
     if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
         raise MagisError("it has other figures than a plan")
     graph = parse(body)
@@ -130,7 +130,7 @@ def _read_plan(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
     return found
 
 
-def _refuse(text: str) -> NoReturn:
+def _refuse_number(text: str) -> NoReturn:
     raise MagisError(f"a figure is {text[:20]}, which is not whole")
 
 
@@ -150,7 +150,7 @@ def _check_types(given: Mapping[str, Any]) -> dict[str, Any]:
 def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
     """Raise MagisError unless the graph simulates to the figures. Latency exactly without swaps and loops. A swap
     takes up to its copies' time more, a loop is planned with or without the views in its body."""
-    memory = scratch.plan(plan.graph, (), plan.latency_ns).planned
+    memory = scratch.plan(plan.graph, None, plan.latency_ns).planned
     if memory != plan.planned:
         raise MagisError(f"its peak is {memory.peak_bytes:,} bytes, not {plan.planned.peak_bytes:,}")
     costs = scratch.subject.costs(scratch.known((plan.graph,)))

@@ -173,7 +173,7 @@ class Followed:
 
     # -- one operator after the other -------------------------------------------------------------------------------
 
-    def _refuse(self, op: Op, text: str) -> None:
+    def _reject(self, op: Op, text: str) -> None:
         """Raise VerifyError in a graph that is compared with a step; what the step does is right."""
         if self._step is not None:
             raise VerifyError(f"operator {op.id} ({op.target}) {text}")
@@ -207,10 +207,10 @@ class Followed:
         outputs = tuple(value is not None for value in op.outputs)
         term = self._terms("call", plain.target, text, tuple(terms), states, op.phase, op.many, outputs)
         if self._step is not None and term not in self._step.calls:
-            self._refuse(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
+            self._reject(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
         if not whole:
             if self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
-                self._refuse(op, f"repeats operator {op.origin}, which is another call")
+                self._reject(op, f"repeats operator {op.origin}, which is another call")
             self._note_writes(op, over, term)
         for storage in moved:
             self._contents[storage] = self._terms("moved", term, storage)
@@ -220,7 +220,7 @@ class Followed:
                 looks = self._note_result(op, (term, position), value, taken, over, fresh)
                 self.made.add((term, position, looks))
                 if self._step is not None and (term, position, looks) not in self._step.made:
-                    self._refuse(op, f"makes value {value} with other sizes, or on other memory, than the step")
+                    self._reject(op, f"makes value {value} with other sizes, or on other memory, than the step")
         self.calls.add(term)
         if not op.made() or not op.target.startswith("aten."):
             self.effects[term] = op
@@ -232,7 +232,7 @@ class Followed:
         changed = {self._values[value].storage for value in (*declared, *statistics)}
         said = {storage for storage, _ in op.writes if self._storages[storage].kind != "generator"}
         if said != changed:
-            self._refuse(op, f"says that it writes {sorted(said)} of the storages, and writes {sorted(changed)}")
+            self._reject(op, f"says that it writes {sorted(said)} of the storages, and writes {sorted(changed)}")
         for number, value in enumerate((*declared, *statistics)):
             looks = self._values[value]
             new = self._terms("made", term, 0 if over is not None and number == 0 else ("written", number))
@@ -249,7 +249,7 @@ class Followed:
         alone = "fresh", looks, storage.nbytes, storage.kind
         if over is not None and self._values[over].storage == storage.id:
             if looks != _layout(self._values[over]):
-                self._refuse(op, f"makes value {number}, which is not what it writes over")
+                self._reject(op, f"makes value {number}, which is not what it writes over")
             return alone if fills(value, storage) else ("through", looks)
         for position, base in enumerate(taken):
             if self._values[base].storage == storage.id:
@@ -257,7 +257,7 @@ class Followed:
         if storage.id in fresh:
             return "with", fresh[storage.id], looks
         if storage.id in self._contents:
-            self._refuse(op, f"makes value {number} on storage {storage.id}, which holds something else")
+            self._reject(op, f"makes value {number} on storage {storage.id}, which holds something else")
         fresh[storage.id] = made[1]
         self._contents[storage.id] = self._terms("made", *made)
         return alone
@@ -283,7 +283,7 @@ class Followed:
                     return
             case "magis.rng_leave", (Ref(state), *own), () if self._try_set_state(own, state):
                 return
-        self._refuse(op, "is not called as plans call it")
+        self._reject(op, "is not called as plans call it")
 
     def _try_copy(self, source: int, made: int, kind: str) -> bool:
         one, other = self._values[source], self._values[made]
@@ -334,7 +334,7 @@ class Followed:
             value, whole = self._values[number], self._values[source]
             storage, other = self._storages[value.storage], self._storages[whole.storage]
             if _layout(value) != _layout(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
-                self._refuse(op, f"makes value {number} with other sizes than the step")
+                self._reject(op, f"makes value {number} with other sizes than the step")
             left[storage.id] = self._contents[other.id]
         for storage_id, _ in op.writes:  # memory that it uses up: none of what was there is there any more
             self._contents[storage_id] = self._terms("used up", op.id)
@@ -365,12 +365,12 @@ class Followed:
                 self._check_body(op.body.graph)
             for value in op.inputs()[op.target in (JOIN, REDUCE) :]:
                 if writes.get(body.values[value].storage, 0) != opened.get(value, 0):
-                    self._refuse(op, f"takes value {value} of a loop, whose memory was written since")
+                    self._reject(op, f"takes value {value} of a loop, whose memory was written since")
             if op.body is None and op.target not in (*_OF_PLANS, *_BORDER):
                 _, over = plain_form(op)
                 changed = {body.values[value].storage for value in ([over] if over is not None else written(op))}
                 if changed != {storage for storage, _ in op.writes} or op_info(op.target).undeclared_writes(op.args):
-                    self._refuse(op, "writes otherwise than it says")
+                    self._reject(op, "writes otherwise than it says")
             for storage, _ in op.writes:
                 writes[storage] = writes.get(storage, 0) + 1
             opened |= {value: writes.get(body.values[value].storage, 0) for value in op.made()}

@@ -19,7 +19,6 @@ from magis.planner.plans import (
     approached,
     attempts,
     reuse_decisions,
-    searched,
     with_latency_bound,
 )
 from magis.planner.search_progress import BestSoFar
@@ -183,8 +182,8 @@ def _search_all(
 
     def front(until: float) -> FissionFront:
         stage("searching among plans for all limits")
-        known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
+        known = scratch.known_to_search(subject.normal)
         return subject.whole_front(known, partial(over, until * FRONT_SHARE), effort)
 
     def in_loops(plain: Plan) -> Plan:

@@ -122,11 +122,16 @@ class PlanScratch:
             return {}
         return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
 
-    def plan(self, graph: Graph, around: Iterable[Graph], latency_ns: int, **figures: Any) -> Plan:
+    def known_to_search(self, step: Graph) -> Mapping[str, int]:
+        """Return the workspaces of the original and of a searched step, its operators in their recomputed form, too."""
+        return self.known((self.subject.captured.original.graph, step, redo_graph(step)))
+
+    def plan(self, graph: Graph, step: Graph | None, latency_ns: int, **figures: Any) -> Plan:
         """Verify a realized graph and return it as a plan, with its memory. Its workspaces are the non-zero ones
-        that it and planning relied on. ``around`` are the graphs that the search worked on."""
+        that it and the search relied on, which worked on ``step``."""
         verify(graph)
-        graphs = (self.subject.captured.original.graph, *around, graph)
+        searched = () if step is None else (step, redo_graph(step))
+        graphs = (self.subject.captured.original.graph, *searched, graph)
         table = self.known(graphs)
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
@@ -142,11 +147,6 @@ class PlanScratch:
             swapped_bytes=swapped,
             **figures,
         )
-
-
-def searched(graph: Graph) -> tuple[Graph, Graph]:
-    """Return a graph as a search sees it: every operator as it stands, and as it is recomputed."""
-    return graph, redo_graph(graph)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +168,8 @@ class SearchesFromNothing:
         """Return True if searching on has next to nothing to win, by that latency as well as by eager's."""
         if scratch.enough(goal, peak, latency_ns):
             return True
-        if not goal.met(peak, latency_ns):
-            return False
-        return scratch.enough(goal, peak, latency_ns, self._latency_bound(scratch, problem, goal))
+        least_ns = self._latency_bound(scratch, problem, goal) if goal.met(peak, latency_ns) else 0
+        return scratch.enough(goal, peak, latency_ns, least_ns)
 
     def _latency_bound(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
         """Return that latency within a memory limit; 0 where finding it would take as long as the search."""
@@ -201,9 +200,8 @@ def attempts(
     parts run whole, a search that is not `enough` goes on from it. What ``begun`` knows is not searched for again.
     """
     subject = scratch.subject
-    around = searched(graph)
-    known = scratch.known((subject.captured.original.graph, *around))
-    compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
+    costs = subject.costs(scratch.known_to_search(graph))
+    compiled = compile_problem(graph, costs, reuse=subject.source.reuse)
     loose = compiled.problem
     if scratch.torn:
         loose = replace(loose, block_waits=rows_of(() for _ in range(loose.n_blocks)))
@@ -219,7 +217,7 @@ def attempts(
         events = expand(problem, result.order, result.flags)
         return scratch.plan(
             realize(compiled, events),
-            around,
+            graph,
             result.latency_ns,
             states=states,
             stopped_by_seconds=any(each.stopped_by_seconds for each in results),
@@ -248,9 +246,8 @@ def reuse_decisions(scratch: PlanScratch, goal: Objective, known: Iterable[Decis
     """Return the best plan that decisions for steps of other sizes or numbers give, realized and verified. None
     where no step among them has this one's structure, or where what they give does not keep the limit."""
     subject = scratch.subject
-    around = searched(subject.normal)
-    table = scratch.known((subject.captured.original.graph, *around))
-    compiled = compile_problem(subject.normal, subject.costs(table), reuse=subject.source.reuse)
+    costs = subject.costs(scratch.known_to_search(subject.normal))
+    compiled = compile_problem(subject.normal, costs, reuse=subject.source.reuse)
     problem, structure = replace(compiled.problem, ceiling=goal.memory_limit or 0), structure_of(compiled)
     judged = [(evaluate(problem, each.order, each.flags), each) for each in known if each.structure == structure]
     judged = [(found, each) for found, each in judged if goal.met(found.peak, found.latency_ns)]
@@ -259,7 +256,7 @@ def reuse_decisions(scratch: PlanScratch, goal: Objective, known: Iterable[Decis
     found, decisions = min(judged, key=lambda pair: goal.key(pair[0].peak, pair[0].latency_ns))
     graph = realize(compiled, expand(problem, decisions.order, decisions.flags))
     figures: dict[str, Any] = {"states": len(judged), "stopped_by_seconds": False, "feasible": True}
-    plan = scratch.plan(graph, around, found.latency_ns, decisions=decisions, **figures)
+    plan = scratch.plan(graph, subject.normal, found.latency_ns, decisions=decisions, **figures)
     return plan if goal.memory_limit is None or plan.peak <= goal.memory_limit else None
 
 

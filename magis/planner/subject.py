@@ -14,7 +14,6 @@ from magis.capture.with_optimizer import before_update, without_state
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
-from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.lower_bound import LowerBound, floor, with_behind
 from magis.graph import Graph, digest, verify
@@ -71,10 +70,10 @@ class Subject(TracedModel):
 
     @cached_property
     def conformance(self) -> str:
-        """How far the captured step was compared with eager's (`conformance`). CaptureError where it is another one."""
+        """Extent to which the captured step was compared with eager's; CaptureError where it is another one."""
         if self.too_slow or not (self.runs or self.captured.sends or self._asked.of_user):
             return f"not checked: {self.too_slow or 'built in, and simulated'}"
-        on_cpu, cast = self.captured if self.kind == "cpu" else None, autocast_type(self._asked.dtype)
+        on_cpu = self.captured if self.kind == "cpu" else None
         held = held_bytes(self.traced.module.parameters() if self.runs else tensors_of(self.traced))
         try:
             small = 4 * held <= MOST_BYTES and (self.runs or self._step_bytes <= MOST_BYTES)
@@ -85,8 +84,9 @@ class Subject(TracedModel):
             return f"not checked: {error}"
         mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
         said, found = conformance(
-            work, on_cpu, self._step_bytes, autocast=cast, start=self._asked.start, heard=self._heard, mends=mends
-        )
+            work, on_cpu, self._step_bytes,
+            autocast=self._cast, start=self._asked.start, heard=self._heard, mends=mends,
+        )  # fmt: skip
         if self.simulated_only:
             trim()
         if on_cpu is not None and found is not None and found is not on_cpu:

@@ -181,21 +181,20 @@ class TracedModel:
         return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
 
     def _record_eager(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
-        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
+        explicit = work.explicit_attention
         with generators_kept():
             self._asked.start()
-            return record_eager(
-                *work.parts, explicit_attention=explicit, autocast=cast, expects=True, within=within
-            ).heard
+            run = record_eager(
+                *work.parts, explicit_attention=explicit, autocast=self._cast, expects=True, within=within
+            )
+        return run.heard
 
     def _record_smaller(self, work: Workload) -> Heard | None:
         """Record a smaller step, found as if all branches went one way, without its layouts. None where it tells
         more than truth values: numbers, and shapes that depend on data, are those of its size."""
-        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
         for guess in (True, False):
             guessed = Heard({}, (guess,) * MOST_GUESSES, expects=True)
-            looked_at = partial(_capture_for_cpu, explicit, cast, guessed)
-            with smaller_step(work, looked_at) as small:
+            with smaller_step(work, partial(self._capture_for_cpu, guessed)) as small:
                 heard = (
                     None if small is None else self._record_eager(small.work, BoundedLedger(MOST_BYTES, MOST_SECONDS))
                 )
@@ -231,7 +230,7 @@ class TracedModel:
                 *workload.parts,
                 device=self.kind,
                 explicit_attention=workload.explicit_attention,
-                autocast=cast or autocast_type(self._asked.dtype),
+                autocast=cast or self._cast,
                 settled=settled,
                 heard=self._heard,
                 results=self._asked.keeps_results,
@@ -242,20 +241,28 @@ class TracedModel:
         self.capture_seconds = time.perf_counter() - begun
         return found
 
+    @property
+    def _cast(self) -> str | None:
+        """Data type of autocast, None without."""
+        return autocast_type(self._asked.dtype)
+
+    def _capture_for_cpu(self, heard: Heard | None, work: Workload) -> Captured:
+        return capture(*work.parts, explicit_attention=work.explicit_attention, autocast=self._cast, heard=heard)
+
     def expected_seconds(self, graph: Graph, most: float) -> float:
         """Predict the seconds of a step on this CPU. As its operators say where that is at most ``most``, else as
         long as a smaller one takes, and as much longer as its operators say."""
         expected = seconds_on_cpu(graph)
         if expected <= most:
             return expected
-        explicit, cast = self.traced.explicit_attention, autocast_type(self._asked.dtype)
-        looked_at = partial(_capture_for_cpu, explicit, cast, self._heard)
-        with smaller_step(self.traced, looked_at, most_seconds=min(most, QUICK_SECONDS)) as small, generators_kept():
+        look, quick = partial(self._capture_for_cpu, self._heard), min(most, QUICK_SECONDS)
+        with smaller_step(self.traced, look, most_seconds=quick) as small, generators_kept():
             if small is None:
                 return expected
             begun = time.thread_time()
             try:
-                record_eager(*small.work.parts, explicit_attention=explicit, autocast=cast)
+                explicit = small.work.explicit_attention
+                record_eager(*small.work.parts, explicit_attention=explicit, autocast=self._cast)
             except CaptureError:  # said where the step is run for its own sake
                 return expected
             return expected * (time.thread_time() - begun) / small.seconds
@@ -308,26 +315,21 @@ class TracedModel:
 
     def _around(self) -> AbstractContextManager[object]:
         """Return the context of eager's forward and loss."""
-        cast = autocast_type(self._asked.dtype)
-        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
+        return nullcontext() if self._cast is None else torch.autocast(self.kind, getattr(torch, self._cast))
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
 
 
-def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:
-    return capture(*work.parts, explicit_attention=explicit, autocast=cast, heard=heard)
-
-
 def redo_graph(graph: Graph) -> Graph:
     """Return a graph of every operator in the form in which it is recomputed; only good for asking for costs."""
-    return replace(graph, ops=tuple(_redo_operator(op, graph) for op in graph.ops))
-
-
-def _redo_operator(op: Op, graph: Graph) -> Op:
-    form = redo_form(op, graph)
-    return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
+    ops = []
+    for op in graph.ops:
+        form = redo_form(op, graph)
+        body = None if form.body is None else replace(form.body, graph=redo_graph(form.body.graph))
+        ops.append(form if body is None else replace(form, body=body))
+    return replace(graph, ops=tuple(ops))
 
 
 def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:

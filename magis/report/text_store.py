@@ -89,7 +89,10 @@ class Kept:
             content = self._read_bytes(path)
             if content is None:
                 return None
-            found = read(_checked_text(content))
+            head, _, body = content.partition(b"\n")
+            if head != f"{HEADER} {hashlib.sha256(body).hexdigest()}".encode():
+                raise MagisError("its content is not what was written")
+            found = read(body.decode())
         except OSError as error:
             self._give_up(f"cannot read {path}: {error.strerror or error}")
             return None
@@ -169,10 +172,3 @@ class Kept:
                     found = path.lstat()
                     if stat.S_ISREG(found.st_mode):
                         yield found.st_mtime, found.st_size, path
-
-
-def _checked_text(content: bytes) -> str:
-    head, _, body = content.partition(b"\n")
-    if head != f"{HEADER} {hashlib.sha256(body).hexdigest()}".encode():
-        raise MagisError("its content is not what was written")
-    return body.decode()

@@ -231,8 +231,11 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
     for (op, inside), events in zip(calls, windows, strict=True):
         window = replay(events)
         key = signature(op, inside.values)
-        # some kernels make what nobody asked for, which is scratch
-        stays = min(window.kept_bytes, _fresh_bytes(op, inside)) if None in op.outputs else window.kept_bytes
+        stays = window.kept_bytes
+        if None in op.outputs:  # some kernels make what nobody asked for, which is scratch
+            given = {inside.values[value].storage for value in op.inputs()}
+            fresh = {inside.values[value].storage for value in op.made()} - given
+            stays = min(stays, sum(inside.storages[storage].nbytes for storage in fresh))
         found[key] = max(found.get(key, 0), window.peak_bytes - stays)
     return found
 
@@ -245,12 +248,6 @@ def _calls_in_order(graph: Graph) -> Iterator[tuple[Op, Graph]]:
                 yield from _calls_in_order(op.body.graph)
         elif not op.target.startswith("magis."):
             yield op, graph
-
-
-def _fresh_bytes(op: Op, graph: Graph) -> int:
-    given = {graph.values[value].storage for value in op.inputs()}
-    fresh = {graph.values[value].storage for value in op.made()} - given
-    return sum(graph.storages[storage].nbytes for storage in fresh)
 
 
 # Operators that a process of its own tries out, which may die of it.

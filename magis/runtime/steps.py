@@ -115,12 +115,15 @@ class EagerStep:
                 with torch.no_grad():
                     self._outputs = tuple(_output_tensors(self.forward()))
                     return self._outputs[0]
-            loss = self.forward()
-            if self._scaler is None:
-                loss.backward()
-            else:
-                self._scaler.scale(loss).backward()
-            self._update()
+            loss, scaler = self.forward(), self._scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if self._optimizer is not None:
+                self._steps += 1
+                if scaler is None:
+                    self._optimizer.step()
+                else:
+                    scaler.step(self._optimizer)
+                    scaler.update()
         self._outputs = (loss.detach(),)
         return self._outputs[0]
 
@@ -135,16 +138,6 @@ class EagerStep:
                 self.prepare()
                 self.run()
             self._steps = settle(self._optimizer, self._steps)
-
-    def _update(self) -> None:
-        if self._optimizer is None:
-            return
-        self._steps += 1
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
 
     def forward(self) -> Any:
         """Run forward and loss alone, with gradients as in the whole step; this may change weights, too."""

@@ -110,11 +110,14 @@ class StorageLedger(TorchDispatchMode):
             if known is None:
                 self._on_new_storage(serial)
             self._on_size(serial, nbytes)
-        if more and self._most > self.peak_bytes:
+        if more and self._is_above_peak():
+            self.peak_bytes = self._most
+            self._on_peak()
+
+    def _is_above_peak(self) -> bool:
+        if self._most > self.peak_bytes:
             self._purge()
-            if self._most > self.peak_bytes:
-                self.peak_bytes = self._most
-                self._on_peak()
+        return self._most > self.peak_bytes
 
     def _purge(self) -> None:
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:

@@ -177,7 +177,7 @@ def interleave(
 
 
 def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *, slice_ms: float = SLICE_MS) -> Timing:
-    """Like `interleave`, but the steps of a pair go on in turn, about `slice_ms` milliseconds each: CPU only.
+    """Time pairs like `interleave`, but the steps go on in turn, about `slice_ms` milliseconds each: CPU only.
 
     What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
     themselves are those of steps that share caches with each other. One pair is run before the timed ones.

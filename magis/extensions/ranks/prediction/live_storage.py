@@ -132,11 +132,11 @@ class LiveStorage(StorageLedger):
         if purpose is not None:
             self._kinds[serial] = purpose
 
-    def _exceeds(self) -> bool:
-        exceeds = self._watching and super()._exceeds()
+    def _is_above_peak(self) -> bool:
+        exceeds = self._watching and super()._is_above_peak()
         if exceeds and self._let_threads_rest is not None and self._lent:
             self._let_threads_rest()
-            return super()._exceeds()
+            return super()._is_above_peak()
         return exceeds
 
     def _on_size(self, serial: int, nbytes: int) -> None:
