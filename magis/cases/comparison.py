@@ -265,8 +265,10 @@ def _perturb_weights(step: EagerStep, number: int) -> None:
 def _update_differences(
     subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
 ) -> Iterator[str]:
-    """Yield what torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves
-    them. ``drawn`` is the generator's state behind the backward."""
+    """Yield what torch's optimizer makes otherwise of the same gradients and of the weights after a forward.
+
+    ``drawn`` is the generator's state behind the backward.
+    """
     if not gradients:
         return
     twin = subject.eager()
@@ -357,8 +359,10 @@ def once_in_turns(step: Step) -> TurningStep:
 
 
 class SharedTensors:
-    """Contents of ``tensors`` as each step leaves them when it runs `within`. A step's first run begins with what
-    was there at the start."""
+    """Contents of ``tensors`` as each step that runs `within` leaves them.
+
+    A step's first run begins with what was there at the start.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

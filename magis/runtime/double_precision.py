@@ -101,8 +101,10 @@ def _where_it_lies(value: Value) -> tuple[object, ...]:
 
 
 def _update_groups(graph: Graph) -> list[list[Op]]:
-    """Return the operators that update each parameter. They share its values and its state's. A storage they may
-    share with other parameters' (``magis.rewrite.rules.merged_weights``), and so they may a gradient's."""
+    """Return the operators that update each parameter, in groups that share its values and its state's.
+
+    Parameters, and gradients, may share a storage (``magis.rewrite.rules.merged_weights``): that makes no group.
+    """
     _, blocks = split(graph)
     links: rx.PyGraph[int, None] = rx.PyGraph()
     ops = [op for block in blocks for op in block]

@@ -75,7 +75,7 @@ Clock: TypeAlias = Callable[[Callable[[], object]], float]
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
 STEADY, SETTLING_GROUPS, SETTLING_SECONDS = 0.02, 15, 10.0
-"""A device's clock is steady if medians differ by this share at most; limits of waiting for that."""
+"""Largest difference of medians under a steady clock, and the limits of waiting for it."""
 MEASURING, DECIDING = (6, 8.0), (12, 20.0)
 """Limits, as a multiple of the rounds and as seconds. The first pair is to know a ratio, the second to decide by it."""
 BRISK_SECONDS = 1.5
@@ -83,11 +83,9 @@ BRISK_SECONDS = 1.5
 BUSY = 0.1
 """Share of a pair's time for which a thread of ours may wait for a core (quiet: 0.001; one busy neighbour: 0.4)."""
 HOPELESS, HOPE = 0.1, 1 / 3
-"""A machine is given up that left us alone in less than the first share of pairs, in the second share of the seconds.
-"""
+"""A machine is given up that leaves fewer pairs undisturbed than the first share, in the second of the seconds."""
 WIDEST = 0.1
-"""Width of the widest interval, as a share of the ratio, that two looks may agree on: any wider compares with nothing.
-"""
+"""Width, as a share of the ratio, of the widest interval that two looks may agree on; wider ones tell nothing."""
 FEWEST = 8
 """Number of pairs that give an interval at 0.99."""
 
@@ -326,8 +324,10 @@ def is_too_busy(timing: Timing) -> bool:
 
 
 def _rank(count: int, confidence: float) -> int:
-    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0:
-    none. The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`."""
+    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
+
+    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`.
+    """
     allowed = (1 - Fraction(str(confidence))) * 2**count
     tail, rank = 0, 0
     while rank < (count + 1) // 2:
