@@ -154,7 +154,7 @@ def line(name: str, row: Row, steps: int) -> str:
     batches = [(torch.randn(row.size(step), 16), torch.randint(0, 5, (row.size(step),))) for step in range(steps)]
     for net in (ours, theirs):
         row.change(net, 0)
-    step = magis.optimize(ours, functional.cross_entropy, optimizers[0], batches[0], latency_ratio=1.5, budget=40)
+    step = magis.optimize(ours, batches[0], functional.cross_entropy, optimizers[0], latency_ratio=1.5, budget=40)
     counts, spent, anew = {"captured_step": 0, "_searched": 0}, [0.0, 0.0], list[float]()
 
     def counting(module: Any, called: str) -> None:

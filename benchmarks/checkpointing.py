@@ -105,7 +105,7 @@ def planned(work: Workload, limit: int) -> Loop:
     """The step of `magis.optimize` on a copy of the module within so many bytes."""
     module = copy.deepcopy(work.module)
     optimizer = make_optimizer(work, trained(module), "magis")
-    step = magis.optimize(module, work.loss_fn, optimizer, (work.inputs, work.targets), memory_limit=limit)
+    step = magis.optimize(module, (work.inputs, work.targets), work.loss_fn, optimizer, memory_limit=limit)
     call = partial(step, work.inputs, work.targets)
     call()
     return Loop(call, _held(module, work, [optimizer]))

@@ -12,10 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, estimate, fit, pareto, peak, run_case
+    from magis.api import Workload, estimate, fit, pareto, peak, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, PartialUpdateError, UsageError, VerifyError
     from magis.extensions.compile.checkpointing.choose import checkpoint_policy
-    from magis.extensions.compile.checkpointing.policy import RegionPolicies
     from magis.extensions.compile.joint_tags import JointTags, tag_joint_graph
     from magis.extensions.compile.trainers import LightningCallback, MagisCallback
     from magis.frontends.optimize import OptimizedStep, optimize
@@ -25,16 +24,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BaselineError",
-    "Bench",
     "CaptureError",
     "JointTags",
     "LightningCallback",
     "MagisCallback",
     "MagisError",
     "OptimizedStep",
-    "OptimizerSpec",
     "PartialUpdateError",
-    "RegionPolicies",
     "UsageError",
     "VerifyError",
     "Workload",
@@ -53,11 +49,9 @@ __all__ = [
 # public name -> the module that defines it; those of neighbours stand in magis.registry
 _EXPORTS = {
     "BaselineError": "magis.errors",
-    "Bench": "magis.api",
     "CaptureError": "magis.errors",
     "MagisError": "magis.errors",
     "OptimizedStep": "magis.frontends.optimize",
-    "OptimizerSpec": "magis.api",
     "PartialUpdateError": "magis.errors",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
@@ -71,6 +65,13 @@ _EXPORTS = {
     "run_case": "magis.api",
 }
 
+# names of before -> where they are now
+_MOVED = {
+    "Bench": "magis.api",
+    "OptimizerSpec": "magis.api",
+    "RegionPolicies": "magis.extensions.compile",
+}
+
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
@@ -79,6 +80,10 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         exported: object = import_module("magis.registry").load("export", name)
         return exported
+    if name in _MOVED:
+        text = f"magis.{name} is {_MOVED[name]}.{name} now"
+        import_module("warnings").warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
 
 

@@ -24,7 +24,6 @@ _PLACES = {
         "JointTags": "magis.extensions.compile.joint_tags:JointTags",
         "LightningCallback": "magis.extensions.compile.trainers:LightningCallback",
         "MagisCallback": "magis.extensions.compile.trainers:MagisCallback",
-        "RegionPolicies": "magis.extensions.compile.checkpointing.policy:RegionPolicies",
         "checkpoint_policy": "magis.extensions.compile.checkpointing.choose:checkpoint_policy",
         "tag_joint_graph": "magis.extensions.compile.joint_tags:tag_joint_graph",
     },

@@ -77,6 +77,7 @@ PUBLIC = frozenset(
         "magis.errors",
         "magis.models",
         "magis.models.model_specs",
+        "magis.models.step_parts",
         "magis.printable",
         "magis.progress",
         "magis.quiet",

@@ -28,7 +28,7 @@ def net():
 def main():
     module, x, y, loss = net()
     twin = copy.deepcopy(module)
-    step = magis.optimize(module, loss, torch.optim.SGD(module.parameters(), lr=.1), (x, y), memory_ratio=.9)
+    step = magis.optimize(module, (x, y), loss, torch.optim.SGD(module.parameters(), lr=.1), memory_ratio=.9)
     update = torch.optim.SGD(twin.parameters(), lr=.1)
     for _ in range(3):
         planned = step(x, y)

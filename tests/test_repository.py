@@ -147,6 +147,14 @@ def test_the_facade_says_the_same_three_times(repository: Path) -> None:
     assert {*typed, "__version__"} == set(magis.__all__)
 
 
+@pytest.mark.parametrize("name", magis._MOVED)
+def test_a_name_that_moved_works_with_one_line(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"magis.{name} is magis") as found:
+        assert getattr(magis, name) is getattr(importlib.import_module(magis._MOVED[name]), name)
+    assert [each.filename for each in found] == [__file__]
+    assert name not in dir(magis)
+
+
 def test_an_unknown_name_is_an_attribute_error_that_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'optimise'; public names: .*MagisError"):
         magis.optimise  # noqa: B018  (the lookup is the test)

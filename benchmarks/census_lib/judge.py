@@ -103,7 +103,7 @@ def trained(network: Network, least: float) -> Found:
         ours = _Loop(network)
         try:
             step = optimize(
-                ours.module, network.loss, ours.optimizer, example, memory_ratio=ratio, budget=BUDGET
+                ours.module, example, network.loss, ours.optimizer, memory_ratio=ratio, budget=BUDGET
             )  # fmt: skip
         except UsageError as error:
             if "no plan found" not in str(error):

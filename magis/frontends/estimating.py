@@ -21,7 +21,7 @@ from magis.capture import OptimizerSpec, Workload
 from magis.cases.run_case import run_case
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, largest, resized
-from magis.models.model_specs import from_function, is_factory
+from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.printable import printable
 from magis.results import Case, CaseResult, Peak
@@ -187,11 +187,12 @@ class Estimate:
             yield f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}"
 
 
+@in_one_order("magis.estimate", ("module", "optimizer", "batch", "loss"), {"model": "module"})
 def estimate(
-    model: nn.Module | Workload | Callable[[], object] | str,
-    optimizer: Optimizer | OptimizerSpec | str | None = None,
+    module: nn.Module | Workload | tuple[Any, ...] | Callable[[], object] | str,
     batch: Any = None,
     loss: Callable[..., Any] | None = None,
+    optimizer: Optimizer | OptimizerSpec | str | None = None,
     *,
     device: str | None = None,
     dtype: str | None = None,
@@ -201,40 +202,20 @@ def estimate(
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
-    ``model``: a module (then ``batch`` is `(inputs, targets)` or a dictionary of its keywords, and ``loss`` takes its
-    output and the targets, unless the module returns its loss); a function without arguments that returns such a tuple,
-    which is called on fake tensors, so that nothing of its size is allocated; or a name ("bert",
-    "package.module:factory"). ``optimizer``: a torch optimizer of the module's parameters, or "adamw", "adam", "sgd",
-    "momentum", "none". ``memory_limit`` (bytes, or "24 GiB") stands in for the device's memory. Raises MagisError for
-    what cannot be captured or asked for.
+    ``batch`` is `(inputs, targets)` or a dictionary of the module's keywords, and ``loss`` takes its output and the
+    targets, unless the module returns its loss. In place of the module: a tuple of these parts; a function without
+    arguments that returns one, which is called on fake tensors, so that nothing of its size is allocated; or a name
+    ("bert", "package.module:factory"). ``optimizer``: a torch optimizer of the module's parameters, or "adamw",
+    "adam", "sgd", "momentum", "none". ``memory_limit`` (bytes, or "24 GiB") stands in for the device's memory. Raises
+    MagisError for what cannot be captured or asked for.
     """
+    asked = None if memory_limit is None else _bytes(memory_limit)
     device = default_device() if device is None else device
-    name, make = _named_make(model, optimizer, batch, loss)
+    name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
     case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
     bench = Bench()
     result = run_case(case, cache=bench, make=make)
-    limit = result.device_memory_bytes if memory_limit is None else _bytes(memory_limit)
-    return Estimate(result, bench, make, limit)
-
-
-def _named_make(model: Any, optimizer: Any, batch: Any, loss: Any) -> tuple[str, Make | None]:
-    if isinstance(model, str):
-        if batch is not None or loss is not None:
-            raise UsageError("estimate: a model by name brings its own batch and loss")
-        if optimizer is not None and not is_factory(model):
-            raise UsageError("estimate: a model by name brings its own optimizer")
-        return model, None
-    if isinstance(model, nn.Module):
-        if batch is None:
-            raise UsageError("estimate: a module needs a batch", hint="pass (inputs, targets), or its keywords")
-        made = (model, batch) if loss is None else (model, batch, loss)
-        return type(model).__name__, from_function(type(model).__name__, lambda: made, optimizer)
-    if batch is not None or loss is not None:
-        raise UsageError(f"estimate: a {type(model).__name__} is no module that takes a batch and a loss")
-    if not isinstance(model, Workload) and not callable(model):
-        raise UsageError(f"estimate: a {type(model).__name__} is no model", hint="pass a module, or a function")
-    name = model.name if isinstance(model, Workload) else getattr(model, "__name__", "model")
-    return name, from_function(name, model if callable(model) else lambda: model, optimizer)
+    return Estimate(result, bench, make, result.device_memory_bytes if asked is None else asked)
 
 
 def _bytes(limit: str | int) -> int:

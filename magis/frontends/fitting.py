@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from magis.capture import Workload
 from magis.cases.case_rows import run_alone
 from magis.errors import CaptureError, UsageError
 from magis.models.model_specs import factory_default, get, is_factory
-from magis.planner.bench import Bench, default_device
+from magis.models.step_parts import ORDER, in_one_order, recipe_of
+from magis.ops.optimizers import OptimizerSpec
+from magis.planner.bench import Bench, Make, default_device
 from magis.planner.planning import plan
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
@@ -133,6 +137,8 @@ class _Sizes:
     case: Case
     dim: int
     keyword: str | None
+    make: Make | None = None
+    """Builds the workload from a seed, where the model's name does not say it."""
     refused: dict[int, str] = field(default_factory=dict)
     """Why sizes are not taken, of those that were asked for."""
     _peaks: dict[int, int] = field(default_factory=dict)
@@ -141,20 +147,21 @@ class _Sizes:
     def start(self) -> int:
         """The model's own size."""
         if self.keyword is None:
-            return extent(self.bench.subject(self.case).traced, self.dim)
+            return extent(self.bench.subject(self.case, self.make).traced, self.dim)
         return factory_default(self.case.model, self.keyword) or FIRST
 
     def subject(self, size: int) -> Subject:
         """The model at a size; raises what building and capturing it does."""
         case, keyword = self.case, self.keyword
         if keyword is None:
-            make = partial(_at_size, get(case.model).build, case.preset, self.dim, size)
+            build = self.make or partial(get(case.model).build, case.preset)
+            make: Make = partial(_at_size, build, self.dim, size)
         else:
             make = partial(get(case.model, {keyword: size}).build, case.preset)
-        base = self.bench.subject(case)
+        base = self.bench.subject(case, self.make)
         asked = base.source.dtype if not base.keeps_dtypes else ""
-        source = Source(case.model, make, asked, case.device, case.seed, is_factory(case.model))
-        return self.bench.keep((case.model, case.preset, self.dim, keyword, size), source)
+        source = Source(case.model, make, asked, case.device, case.seed, base.source.of_user)
+        return self.bench.keep((case.model, self.make or case.preset, self.dim, keyword, size), source)
 
     def taken(self, size: int) -> Subject | None:
         """The same; None where the model does not take the size."""
@@ -181,12 +188,16 @@ class _Sizes:
         return peaks == sorted(peaks)
 
 
-def _at_size(build: Callable[[str, int], Workload], preset: str, dim: int, size: int, seed: int) -> Workload:
-    return resized(build(preset, seed), dim, size)
+def _at_size(build: Make, dim: int, size: int, seed: int) -> Workload:
+    return resized(build(seed), dim, size)
 
 
+@in_one_order("magis.fit", ORDER, {"model": "module"})
 def fit(
-    model: str,
+    module: nn.Module | Workload | tuple[Any, ...] | Callable[[], object] | str,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Optimizer | OptimizerSpec | str | None = None,
     *,
     memory_limit: str | int,
     device: str | None = None,
@@ -203,8 +214,9 @@ def fit(
     cache: Bench | None = None,
     progress: Progress | None = None,
 ) -> Fit:
-    """The largest size of a model whose training step needs at most ``memory_limit`` (bytes, or a text: "8 GiB").
+    """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, or a text: "8 GiB").
 
+    Module, batch, loss and optimizer are those of `magis.estimate`.
     The size is that of dimension ``dim`` of the first input, and of every input and target that has the same extent
     there; or a ``keyword`` that the factory takes. Eager's answer is exact as far as memory grows with the size, which
     is looked at (``Fit.is_monotone``). The optimized one is the largest size at which a plan was found that fits and
@@ -216,10 +228,11 @@ def fit(
     _check_amounts(limit, dim, latency_ratio, most, precision, seed, budget)
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
-    case = Case(model, "magis", device, preset, dtype, budget=budget, seed=seed)
-    if keyword is not None and ":" not in model:
-        raise UsageError(f"{model} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
-    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword)
+    name, make = recipe_of("magis.fit", module, batch, loss, optimizer)
+    case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed)
+    if keyword is not None and not is_factory(name):
+        raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
+    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make)
     say = progress or (lambda _text: None)
     _ = sizes.subject(min(sizes.start, most)).captured  # what is wrong with the model itself is told at once
     eager = _eager(sizes, limit, most, say)
@@ -237,9 +250,9 @@ def fit(
     as_it_is = None if eager is None else _eager_point(sizes.subject(eager), eager, run=run)
     planned = None if best is None else plans.get(best)
     return Fit(
-        model=model,
+        model=name,
         device=device,
-        dtype=sizes.bench.subject(case).source.dtype,
+        dtype=sizes.bench.subject(case, make).source.dtype,
         what=keyword or f"dimension {dim}",
         limit_bytes=limit,
         eager=as_it_is,

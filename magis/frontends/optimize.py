@@ -18,19 +18,22 @@ from magis.errors import UsageError
 from magis.frontends.limits import AUTOCAST, limits_of
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import device_of
+from magis.models.step_parts import in_one_order, live_parts
 from magis.results import Case
 
 __all__ = ["OptimizedStep", "optimize"]
 
 _SHARE = "use a share above 0 and at most 1, or a latency of at least 1"
+OLD_ORDER = ("module", "loss", "optimizer", "batch")
 HINTS = {"memory_ratio": _SHARE, "latency_ratio": _SHARE, "budget": "use a whole number above 0"}
 
 
+@in_one_order("magis.optimize", OLD_ORDER, {"model": "module", "loss_fn": "loss", "example_batch": "batch"})
 def optimize(
-    model: nn.Module,
-    loss_fn: Callable[..., Tensor] | None,
-    optimizer: Optimizer | None,
-    example_batch: Any,
+    module: nn.Module | tuple[Any, ...] | Callable[[], object],
+    batch: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
     *,
     memory_ratio: float | None = None,
     memory_limit: str | int | None = None,
@@ -42,9 +45,9 @@ def optimize(
     slack: float = Case.slack,
     plan: Path | str | None = None,
 ) -> OptimizedStep:
-    """A step that trains `model` in place with less memory: `loss = step(inputs, targets)`.
+    """Make a step that trains `module` in place with less memory: `value = step(inputs, targets)`.
 
-    It does what `zero_grad`, `loss_fn(model(*inputs), *targets)`, `backward` and `optimizer.step()` do, with the same
+    It does what `zero_grad`, `loss(module(*inputs), *targets)`, `backward` and `optimizer.step()` do, with the same
     numbers, under exactly one limit: `memory_ratio` (share of eager's peak), `memory_limit` (bytes, or "8 GiB"; with
     everything that stays) or `latency_ratio` (multiple of eager's predicted latency). The optimizer's state and
     learning rate are read from the optimizer at every step and written back to it, so that schedulers and
@@ -54,14 +57,16 @@ def optimize(
     accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, and
     whatever hooks or patches change those, run by themselves after the step (`report().update` says so).
 
-    `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
-    tensors may stand in containers, beside constants of the step: numbers, texts, None. With `loss_fn` None the model
-    returns its loss, or an output with `.loss`. Batches of another kind are planned when
-    they first come, and so is a module that has changed. `autocast` (torch.bfloat16) takes the place of a
-    `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `slack` is by how
-    much swaps may be slower than predicted before the step waits for them, `plan` is a file of `OptimizedStep.save`.
+    `batch` is an example, `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the module's
+    keywords; tensors may stand in containers, beside constants of the step: numbers, texts, None. With `loss` None
+    the module returns its loss, or an output with `.loss`. In place of the module there may be a tuple of these
+    parts, or a function without arguments that returns one; `step.module` and `step.optimizer` are then theirs.
+    Batches of another kind are planned when they first come, and so is a module that has changed. `autocast`
+    (torch.bfloat16) takes the place of a `torch.autocast` around forward and loss. `budget` and `seconds` bound each
+    search, `slack` is by how much swaps may be slower than predicted before the step waits for them, `plan` is a file
+    of `OptimizedStep.save`.
 
-    A model under `fully_shard` or `DistributedDataParallel` is planned with its messages: every rank calls this, with
+    A module under `fully_shard` or `DistributedDataParallel` is planned with its messages: every rank calls this, with
     batches of one kind, one rank searches and all run its plan. Gradients come to where these put them, and the
     optimizer runs by itself.
 
@@ -78,17 +83,19 @@ def optimize(
         limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
         if autocast not in AUTOCAST:
             raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
-        check_layouts(model)
+        check_layouts(parts.module)
         if plan is not None and not isinstance(plan, str | Path):
             raise UsageError(f"the plan is of type {type(plan).__name__}", hint="give the path of a saved plan")
-        step = kind(model, loss_fn, optimizer, limits, device_of(model, device), autocast)
-        return step, as_batch(example_batch), repr(limits)
+        trained: nn.Module = parts.module
+        step = kind(trained, parts.loss, parts.optimizer, limits, device_of(trained, device), autocast)
+        return step, as_batch(parts.batch), repr(limits)
 
-    check_parts(model, loss_fn, optimizer)
-    shared = _shared_step(model)
+    parts = live_parts("magis.optimize", module, batch, loss, optimizer)
+    check_parts(parts.module, parts.loss, parts.optimizer)
+    shared = _shared_step(parts.module)
     kind: type[OptimizedStep] = OptimizedStep if shared is None else shared
-    step, batch, _ = made() if shared is None else shared.together(made)
-    step.prepare(batch, plan)
+    step, first, _ = made() if shared is None else shared.together(made)
+    step.prepare(first, plan)
     return step
 
 

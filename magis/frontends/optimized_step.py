@@ -40,12 +40,22 @@ from magis.planner.plans import Decisions
 from magis.runtime.measure import collector_spared
 from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
+from magis.units import format_bytes
 
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
 """Plans for different draws of one step that are kept."""
 RESTLESS = 2
 """Changes of an optimizer's numbers (not its learning rates) that are planned for; then it runs by itself."""
+
+
+_WHOLE = "calling it runs forward, backward and update; leave out what did these before"
+_PORTED = {
+    **dict.fromkeys(("backward", "zero_grad", "step", "forward"), _WHOLE),
+    **dict.fromkeys(("parameters", "named_parameters", "train", "eval", "to", "modules"), "the module is step.module"),
+    **dict.fromkeys(("state_dict", "load_state_dict"), "use those of step.module and step.optimizer"),
+}
+"""Attribute that a ported loop may look for -> the way out."""
 
 
 class OptimizedStep:
@@ -61,7 +71,8 @@ class OptimizedStep:
         autocast: torch.dtype | None,
         ranks: Together | None = None,
     ) -> None:
-        self.model = model
+        self.module = model
+        self.optimizer = optimizer
         self._ranks = ranks
         self._whole, self._loss_fn = with_loss(model, loss_fn)
         self._optimizer = optimizer
@@ -142,6 +153,18 @@ class OptimizedStep:
         self._entries.keep(found)
         found.steps += 1
         return found
+
+    def __repr__(self) -> str:
+        name = type(self.module).__name__
+        if not self._entries:
+            return f"<magis.OptimizedStep of {name}, not planned yet>"
+        found = self.report()
+        peaks = f"{format_bytes(found.planned_bytes)} at peak, {format_bytes(found.original_bytes)} in eager mode"
+        return f"<magis.OptimizedStep of {name}: {peaks}; update {found.update}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = _PORTED.get(name, "")
+        raise AttributeError(f"an OptimizedStep has no {name!r}" + (f": {hint}" if hint else ""), name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

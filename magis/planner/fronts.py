@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from magis.capture.workload import Workload
 from magis.errors import UsageError
+from magis.models.step_parts import ORDER, in_one_order, recipe_of
+from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
 from magis.planner.plans import Plan, PlanScratch, whole_search
@@ -29,8 +36,12 @@ MEMORY, LATENCY = (0.8, 0.6, 0.4, 0.3, 0.2), (1.1, 1.05)
 """Shares of eager's peak, and of its latency, at which the front is searched as a case with that limit is."""
 
 
+@in_one_order("magis.pareto", ORDER, {"model": "module"})
 def pareto(
-    model: str,
+    module: nn.Module | Workload | tuple[Any, ...] | Callable[[], object] | str,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Optimizer | OptimizerSpec | str | None = None,
     *,
     device: str | None = None,
     preset: str | None = None,
@@ -47,8 +58,8 @@ def pareto(
 ) -> ParetoFront:
     """Search the Pareto front of a training step, simulated: peak memory against latency.
 
-    ``model`` is a registered model or "package.module:factory"; where the name is not what builds the model, ``make``
-    does, from the seed.
+    Module, batch, loss and optimizer are those of `magis.estimate`; a name is that of a network or
+    "package.module:factory". ``make`` builds the workload from the seed where a name is only told.
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds the
     work (states of each search, as for cases); after ``seconds`` of search the front is what was found until then,
@@ -58,23 +69,24 @@ def pareto(
     goes on (a ``cache`` has its own of both). Deterministic but for the front's own ``seconds``. Raises MagisError for
     what cannot be captured or asked for.
     """
-    for name, number, least in (
+    for what, number, least in (
         ("points", points, 2),
         ("budget", budget, 1),
         ("seed", seed, 0),
         ("processes", processes, 1),
     ):
         if number is not None and number < least:
-            raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
+            raise UsageError(f"pareto: {what} is {number}, which is less than {least}")
     if not (is_number(slack) and 0 <= slack <= Case.MOST_SLACK):
         raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {Case.MOST_SLACK}")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
-    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds, slack=slack)
+    name, recipe = recipe_of("magis.pareto", module, batch, loss, optimizer)
+    case = Case(name, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds, slack=slack)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
-    return front_of(case, bench.subject(case, make), points)
+    return front_of(case, bench.subject(case, make or recipe), points)
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:

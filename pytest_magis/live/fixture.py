@@ -14,7 +14,7 @@ from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
-from pytest_magis.harness import forget, recipe
+from pytest_magis.harness import forget
 from pytest_magis.judged_case import Live, judged, lines_of, searched_front, verdict_on
 from pytest_magis.live.asked_options import awake, cases_here, check_name, claim, read_asked, red, refused_in_one_line
 from pytest_magis.live.gated_tests import claimed, name_of, node_id
@@ -39,33 +39,38 @@ class MagisFixture:
 
     def check(
         self,
-        module: nn.Module | Workload | Callable[[], object],
+        module: nn.Module | Workload | tuple[Any, ...] | Callable[[], object],
         batch: Any = None,
         loss: Callable[..., Tensor] | None = None,
+        optimizer: Any = None,
         **asked: Any,
     ) -> Mapping[str, CaseResult]:
         """Gate a network: run its cases, compare them with its baselines, and fail the test if one is red.
 
         `batch` is `(inputs, targets)`, each a tensor or several, or a dictionary of the module's keywords; `loss` gives
-        a scalar from the module's output and the targets, and may be left out where the module returns its loss. In
-        place of all three: a Workload, or a function without arguments that returns what a marked test may, which is
+        a scalar from the module's output and the targets, and may be left out where the module returns its loss;
+        `optimizer` is a torch optimizer of its parameters, or "sgd", "momentum", "adam", "adamw", "none". In place of
+        all: a tuple of them, a Workload, or a function without arguments that returns what a marked test may, which is
         called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
 
         By name, everything that the mark takes: `memory_ratios`, `memory_limit_of`, `latency_ratios`, `strategies`,
-        `optimizer` (a torch optimizer of the module's parameters, or "sgd", "momentum", "adam", "adamw", "none"),
         `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`, `memory_tolerance`, `latency_tolerance`, `required`,
         and the `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
         """
+        from magis.models.step_parts import recipe_of
+
         __tracebackhide__ = True
         outcomes = []
         item = self._item
         gate = awake(item.config)
         with refused_in_one_line():
-            wanted = read_asked("magis.check", asked)
+            wanted = read_asked("magis.check", {**asked, **({} if optimizer is None else {"optimizer": optimizer})})
             name = self._named(wanted.name)
             settings = wanted.over(gate.settings)
             planned = cases_here(item.config, name, settings)
-            make = recipe(name, _function(module, batch, loss), wanted.optimizer)
+            _, make = recipe_of("magis.check", module, batch, loss, wanted.optimizer, name=name)
+            if make is None:
+                raise UsageError("magis.check: a name is no module", hint="--magis-models takes names")
         live = Live(make, settings.tolerances, node_id(item))
         try:
             for each in planned:
@@ -91,24 +96,6 @@ class MagisFixture:
         claim("magis.check", self._item, name)
         self._names.append(name)
         return name
-
-
-def _function(module: Any, batch: Any, loss: Any) -> Callable[[], object]:
-    from torch import nn
-
-    for what, given in (("module", module), ("loss", loss)):
-        if isinstance(given, type):
-            raise UsageError(
-                f"magis.check: the {what} is the class {given.__name__}", hint=f"call it: {given.__name__}()"
-            )
-    if isinstance(module, nn.Module):
-        if batch is None:
-            raise UsageError("magis.check: a module needs a batch", hint="pass (inputs, targets), or its keywords")
-        made = (module, batch) if loss is None else (module, batch, loss)
-        return lambda: made
-    if batch is not None or loss is not None:
-        raise UsageError(f"magis.check: a {type(module).__name__} is no module that takes a batch and a loss")
-    return module if callable(module) else lambda: module
 
 
 class PeakGate:

@@ -64,9 +64,9 @@ def test_a_module_and_a_function_are_estimated_alike(step: magis.api.Estimate) -
     net, batch, loss, optimizer = blocks()
     assert isinstance(net, nn.Module)
     assert callable(loss)
-    as_module = magis.estimate(net, optimizer, batch, loss, device=DEVICE)
+    as_module = magis.estimate(net, batch, loss, optimizer, device=DEVICE)
     as_function = magis.estimate(blocks, device=DEVICE)
-    by_word = magis.estimate(net, "adamw", batch, loss, device=DEVICE)
+    by_word = magis.estimate(net, batch, loss, "adamw", device=DEVICE)
     assert {each.peak_bytes for each in (as_module, as_function, by_word, step)} == {step.peak_bytes}
     assert as_function.limit_bytes == 80 * 2**30
     assert as_function.fits()
@@ -93,7 +93,7 @@ def test_what_needs_as_much_is_no_remedy() -> None:
     """A step below the 2 MiB that the allocator takes first reserves as much under any plan."""
     net = nn.Sequential(Block(), Block())
     found = magis.estimate(
-        net, "sgd", (torch.randn(8, 16), torch.randn(8, 16)), nn.functional.mse_loss, device=DEVICE, memory_limit=2**20
+        net, (torch.randn(8, 16), torch.randn(8, 16)), nn.functional.mse_loss, "sgd", device=DEVICE, memory_limit=2**20
     )
     assert found.needed_bytes == 2 * 2**20
     assert found.remedies == ()
@@ -106,7 +106,7 @@ def test_why_one_step_needs_more_than_another(step: magis.api.Estimate) -> None:
     assert callable(loss)
     for block in frozen[:-1]:
         block.requires_grad_(requires_grad=False)
-    partly = magis.estimate(frozen, "adamw", batch, loss, device=DEVICE)
+    partly = magis.estimate(frozen, batch, loss, "adamw", device=DEVICE)
     assert step.against(lean) == {}
     why = step.against(partly)
     assert why["state"] > 0
@@ -165,9 +165,9 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     ("given", "said"),
     [
         ((nn.Linear(2, 2),), "a module needs a batch"),
-        ((3,), "a int is no model"),
-        (("bert", "adamw"), "brings its own optimizer"),
-        ((blocks, None, torch.ones(2)), "is no module that takes a batch"),
+        ((3,), "a int is no module"),
+        (("bert", None, None, "adamw"), "brings its own optimizer"),
+        ((blocks, torch.ones(2)), "brings its own batch"),
     ],
 )
 def test_bad_arguments_are_one_line(given: tuple[object, ...], said: str) -> None:

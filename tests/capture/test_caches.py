@@ -69,7 +69,7 @@ def test_no_object_is_looked_at_where_nothing_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(python_state, "objects_of", lambda kind: looks.append(kind) or [])
     (inputs, targets), module = batch(), net()
     capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
-    optimize(module, loss_of, SGD(module.parameters(), 0.1), (inputs, targets), memory_ratio=1.0, budget=1)
+    optimize(module, (inputs, targets), loss_of, SGD(module.parameters(), 0.1), memory_ratio=1.0, budget=1)
     case = Case("plain", "magis", "cpu", "small", memory_ratio=1.0, budget=1, timing_rounds=1)
     run_case(case, cache=Bench(), make=from_function("plain", lambda: (net(), batch(), loss_of)), rough=True)
     assert not looks
@@ -94,7 +94,7 @@ def test_the_gate_counts_the_table() -> None:
 
 def test_a_table_that_the_step_changes_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"cached:0|takes the tensor|every forward"):
-        optimize(Marking(), loss_of, None, batch(), memory_ratio=1.0, budget=1)
+        optimize(Marking(), batch(), loss_of, None, memory_ratio=1.0, budget=1)
 
 
 class Truncated(Positioned):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import magis
+from magis.capture import OptimizerSpec
 from magis.capture.workload import as_batch
 from magis.frontends.planned import subject_now
 from magis.results import Case
@@ -193,7 +194,7 @@ def _optimized(script: Script, found: Mapping[str, Any], batch: Any, budget: int
     for limit in limits:
         try:
             return magis.optimize(
-                model, found["loss_fn"], found["optimizer"], batch, budget=budget, **limit, **cast,  # type: ignore[arg-type]
+                model, batch, found["loss_fn"], found["optimizer"], budget=budget, **limit, **cast,  # type: ignore[arg-type]
             )  # fmt: skip
         except magis.MagisError as error:
             if NO_PLAN not in str(error) or limit is LEANEST:
@@ -217,7 +218,7 @@ def _replanned(
         step.save(path)
         redos, swaps = write_adversarial_plan(path, graph, seed)
         again = magis.optimize(
-            found["model"], found["loss_fn"], found["optimizer"], batch, memory_ratio=1.0, plan=path, autocast=cast
+            found["model"], batch, found["loss_fn"], found["optimizer"], memory_ratio=1.0, plan=path, autocast=cast
         )
     torch.set_rng_state(state)
     return again, Outcome("equal", recomputed=redos, swapped=swaps)
@@ -241,7 +242,7 @@ def in_case(script: Script, *, budget: int = BUDGET) -> Outcome:
     def make(seed: int) -> magis.Workload:
         found = namespace(script)
         inputs, targets = found["batch"](seed)
-        rule = magis.OptimizerSpec(kind, lr=1e-2)
+        rule = OptimizerSpec(kind, lr=1e-2)
         return magis.Workload("script", found["model"], inputs, targets, found["loss_fn"], rule)
 
     case = Case("script", "magis", "cpu", "small", budget=budget, timing_rounds=1, **dict(script.limit))  # type: ignore[arg-type]

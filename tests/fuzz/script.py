@@ -111,7 +111,7 @@ def printed(script: Script) -> str:
     footer = "\n".join(
         (
             "# step(n) is planned(*batch(n)):",
-            f"planned = magis.optimize(model, loss_fn, optimizer, batch(0), {limit}, budget=20{cast})",
+            f"planned = magis.optimize(model, batch(0), loss_fn, optimizer, {limit}, budget=20{cast})",
             *script.events,
         )
     )

@@ -40,9 +40,9 @@ def agree(module: nn.Module, *, steps: int = 2, loss_fn: Any = F.l1_loss, ratio:
     ours, theirs = adamw(module.parameters()), adamw(twin.parameters())
     data = rows()
     try:
-        step = optimize(module, loss_fn, ours, data, memory_ratio=ratio, budget=40)
+        step = optimize(module, data, loss_fn, ours, memory_ratio=ratio, budget=40)
     except UsageError:
-        step = optimize(module, loss_fn, ours, data, memory_ratio=1.0, budget=40)
+        step = optimize(module, data, loss_fn, ours, memory_ratio=1.0, budget=40)
     exactly = not step.report().fission
     for seed in range(steps):
         torch.manual_seed(seed)
@@ -190,7 +190,7 @@ def test_a_profiler_that_runs_goes_on() -> None:
 
 def test_another_generator_is_taken_up() -> None:
     module, data = OwnGenerators(), rows()
-    step = optimize(module, F.l1_loss, None, data, memory_ratio=1.0, budget=20)
+    step = optimize(module, data, F.l1_loss, None, memory_ratio=1.0, budget=20)
     for seed in (5, 6):
         module.noise = torch.Generator().manual_seed(seed)
         twin = copy.deepcopy(module)
@@ -207,7 +207,7 @@ def test_a_loss_function_holds_one_too() -> None:
         return F.l1_loss(output + torch.rand(output.shape, generator=noise), targets)
 
     module, data = block(), rows()
-    step = optimize(module, noisy, None, data, memory_ratio=1.0, budget=20)
+    step = optimize(module, data, noisy, None, memory_ratio=1.0, budget=20)
     losses = []
     for run in (lambda: step(*data), lambda: noisy(module(data[0]), data[1]).detach()):
         torch.manual_seed(3)
@@ -240,9 +240,9 @@ def test_generators_are_found_however_deep_they_lie() -> None:
 
 def test_a_saved_plan_finds_its_generators_again(tmp_path: Any) -> None:
     module, data = OwnGenerators(), rows()
-    optimize(module, F.l1_loss, None, data, memory_ratio=0.9, budget=20).save(tmp_path / "plan")
+    optimize(module, data, F.l1_loss, None, memory_ratio=0.9, budget=20).save(tmp_path / "plan")
     twin = copy.deepcopy(module)
-    again = optimize(twin, F.l1_loss, None, data, memory_ratio=0.9, plan=tmp_path / "plan")
+    again = optimize(twin, data, F.l1_loss, None, memory_ratio=0.9, plan=tmp_path / "plan")
     torch.manual_seed(1)
     loss = again(*data)
     torch.manual_seed(1)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import magis
+from magis.planner.bench import Bench
 from magis.results import Case
 from magis.search.latency_bound import NEVER, bound_at, latency_lower_bound, nest_latency_bound
 from magis.simulate.evaluator import Evaluator, lower_bound
@@ -175,7 +176,7 @@ def test_plans_with_a_loop_are_no_faster_than_the_bound_of_the_step_as_cut(name:
 
 def test_a_case_on_a_simulated_device_says_its_bound() -> None:
     """Also where the paper's search has planned it; not where the limit is missed, or the device is real."""
-    bench = magis.Bench()
+    bench = Bench()
     found = [magis.run_case(case, cache=bench) for case in cases()]
     bounds = [result.latency_ratio_bound for result in found]
     assert [bound is not None for bound in bounds] == [True, True, True, False]

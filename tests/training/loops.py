@@ -58,7 +58,7 @@ class Loops:
         self.loss_fn, self.cast = loss_fn or itemgetter("loss"), limits.get("autocast")
         settings = {"memory_ratio": 0.95, "budget": BUDGET, **limits}
         example = batch() if example is None else example
-        self.step: OptimizedStep = optimize(self.module, loss_fn, self.optimizer, example, **settings)
+        self.step: OptimizedStep = optimize(self.module, example, loss_fn, self.optimizer, **settings)
         assert not self.step.report().fission  # parts sum in another order: not bit by bit
 
     def eager(self, inputs: Any = (), targets: Any = (), **keywords: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def tried(model: nn.Module, x: Tensor, t: Tensor) -> float:
 
 def planned(kind: str, rank: int) -> list[Any]:
     model, optimizer = made(kind)
-    step = magis.optimize(model, loss_of, optimizer, next(batches(rank, 1)), memory_ratio=0.8, budget=300)
+    step = magis.optimize(model, next(batches(rank, 1)), loss_of, optimizer, memory_ratio=0.8, budget=300)
     assert step.report().memory_ratio <= 0.8
     torch.manual_seed(7 + rank)
     losses = []
@@ -223,7 +223,7 @@ def peak(kind: str, rank: int) -> list[int]:
     copies for a while."""
     model, _ = made(kind)
     x, t = next(batches(rank, 1))
-    step = magis.optimize(model, loss_of, None, (x, t), memory_ratio=0.8, budget=300)
+    step = magis.optimize(model, (x, t), loss_of, None, memory_ratio=0.8, budget=300)
     step(x, t)
     model.zero_grad(set_to_none=True)
     with collector_spared():
@@ -241,7 +241,7 @@ def clipped(rank: int, *, plan: bool) -> list[Any]:
     model, optimizer = made("fully_shard")
     if plan:
         first = next(batches(rank, 1))
-        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.8, budget=300)
+        step = magis.optimize(model, first, loss_of, None, memory_ratio=0.8, budget=300)
     torch.manual_seed(7 + rank)
     losses = []
     for number, (x, t) in enumerate(batches(rank, 4)):
@@ -270,7 +270,7 @@ def refusals(rank: int) -> dict[str, str]:
     first = next(batches(rank, 1))
 
     def optimized(model: nn.Module, batch: Any = first, **further: Any) -> object:
-        return magis.optimize(model, loss_of, None, batch, **(further or {"memory_ratio": 0.8}))
+        return magis.optimize(model, batch, loss_of, None, **(further or {"memory_ratio": 0.8}))
 
     def divided() -> object:
         return optimized(
@@ -279,7 +279,7 @@ def refusals(rank: int) -> dict[str, str]:
 
     def moved() -> object:
         model = sharded(Net())
-        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.9, budget=100)
+        step = magis.optimize(model, first, loss_of, None, memory_ratio=0.9, budget=100)
         state: Any = model
         for param in state._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
             param._sharded_param_data = param._sharded_param_data.clone()
@@ -292,12 +292,12 @@ def refusals(rank: int) -> dict[str, str]:
 
     def changed() -> object:
         model = sharded(Net())
-        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.9, budget=100)
+        step = magis.optimize(model, first, loss_of, None, memory_ratio=0.9, budget=100)
         model.blocks[0].drop.p = 0.0
         return step(*first)
 
     def parted() -> object:
-        step = magis.optimize(sharded(Net()), loss_of, None, first, memory_ratio=0.9, budget=100)
+        step = magis.optimize(sharded(Net()), first, loss_of, None, memory_ratio=0.9, budget=100)
         return step(*next(batches(rank, 1, samples=6 + rank)))
 
     def hooked() -> object:
@@ -308,7 +308,7 @@ def refusals(rank: int) -> dict[str, str]:
     def foreign() -> object:
         model = sharded(Net())
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-        return magis.optimize(model, loss_of, optimizer, first, memory_ratio=0.9)
+        return magis.optimize(model, first, loss_of, optimizer, memory_ratio=0.9)
 
     norms = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     return {

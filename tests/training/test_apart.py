@@ -86,7 +86,7 @@ def test_numbers_and_bytes_are_those_of_a_plain_loop(kind: str, width: int) -> N
 def test_a_limit_that_its_own_step_exceeds_is_refused() -> None:
     module = net(64, 2)
     with pytest.raises(UsageError, match="no plan found that needs at most"):
-        optimize(module, loss_of, optim.RAdam(module.parameters()), batch(2, 64), memory_ratio=0.9, budget=BUDGET)
+        optimize(module, batch(2, 64), loss_of, optim.RAdam(module.parameters()), memory_ratio=0.9, budget=BUDGET)
 
 
 def test_nothing_of_the_optimizer_is_changed_to_look_at_it() -> None:
@@ -94,7 +94,7 @@ def test_nothing_of_the_optimizer_is_changed_to_look_at_it() -> None:
     optimizer = optim.RMSprop(module.parameters())
     seen: list[object] = []
     optimizer.register_step_post_hook(lambda *_given: seen.append(1))
-    step = optimize(module, nn.functional.l1_loss, optimizer, batch(8, 4), memory_ratio=1.0, budget=BUDGET)
+    step = optimize(module, batch(8, 4), nn.functional.l1_loss, optimizer, memory_ratio=1.0, budget=BUDGET)
     assert (seen, dict(optimizer.state), module[0].weight.grad) == ([], {}, None)
     step(*batch(8, 4))
     assert len(seen) == 1
@@ -104,9 +104,9 @@ def test_a_patched_step_is_not_looked_at() -> None:
     module = net(4, 1)
     optimizer = optim.RMSprop(module.parameters())
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    step = optimize(module, loss_of, optimizer, batch(8, 4), memory_ratio=1.0, budget=BUDGET)
+    step = optimize(module, batch(8, 4), loss_of, optimizer, memory_ratio=1.0, budget=BUDGET)
     assert "not counted" in step.report().update
     scheduled = optim.RMSprop(module.parameters())
     optim.lr_scheduler.StepLR(scheduled, 1)
-    step = optimize(module, loss_of, scheduled, batch(8, 4), memory_ratio=1.0, budget=BUDGET)
+    step = optimize(module, batch(8, 4), loss_of, scheduled, memory_ratio=1.0, budget=BUDGET)
     assert "not counted" not in step.report().update

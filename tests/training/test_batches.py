@@ -110,7 +110,7 @@ def test_keywords() -> None:
     module = Reads(lambda x, mask, options: x * options["scale"] if mask is None else x * mask)
     twin = copy.deepcopy(module)
     batches = [Encoding({"x": rows(seed), "mask": None, "options": {"scale": 0.5, "name": "a"}}) for seed in range(3)]
-    step = optimize(module, lambda out: out.square().mean(), None, batches[0], memory_ratio=0.95, budget=BUDGET)
+    step = optimize(module, batches[0], lambda out: out.square().mean(), None, memory_ratio=0.95, budget=BUDGET)
     for each in batches:
         loss = twin(**each).square().mean()
         loss.backward()
@@ -148,8 +148,8 @@ def test_a_smaller_batch_may_need_what_a_larger_one_was_allowed() -> None:
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5)
     batches = {rows: (torch.randn(rows, 16), torch.randint(0, 5, (rows,))) for rows in (256, 8)}
     with pytest.raises(UsageError, match="no plan found that needs at most"):
-        optimize(model, nn.functional.cross_entropy, optimizer, batches[8], memory_ratio=0.9, budget=BUDGET)
-    step = optimize(model, nn.functional.cross_entropy, optimizer, batches[256], memory_ratio=0.9, budget=BUDGET)
+        optimize(model, batches[8], nn.functional.cross_entropy, optimizer, memory_ratio=0.9, budget=BUDGET)
+    step = optimize(model, batches[256], nn.functional.cross_entropy, optimizer, memory_ratio=0.9, budget=BUDGET)
     limit = step.report().limit_bytes
     loss = nn.functional.cross_entropy(model(batches[8][0]), batches[8][1])
     assert torch.equal(step(*batches[8]), loss.detach())

@@ -151,7 +151,7 @@ def test_products_round_as_eagers_and_may_meet_zeros(product: Any) -> None:
 
         several = [((torch.randn(7, 5),), (torch.ones(5),)) for _ in range(3)]
         several.append((several[0][0], (torch.tensor([1.0, 0, 1, 1, 1]),)))
-        step = optimize(model, loss, optimizer, several[0], memory_ratio=1.0, budget=5) if planned else None
+        step = optimize(model, several[0], loss, optimizer, memory_ratio=1.0, budget=5) if planned else None
         for inputs, targets in several:
             if step is None:
                 optimizer.zero_grad()
@@ -172,7 +172,7 @@ def scaled(m: nn.Module, x: Tensor) -> Tensor:
 
 def test_numbers_are_still_refused() -> None:
     with pytest.raises(CaptureError, match=r"depends on the data of a tensor.*test_branches\.py"):
-        optimize(Block(scaled, body=net()), loss_of, None, batch(), memory_ratio=1.0, budget=1)
+        optimize(Block(scaled, body=net()), batch(), loss_of, None, memory_ratio=1.0, budget=1)
 
 
 def left_out(m: nn.Module, x: Tensor) -> Tensor:

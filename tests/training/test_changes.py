@@ -319,7 +319,7 @@ def test_a_first_momentum_is_the_gradient_to_the_sign_of_zero() -> None:
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
     module = net(depth=2)
     with pytest.raises(UsageError, match=r"LBFGS.step calls the loop's forward.*pass None as the optimizer"):
-        optimize(module, loss_of, torch.optim.LBFGS(module.parameters()), batch(), **ANY)
+        optimize(module, batch(), loss_of, torch.optim.LBFGS(module.parameters()), **ANY)
 
 
 # -- the batch --------------------------------------------------------------------------------------------------------
@@ -374,13 +374,13 @@ def test_a_batch_in_the_memory_of_a_buffer_is_another_kind() -> None:
 
 def test_contexts_in_which_eager_would_not_train_are_refused() -> None:
     module = net(depth=2)
-    step = optimize(module, loss_of, MOMENTUM(module.parameters()), batch(), **ANY)
+    step = optimize(module, batch(), loss_of, MOMENTUM(module.parameters()), **ANY)
     with torch.no_grad(), pytest.raises(UsageError, match="called without gradients"):
         step(*batch())
     with torch.autograd.graph.save_on_cpu(), pytest.raises(UsageError, match="hooks on saved tensors"):
         step(*batch())
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"called under torch.autocast"):
-        optimize(module, loss_of, None, batch(), **ANY)
+        optimize(module, batch(), loss_of, None, **ANY)
 
 
 def test_the_default_data_type_is_noticed() -> None:

@@ -92,7 +92,7 @@ def trained(
     theirs = copy.deepcopy(ours)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, theirs)]
     x, y = torch.randn(8, 16), torch.randint(0, 5, (8,))
-    step = magis.optimize(ours, loss_of(ours), optimizers[0], (x, y), latency_ratio=1.5, budget=40)
+    step = magis.optimize(ours, (x, y), loss_of(ours), optimizers[0], latency_ratio=1.5, budget=40)
     monkeypatch.setattr(planned, "captured_step", captured)
     for index, number in enumerate(numbers or [0.9 * 0.97**power for power in range(6)]):
         captures.append(0)
@@ -228,19 +228,19 @@ def test_a_number_that_sizes_something_is_no_input(monkeypatch: pytest.MonkeyPat
 def test_the_forward_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = dict(vars(math))
     step, _ = trained(lambda net, h: h * math.exp(net.scale), monkeypatch=monkeypatch)
-    assert type(step.model.scale) is float
+    assert type(step.module.scale) is float
     assert dict(vars(math)) == functions
 
 
 def test_a_plan_with_inputs_is_saved_with_the_present_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, _ = trained(lambda net, h: h * net.scale, monkeypatch=monkeypatch)
     step.save(tmp_path / "plan.txt")
-    net = Net(step.model.between)
-    net.scale = step.model.scale
+    net = Net(step.module.between)
+    net.scale = step.module.scale
     batch = torch.randn(8, 16), torch.randint(0, 5, (8,))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     again = magis.optimize(
-        net, functional.cross_entropy, optimizer, batch, latency_ratio=1.5, plan=tmp_path / "plan.txt"
+        net, batch, functional.cross_entropy, optimizer, latency_ratio=1.5, plan=tmp_path / "plan.txt"
     )
     assert again.report().fission == "as saved"
 

@@ -250,4 +250,4 @@ def test_a_loss_that_reads_its_optimizer_is_refused() -> None:
         return nn.functional.cross_entropy(out, y) * (1.0 + len(adam.state))
 
     with pytest.raises(MagisError, match="state, and nobody sees when that changes"):
-        optimize(model, loss_of, adam, (torch.randn(5, 6), torch.randint(0, 3, (5,))), memory_ratio=1.0, budget=1)
+        optimize(model, (torch.randn(5, 6), torch.randint(0, 3, (5,))), loss_of, adam, memory_ratio=1.0, budget=1)

@@ -109,7 +109,7 @@ class Twins:
         self.optimizers = [None if make is None else make(each.parameters()) for each in self.nets]
         self.loss_fn = nn.functional.cross_entropy
         example = torch.randint(0, 20, (24,)), torch.randint(0, 5, (24,))
-        self.step = optimize(net, self.loss_fn, self.optimizers[0], example, **({"budget": 60} | limits))
+        self.step = optimize(net, example, self.loss_fn, self.optimizers[0], **({"budget": 60} | limits))
 
     def eager(self, ids: Tensor, labels: Tensor) -> Tensor:
         optimizer = self.optimizers[1]
@@ -225,7 +225,7 @@ def tall(**limits: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any, tuple[Te
     torch.manual_seed(0)
     module, example = Tall(), (torch.randn(64, 96), torch.randn(64, 96))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    return module, optimizer, optimize(module, nn.functional.mse_loss, optimizer, example, budget=60, **limits), example
+    return module, optimizer, optimize(module, example, nn.functional.mse_loss, optimizer, budget=60, **limits), example
 
 
 def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ def test_frozen_parameters_in_the_optimizer_are_passed_over() -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     module = net()
     with pytest.raises(UsageError, match="the optimizer has none of the parameters that the model trains"):
-        optimize(module, loss_of, AdamW(net().parameters()), batch(), memory_ratio=0.95, budget=150)
+        optimize(module, batch(), loss_of, AdamW(net().parameters()), memory_ratio=0.95, budget=150)
 
 
 def test_groups_of_lists_may_name_parameters_without_a_gradient() -> None:
@@ -101,6 +101,6 @@ def test_groups_of_lists_may_name_parameters_without_a_gradient() -> None:
     module.forward = module["body"].forward  # type: ignore[method-assign, assignment]
     halves = [{"params": list(module["body"].parameters())}, {"params": list(module["unused"].parameters())}]
     optimizer = AdamW(halves, foreach=True)
-    step = optimize(module, loss_of, optimizer, batch(), memory_ratio=1.0, budget=1)
+    step = optimize(module, batch(), loss_of, optimizer, memory_ratio=1.0, budget=1)
     assert torch.isfinite(step(*batch()))
     assert len(optimizer.state) == 4

@@ -85,7 +85,7 @@ def test_forwards_that_leave_something_behind_are_refused(make: Callable[[], Odd
     module = make()
     state = random.getstate()
     with pytest.raises(CaptureError, match=message):
-        optimize(module, loss_of, None, batch(), **ANY)
+        optimize(module, batch(), loss_of, None, **ANY)
     assert random.getstate() == state
     assert (module.calls, module.history, module.carried, module.is_ready) == (0, [], None, False)
 
@@ -112,7 +112,7 @@ def test_results_that_a_loss_module_keeps_are_left_there() -> None:
             return loss_of(out, wanted)
 
     loss, module = Keeping(), net(depth=2)
-    step = optimize(module, loss, None, batch(), **ANY)
+    step = optimize(module, batch(), loss, None, **ANY)
     for _ in range(2):
         inputs, targets = batch()
         step(inputs + torch.rand(1), targets)
@@ -271,7 +271,7 @@ def test_counters_and_draws_are_as_in_eager_mode(kind: type[Odd]) -> None:
 
 def test_numbers_that_are_counted_by_chance_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
-        optimize(Uneven(), loss_of, None, batch(), **ANY)
+        optimize(Uneven(), batch(), loss_of, None, **ANY)
 
 
 class Shown(nn.Module):
@@ -380,7 +380,7 @@ def test_an_optimizer_finds_numbers_as_after_the_forward() -> None:
     module = Tallying()
     optimizer = SGD(module.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append(module.calls))
-    step = optimize(module, loss_of, optimizer, batch(), **ANY)
+    step = optimize(module, batch(), loss_of, optimizer, **ANY)
     for _ in range(3):
         step(*batch())
     assert seen == [1, 2, 3]

@@ -57,7 +57,7 @@ def test_checks_of_numbers_read_off_a_batch(check: Callable[[Tensor], object], m
     optimizers += [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
     generator, y = torch.Generator().manual_seed(4), torch.randint(0, 5, (8,))
     batches = [torch.randint(0, 50, (8,), generator=generator) for _ in range(8)]
-    step = magis.optimize(model, functional.cross_entropy, optimizers[0], (batches[0], y), latency_ratio=1.5, budget=40)
+    step = magis.optimize(model, (batches[0], y), functional.cross_entropy, optimizers[0], latency_ratio=1.5, budget=40)
     captures: list[int] = []
     seen = planned.captured_step
     monkeypatch.setattr(planned, "captured_step", lambda *args, **names: captures.append(1) or seen(*args, **names))
@@ -110,7 +110,7 @@ def test_a_ring_of_keys(buffer: bool, limit: dict[str, float], monkeypatch: pyte
     twin, optimizers = copy.deepcopy(model), []
     optimizers += [torch.optim.AdamW(each.one.parameters()) for each in (model, twin)]
     batches = [(torch.randn(8, 16), torch.randint(0, 40, (8,))) for _ in range(14)]
-    step = magis.optimize(model, functional.cross_entropy, optimizers[0], batches[0], budget=40, **limit)
+    step = magis.optimize(model, batches[0], functional.cross_entropy, optimizers[0], budget=40, **limit)
     captures: list[int] = []
     seen = planned.captured_step
     monkeypatch.setattr(planned, "captured_step", lambda *args, **names: captures.append(1) or seen(*args, **names))

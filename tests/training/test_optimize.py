@@ -176,7 +176,7 @@ def test_modes_and_frozen_layers_are_noticed() -> None:
 
 def test_replaced_parameters_and_layers_are_noticed() -> None:
     module = net()
-    step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, budget=BUDGET)
+    step = optimize(module, batch(), loss_of, None, memory_ratio=0.9, budget=BUDGET)
     step(*batch())
     first = module.get_submodule("0")
     first.weight = nn.Parameter(torch.eye(32))
@@ -250,7 +250,7 @@ def test_autocast_takes_the_place_of_its_context() -> None:
 def test_a_step_in_parts_trains_as_well_but_for_rounding() -> None:
     module = net(32, 4)
     twin = copy.deepcopy(module).double()
-    step = optimize(module, loss_of, None, batch(256), memory_ratio=0.55, budget=BUDGET)
+    step = optimize(module, batch(256), loss_of, None, memory_ratio=0.55, budget=BUDGET)
     assert step.report().fission
     inputs, targets = batch(256, seed=3)
     loss = loss_of(twin(inputs.double()), targets.double())
@@ -265,17 +265,17 @@ def test_a_step_in_parts_trains_as_well_but_for_rounding() -> None:
 def test_a_latency_limit_and_one_in_bytes() -> None:
     module = net(64, 8)
     data = batch(512, 64)
-    fast = optimize(module, loss_of, None, data, latency_ratio=1.2, budget=BUDGET).report()
+    fast = optimize(module, data, loss_of, None, latency_ratio=1.2, budget=BUDGET).report()
     assert fast.latency_ratio <= 1.2
     assert fast.memory_ratio < 1
-    lean = optimize(module, loss_of, None, data, memory_limit="2 MiB", budget=BUDGET).report()
+    lean = optimize(module, data, loss_of, None, memory_limit="2 MiB", budget=BUDGET).report()
     assert lean.planned_bytes <= lean.limit_bytes == 2**21
     assert "peak memory" in str(lean)
 
 
 def test_limits_that_cannot_be_kept_name_what_can() -> None:
     with pytest.raises(UsageError, match=r"no plan found that needs at most 100.00 KiB: .* raise the limit"):
-        optimize(net(64, 8), loss_of, None, batch(512, 64), memory_limit="100 KiB", budget=BUDGET)
+        optimize(net(64, 8), batch(512, 64), loss_of, None, memory_limit="100 KiB", budget=BUDGET)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_limits_that_cannot_be_kept_name_what_can() -> None:
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        optimize(net(), loss_of, None, batch(), **arguments)
+        optimize(net(), batch(), loss_of, None, **arguments)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -314,14 +314,14 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> No
 )
 def test_batches_that_cannot_be(given: Any, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        optimize(net(), loss_of, None, given, memory_ratio=0.8)
+        optimize(net(), given, loss_of, None, memory_ratio=0.8)
     assert message in str(error.value)
 
 
 def test_steps_that_cannot_be_captured_are_refused_with_the_line() -> None:
     reading = Block(lambda m, x: m.body(x) * x.sum().item(), body=net())
     with pytest.raises(CaptureError, match=r"test_optimize\.py"):
-        optimize(reading, loss_of, None, batch(), memory_ratio=0.8)
+        optimize(reading, batch(), loss_of, None, memory_ratio=0.8)
 
 
 def test_layers_that_nothing_uses_stay_without_a_state() -> None:
@@ -332,7 +332,7 @@ def test_layers_that_nothing_uses_stay_without_a_state() -> None:
 
 def test_hooks_that_come_later_are_refused_too() -> None:
     module = net()
-    step = optimize(module, loss_of, None, batch(), memory_ratio=0.95, budget=BUDGET)
+    step = optimize(module, batch(), loss_of, None, memory_ratio=0.95, budget=BUDGET)
     step(*batch())
     handle = module[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(UsageError, match=r"0.weight has a hook on its gradient"):
@@ -345,7 +345,7 @@ def test_hooks_on_gradients_are_refused() -> None:
     module = net()
     module[0].weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(UsageError, match=r"0.weight has a hook on its gradient"):
-        optimize(module, loss_of, None, batch(), memory_ratio=0.8)
+        optimize(module, batch(), loss_of, None, memory_ratio=0.8)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_what_is_no_part_of_a_step_is_one_line(wrong: dict[str, Any], said: str)
     model = nn.Linear(3, 3)
     parts = {"model": model, "loss_fn": nn.functional.mse_loss, "optimizer": SGD(model.parameters(), lr=0.1)} | wrong
     with pytest.raises(UsageError) as error:
-        optimize(**parts, example_batch=(torch.ones(2, 3), torch.ones(2, 3)), memory_ratio=1.0)  # type: ignore[arg-type]
+        optimize(**parts, batch=(torch.ones(2, 3), torch.ones(2, 3)), memory_ratio=1.0)  # type: ignore[arg-type]
     assert str(error.value) == said
 
 
@@ -374,8 +374,8 @@ def test_a_scheduler_is_no_optimizer_and_a_step_is_no_copy() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(UsageError, match="of type StepLR; give the optimizer that it drives"):
-        optimize(model, nn.functional.mse_loss, scheduler, batch, memory_ratio=1.0)
-    step = optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+        optimize(model, batch, nn.functional.mse_loss, scheduler, memory_ratio=1.0)
+    step = optimize(model, batch, nn.functional.mse_loss, optimizer, memory_ratio=1.0, budget=1)
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(UsageError, match="cannot be copied or pickled"):
             copied(step)
@@ -386,11 +386,11 @@ def test_a_scheduler_is_no_optimizer_and_a_step_is_no_copy() -> None:
 def test_a_step_runs_and_is_planned_while_a_peak_is_measured() -> None:
     model, batch = nn.Linear(3, 3), (torch.ones(2, 3), torch.ones(2, 3))
     optimizer = SGD(model.parameters(), lr=0.1)
-    step = optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+    step = optimize(model, batch, nn.functional.mse_loss, optimizer, memory_ratio=1.0, budget=1)
     expected = nn.functional.mse_loss(model(batch[0]), batch[1]).detach()
     with peak() as measured:
         assert torch.equal(step(*batch), expected)
-        optimize(model, nn.functional.mse_loss, optimizer, batch, memory_ratio=1.0, budget=1)
+        optimize(model, batch, nn.functional.mse_loss, optimizer, memory_ratio=1.0, budget=1)
     assert measured.tensor_bytes > 0
 
 
@@ -398,4 +398,4 @@ def test_a_loss_that_is_no_tensor_is_one_line() -> None:
     model, batch = nn.Linear(3, 3), (torch.ones(2, 3), torch.ones(2, 3))
     loss_fn: Any = lambda _out, _target: 3.0  # noqa: E731
     with pytest.raises(CaptureError, match=r"^the loss is not a single number but of type float; "):
-        optimize(model, loss_fn, None, batch, memory_ratio=1.0, budget=1)
+        optimize(model, batch, loss_fn, None, memory_ratio=1.0, budget=1)

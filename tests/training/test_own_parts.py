@@ -150,7 +150,7 @@ def with_its_loss() -> tuple[nn.Module, Tempered, torch.optim.Optimizer]:
 @pytest.mark.parametrize("apart", [False, True], ids=["in the step", "gradients alone"])
 def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
     (module, loss, optimizer), (twin, other, their) = with_its_loss(), with_its_loss()
-    step = optimize(module, loss, None if apart else optimizer, batch(), memory_ratio=0.9, budget=BUDGET)
+    step = optimize(module, batch(), loss, None if apart else optimizer, memory_ratio=0.9, budget=BUDGET)
     for seed in range(3):
         inputs, targets = batch(seed=seed)
         optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
 def test_a_loss_that_is_no_module_may_not_train_parameters() -> None:
     module, loss, optimizer = with_its_loss()
     with pytest.raises(CaptureError, match=r"requires a gradient is used .*a loss with such is an nn.Module"):
-        optimize(module, lambda out, target: 2 * loss(out, target), optimizer, batch(), memory_ratio=0.9)
+        optimize(module, batch(), lambda out, target: 2 * loss(out, target), optimizer, memory_ratio=0.9)
 
 
 class Returns(nn.Module):
@@ -203,7 +203,7 @@ FOUND: dict[str, Callable[[Tensor, Tensor], object]] = {
 def test_the_only_number_that_can_be_trained_is_the_loss(how: str) -> None:
     module = Returns(FOUND[how])
     step = optimize(
-        module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9, budget=BUDGET
+        module, (batch(), ()), None, torch.optim.SGD(module.parameters(), lr=0.1), memory_ratio=0.9, budget=BUDGET
     )
     expected = loss_of(module.net(batch()[0]), batch()[1])
     assert torch.equal(step(batch(), ()), expected)
@@ -223,7 +223,7 @@ UNCLEAR: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
 def test_what_may_or_may_not_be_the_loss_is_not_guessed(how: str) -> None:
     module = Returns(UNCLEAR[how][0])
     with pytest.raises(CaptureError, match=UNCLEAR[how][1]):
-        optimize(module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9)
+        optimize(module, (batch(), ()), None, torch.optim.SGD(module.parameters(), lr=0.1), memory_ratio=0.9)
 
 
 class Packed(nn.Module):
@@ -356,7 +356,7 @@ def test_states_of_generators_that_a_step_makes_are_not_handled(
             return super().forward(x + torch.rand(x.shape, generator=mine))
 
     with pytest.raises(CaptureError, match=message):
-        optimize(Handling(), loss_of, None, batch(), memory_ratio=1.0)
+        optimize(Handling(), batch(), loss_of, None, memory_ratio=1.0)
 
 
 def with_its_own_loss() -> tuple[object, ...]:

@@ -296,7 +296,7 @@ def outcome(way: Way) -> str:
     mine, other = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, theirs))
     x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
     try:
-        step = optimize(ours, nn.functional.cross_entropy, mine, (x, y), memory_ratio=1.0, budget=1)
+        step = optimize(ours, (x, y), nn.functional.cross_entropy, mine, memory_ratio=1.0, budget=1)
         for number in range(6):
             if number == 3:
                 change()

@@ -34,7 +34,7 @@ from tests.training.plan_mutants import mutants, recounted
 
 
 def saved(path: Path, memory_ratio: float = 0.9) -> Path:
-    optimize(net(), loss_of, None, batch(), memory_ratio=memory_ratio, budget=BUDGET).save(path)
+    optimize(net(), batch(), loss_of, None, memory_ratio=memory_ratio, budget=BUDGET).save(path)
     return path
 
 
@@ -53,7 +53,7 @@ def test_a_saved_plan_is_taken_up_without_a_search(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("magis.frontends.planned.plan", refuse)
     module = net()
     twin = copy.deepcopy(module)
-    step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, plan=path)
+    step = optimize(module, batch(), loss_of, None, memory_ratio=0.9, plan=path)
     loss_of(twin(batch()[0]), batch()[1]).backward()
     step(*batch())
     assert_same([p.grad for p in module.parameters()], [p.grad for p in twin.parameters()])
@@ -66,16 +66,16 @@ def test_a_saved_plan_is_taken_up_without_a_search(tmp_path: Path, monkeypatch: 
 def test_a_plan_of_another_step_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "plan.txt")
     with pytest.raises(UsageError, match="the saved plan is of another step"):
-        optimize(net(depth=5), loss_of, None, batch(), memory_ratio=0.9, plan=path)
+        optimize(net(depth=5), batch(), loss_of, None, memory_ratio=0.9, plan=path)
     with pytest.raises(UsageError, match="the saved plan is of another step"):
-        optimize(net(), loss_of, None, batch(48), memory_ratio=0.9, plan=path)
+        optimize(net(), batch(48), loss_of, None, memory_ratio=0.9, plan=path)
 
 
 def test_another_limit_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "plan.txt")
     for asked in ({"memory_ratio": 0.6}, {"memory_limit": "1 GiB"}, {"latency_ratio": 1.1}):
         with pytest.raises(UsageError, match=r"made for memory_ratio=0.9, asked for is .*; pass memory_ratio=0.9"):
-            optimize(net(), loss_of, None, batch(), plan=path, **asked)
+            optimize(net(), batch(), loss_of, None, plan=path, **asked)
 
 
 def test_a_plan_that_needs_more_here_than_its_limit_is_refused(tmp_path: Path) -> None:
@@ -83,24 +83,24 @@ def test_a_plan_that_needs_more_here_than_its_limit_is_refused(tmp_path: Path) -
     path = saved(tmp_path / "plan.txt", memory_ratio=0.99)
     write_plan(path, replace(read_plan(path), limit={"memory_ratio": 0.7}))
     with pytest.raises(UsageError, match=r"the saved plan needs .* here, the limit is .*; leave out plan="):
-        optimize(net(), loss_of, None, batch(), memory_ratio=0.7, plan=path)
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.7, plan=path)
 
 
 def test_a_file_whose_digest_was_changed_does_not_run(tmp_path: Path) -> None:
     """The digest says what a plan is for, and the graph is proven to compute the step all the same."""
     path = saved(tmp_path / "plan.txt")
     other = net(width=16)
-    step = optimize(other, loss_of, None, batch(width=16), memory_ratio=0.9, budget=BUDGET)
+    step = optimize(other, batch(width=16), loss_of, None, memory_ratio=0.9, budget=BUDGET)
     write_plan(path, replace(read_plan(path), digest=step.prepare(as_batch(batch(width=16))).plan.digest))
     with pytest.raises(UsageError, match="the saved plan does not compute this step: "):
-        optimize(other, loss_of, None, batch(width=16), memory_ratio=0.9, plan=path)
+        optimize(other, batch(width=16), loss_of, None, memory_ratio=0.9, plan=path)
 
 
 def test_a_changed_file_is_told_by_its_checksum(tmp_path: Path) -> None:
     path = saved(tmp_path / "plan.txt")
     path.write_text(path.read_text().replace(" float32 [32, 32]", " float64 [32, 32]"))
     with pytest.raises(UsageError, match="was changed since it was saved: its checksum is another one"):
-        optimize(net(), loss_of, None, batch(), memory_ratio=0.9, plan=path)
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
 
 
 # Plans with one thing changed, in files whose checksums are right: what is not refused computes the same numbers.
@@ -133,7 +133,8 @@ class Whole:
 
     def __init__(self, path: Path, make: Callable[[], nn.Module], data: Any, loss_fn: Any, ratio: float) -> None:
         self.path, self.make, self.data, self.loss_fn, self.ratio = path, make, data, loss_fn, ratio
-        step = optimize(*self.parts(), data(), memory_ratio=ratio, budget=BUDGET)
+        module, loss_fn, optimizer = self.parts()
+        step = optimize(module, data(), loss_fn, optimizer, memory_ratio=ratio, budget=BUDGET)
         self.looped = bool(step.report().fission)
         step.save(path)
         self.plan = read_plan(path)
@@ -150,7 +151,7 @@ class Whole:
 
     def trained(self) -> list[Tensor]:
         module, loss_fn, optimizer = self.parts()
-        step = optimize(module, loss_fn, optimizer, self.data(), memory_ratio=self.ratio, plan=self.path)
+        step = optimize(module, self.data(), loss_fn, optimizer, memory_ratio=self.ratio, plan=self.path)
         for seed in range(2):
             torch.manual_seed(seed)
             step(*self.data(seed))
@@ -235,7 +236,7 @@ def test_strange_files_are_one_line(tmp_path: Path, text: str, message: str) -> 
     path = tmp_path / "plan.txt"
     path.write_text(text)
     with pytest.raises(UsageError, match=message) as error:
-        optimize(net(), loss_of, None, batch(), memory_ratio=0.9, plan=path)
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
     assert "\n" not in str(error.value)
     assert path.read_text() == text
 
@@ -246,12 +247,12 @@ def test_an_operator_that_no_step_has_is_refused(tmp_path: Path) -> None:
     graph = parse(dump(read_plan(path).graph).replace("aten.addmm.default(", "aten.from_file.default("))
     write_plan(path, replace(read_plan(path), graph=graph))
     with pytest.raises(UsageError, match=r"holds aten.from_file.default, which its step has not"):
-        optimize(net(), loss_of, None, batch(), memory_ratio=0.9, plan=path)
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read the plan .*: No such file"):
-        optimize(net(), loss_of, None, batch(), memory_ratio=0.9, plan=tmp_path / "none.txt")
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=tmp_path / "none.txt")
     assert torch.is_grad_enabled()
 
 

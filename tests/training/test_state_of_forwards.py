@@ -95,7 +95,7 @@ def trained(
         optimizers.append(torch.optim.SGD([*net.parameters(), *more], lr=0.1, momentum=0.9))
     batches = [example(index) for index in range(steps)]
     seeded(9)
-    step = magis.optimize(ours, losses[0], optimizers[0], batches[0], latency_ratio=1.5, budget=40)
+    step = magis.optimize(ours, batches[0], losses[0], optimizers[0], latency_ratio=1.5, budget=40)
     assert held((ours, losses[0])) == held((theirs, losses[1]))
     captures.clear()
     for index, (x, y) in enumerate(batches):
@@ -211,10 +211,10 @@ def test_tensors_that_a_forward_replaces(
 
 def test_a_tensor_that_was_read_stays_as_it_was() -> None:
     step, _ = trained(rebound, steps=2)
-    before = step.model.center
+    before = step.module.center
     contents = before.clone()
     step(torch.randn(8, 16), torch.randint(0, 5, (8,)))
-    assert step.model.center is not before
+    assert step.module.center is not before
     assert torch.equal(before, contents)
 
 
@@ -251,9 +251,9 @@ def test_a_tensor_kept_elsewhere_too_is_refused() -> None:
     with pytest.raises(CaptureError, match="from one step to the next"):
         magis.optimize(
             net,
+            (torch.randn(8, 16), torch.randint(0, 5, (8,))),
             functional.cross_entropy,
             torch.optim.SGD(net.parameters(), lr=0.1),
-            (torch.randn(8, 16), torch.randint(0, 5, (8,))),
             latency_ratio=1.5,
             budget=40,
         )
@@ -352,14 +352,14 @@ def test_an_error_takes_back_what_was_drawn_and_counted() -> None:
 
     step, _ = trained(between)
     seeded(3)
-    heat = step.model.heat
+    heat = step.module.heat
     with pytest.raises(IndexError):
         step(torch.randn(8, 16), torch.full((8,), 7))
     found = random.getstate()
     seeded(3)
     random.random()
     assert found == random.getstate()  # as eager leaves it: drawn once
-    assert step.model.heat == heat * 0.9
+    assert step.module.heat == heat * 0.9
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_transforms_train_as_eager_does(name: str) -> None:
         torch.manual_seed(0)
         nets.append(Net(TRANSFORMS.get(name, lambda _net, h: h)))
     ours, theirs = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
-    step = magis.optimize(nets[0], loss, ours, batch(0), memory_ratio=1.0, budget=200)
+    step = magis.optimize(nets[0], batch(0), loss, ours, memory_ratio=1.0, budget=200)
     for number in range(3):
         x, y = batch(number)
         theirs.zero_grad()
@@ -84,7 +84,7 @@ def test_transforms_train_as_eager_does(name: str) -> None:
         theirs.step()
         assert torch.equal(step(x, y), expected.detach())
     assert all(torch.equal(one, other) for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
-    assert magis.estimate(nets[0], "sgd", batch(0), loss, device="cpu").peak_bytes > 0
+    assert magis.estimate(nets[0], batch(0), loss, "sgd", device="cpu").peak_bytes > 0
 
 
 def mixed(net: Net, h: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def test_sparse_tensors_are_refused_in_one_line(name: str) -> None:
     make, loss = SPARSE[name]
     net = make()
     with pytest.raises(CaptureError, match=r"sparse.*only dense") as found:
-        magis.optimize(net, loss, torch.optim.SGD(net.parameters(), lr=0.1), batch(0), memory_ratio=1.0)
+        magis.optimize(net, batch(0), loss, torch.optim.SGD(net.parameters(), lr=0.1), memory_ratio=1.0)
     assert "\n" not in str(found.value)
     for call in (
-        lambda: magis.estimate(make(), "sgd", batch(0), loss, device="cpu"),
+        lambda: magis.estimate(make(), batch(0), loss, "sgd", device="cpu"),
         lambda: magis.checkpoint_policy(nn.Sequential(nn.Sequential(make())), batch(0), loss, memory_ratio=0.9),
     ):
         with pytest.raises(CaptureError, match=r"sparse.*only dense"):

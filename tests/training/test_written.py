@@ -34,7 +34,7 @@ class Scaling(nn.Module):
 def test_nothing_of_the_users_is_written_to_while_planning() -> None:
     module, example = Scaling(), batch()
     weights, given = copy.deepcopy((module.state_dict(), example))
-    optimize(module, loss_of, None, example, memory_ratio=1.0, budget=1)
+    optimize(module, example, loss_of, None, memory_ratio=1.0, budget=1)
     assert module.calls == 0
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
     assert all(map(torch.equal, example, given))
@@ -42,7 +42,7 @@ def test_nothing_of_the_users_is_written_to_while_planning() -> None:
 
 def test_a_network_without_tensors_has_nothing_to_train() -> None:
     with pytest.raises(CaptureError, match="there is nothing to train"):
-        optimize(nn.Tanh(), loss_of, None, batch(), **ANY)
+        optimize(nn.Tanh(), batch(), loss_of, None, **ANY)
 
 
 class Detached(Odd):
@@ -72,7 +72,7 @@ def test_tensors_in_globals_are_written_to_by_steps_alone() -> None:
     CENTER.zero_()
     module = net()
     twin = copy.deepcopy(module)
-    step = optimize(module, centered, SGD(module.parameters(), 0.1), batch(), memory_ratio=0.95, budget=20)
+    step = optimize(module, batch(), centered, SGD(module.parameters(), 0.1), memory_ratio=0.95, budget=20)
     assert not CENTER.any()
     ours = [step(*batch(seed=seed)) for seed in range(3)]
     kept = CENTER.clone()

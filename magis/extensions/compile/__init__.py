@@ -1,1 +1,18 @@
-"""`torch.compile(model, backend="magis")`: forward and backward of a user's own loop, planned for less memory."""
+"""`torch.compile(model, backend="magis")` and checkpoint policies: forward and backward of a user's own loop."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from magis.extensions.compile.checkpointing.policy import RegionPolicies
+
+__all__ = ["RegionPolicies"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the policies, which need torch, on first use; AttributeError for any other name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("magis.extensions.compile.checkpointing.policy"), name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
-from magis.capture.refusals import check_tensors
+from magis.capture.refusals import check_parts, check_tensors
 from magis.capture.side_effects import DrawError, check_stateless, observe_step
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, UsageError
@@ -33,6 +33,7 @@ from magis.extensions.compile.checkpointing.remat_regions import leaves, torch_r
 from magis.extensions.compile.checkpointing.repetition import Runs, drawing, under
 from magis.frontends.limits import AUTOCAST, limits_of
 from magis.graph import Op
+from magis.models.step_parts import ORDER, in_one_order, live_parts
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import GENERATOR_BYTES
@@ -68,10 +69,12 @@ class _Judged:
     ns: int
 
 
+@in_one_order("magis.checkpoint_policy", ORDER, {"loss_fn": "loss"})
 def checkpoint_policy(
-    module: nn.Module,
-    batch: Any,
-    loss_fn: Callable[..., Tensor] | None = None,
+    module: nn.Module | tuple[Any, ...] | Callable[[], object],
+    batch: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: object = None,
     *,
     memory_ratio: float | None = None,
     memory_limit: str | int | None = None,
@@ -81,12 +84,12 @@ def checkpoint_policy(
 ) -> RegionPolicies:
     """A policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
 
-    `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss_fn` None
-    the model returns its loss. The limit is `memory_ratio` (share of the plain peak) or `memory_limit` (bytes, or
-    "8 GiB"), with parameters, buffers, batch and gradients; the optimizer's state counts with neither. `blocks` are the
-    paths of the sub-modules that may be recomputed; default: the children of lists and sequences of layers. `library`
-    is what will run the policy: `torch.utils.checkpoint`, which saves results of operators, or `torch_remat`, which
-    saves calls of sub-modules.
+    `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss` None
+    the module returns its loss; an optimizer that is given is not used. The limit is `memory_ratio` (share of the
+    plain peak) or `memory_limit` (bytes, or "8 GiB"), with parameters, buffers, batch and gradients; the optimizer's
+    state counts with neither. `blocks` are the paths of the sub-modules that may be recomputed; default: the children
+    of lists and sequences of layers. `library` is what will run the policy: `torch.utils.checkpoint`, which saves
+    results of operators, or `torch_remat`, which saves calls of sub-modules.
 
     The module is not changed. Raises UsageError for arguments that cannot be and for limits that no policy keeps,
     CaptureError for a step that is no single static graph.
@@ -102,19 +105,22 @@ def checkpoint_policy(
     if library == REMAT:
         torch_remat()  # which says where it is missing
     limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
-    given = as_batch(batch)
-    whole, loss = with_loss(module, loss_fn)
+    parts = live_parts("magis.checkpoint_policy", module, batch, loss, optimizer)
+    check_parts(parts.module, parts.loss, parts.optimizer)
+    net: nn.Module = parts.module
+    given = as_batch(parts.batch)
+    whole, loss_fn = with_loss(net, parts.loss)
     work = Workload(
-        f"{type(module).__module__}:{type(module).__qualname__}",
+        f"{type(net).__module__}:{type(net).__qualname__}",
         with_keywords(whole, given),
         given.inputs,
         given.targets,
-        with_targets(loss, given) or own_loss,
+        with_targets(loss_fn, given) or own_loss,
         OptimizerSpec("gradients"),
     )
-    paths = tuple(blocks) if blocks is not None else blocks_of(module)
+    paths = tuple(blocks) if blocks is not None else blocks_of(net)
     with collector_spared():
-        search = _PolicySearch(module, work, paths, library, autocast)
+        search = _PolicySearch(net, work, paths, library, autocast)
         best = search.run(limits.bytes_of(search.plain.peak) or 0)
     ratio = best.ns / max(1, search.plain.ns)
     return RegionPolicies(best.regions, search.plain.peak, best.peak, ratio, library, tuple(search.left.items()))

@@ -50,7 +50,7 @@ class SharedStep(OptimizedStep):
             check_optimizer(optimizer, trained_parameters(model))
         check_hooks(trained_parameters(model))
         super().__init__(self._shared.module, loss_fn, None, limits, device, autocast, Ranks(self._shared.world))
-        self.model = model
+        self.module = model
         check_module(self._whole, self._loss_fn)
 
     @classmethod
@@ -99,7 +99,7 @@ class SharedStep(OptimizedStep):
 
     def _refresh(self) -> str:
         self._shared.refresh()
-        check_hooks(trained_parameters(self.model))
+        check_hooks(trained_parameters(self.module))
         return ""
 
     def _choose(self) -> Choice:
