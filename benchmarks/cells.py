@@ -43,7 +43,7 @@ from magis.models import PRESETS, resolve
 from magis.planner.bench import Bench
 from magis.planner.fronts import front_of
 from magis.planner.planning import plan as plan_step
-from magis.planner.plans import Plan, PlanScratch, searched
+from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.results import Case, ParetoFront
 from magis.rewrite.functionalize import untangle
@@ -98,7 +98,7 @@ class Peers:
 
     @staticmethod
     def of(subject: Subject) -> Peers:
-        known = PlanScratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
+        known = PlanScratch(subject, None).known_to_search(subject.normal)
         compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
         modules = subject.traced.module.named_modules()
         called = [path for path, module in modules if type(module).forward is not nn.Module.forward]

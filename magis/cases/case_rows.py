@@ -16,7 +16,7 @@ from magis.graph import Graph, every_op
 from magis.planner.subject import ROUNDS_ALONE, Subject
 from magis.report.text_store import code_digest
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
-from magis.runtime.double_precision import FirstDifference, first_parting
+from magis.runtime.double_precision import FirstDifference, first_difference
 from magis.runtime.measure import device_identity, is_out_of_memory, others_memory
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
@@ -47,18 +47,18 @@ class Replayed:
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         return replay(self.graph, costs.workspace, rounding=costs.rounding)
 
-    def parting(self, run: Callable[[], object]) -> FirstDifference | None:
-        """Where the measured bytes of the step, which `run` runs, part from the simulated ones."""
-        return first_parting(run, self.graph, self._profile())
+    def first_difference(self, run: Callable[[], object]) -> FirstDifference | None:
+        """Run the step by ``run``; return the first operator whose measured bytes are not the simulated ones."""
+        return first_difference(run, self.graph, self._profile())
 
     def at_peak(self) -> Peak:
-        """What makes the peak of tensors that is reported for the step."""
+        """Return what is held at the peak of tensors that is reported for the step."""
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         profile = self._profile()
         return peak_of(self.graph, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
 
     def spans(self) -> tuple[Span, ...]:
-        """Its calls, at the prices of the latency that is reported for it."""
+        """Return the step's calls, at the prices of the latency that is reported for it."""
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         times, profile = self.subject.predicting, self._profile()
         return timeline(self.graph, times, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
@@ -68,21 +68,21 @@ NOT_RUN = "not run"
 NOT_COMPARED = "not run: the original does not fit"
 NOT_BOTH = "not run: original and optimized step do not fit together"
 NOTABLE_BYTES = GIB
-"""Of a GPU in others' hands: CUDA itself takes about half of that in every process."""
+"""Bytes of a GPU in others' hands that are worth a word; CUDA itself takes about half of that in every process."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What is known of an optimized step that ran without the original."""
+class AloneFigures:
+    """Memory and times of an optimized step that ran without the original."""
 
     memory: Memory
     times_ms: tuple[float, ...]
 
 
 def attempt(run: Callable[[], T]) -> T | None:
-    """What ``run`` returns; None if it runs out of memory, all of which is given back."""
+    """Return what ``run`` returns; None if it runs out of memory, all of which is given back."""
     try:
         return run()
     except RuntimeError as error:
@@ -95,36 +95,37 @@ def attempt(run: Callable[[], T]) -> T | None:
 
 
 def fits_alone(subject: Subject, peak_bytes: int) -> bool:
-    """Whether a step with this peak is run where nothing else of the case is but a copy of the module."""
+    """Return True if a step with this peak may run beside nothing of the case but a copy of the module."""
     if subject.simulated_only or subject.too_slow:
         return False
     return peak_bytes + subject.captured.graph.persistent_bytes() <= subject.free_bytes
 
 
-def run_alone(subject: Subject, make: Callable[[], Step]) -> Alone | None:
+def run_alone(subject: Subject, make: Callable[[], Step]) -> AloneFigures | None:
     """Measure and time a step; None if it runs out of memory."""
 
-    def run() -> Alone:
+    def run() -> AloneFigures:
         step = make()
         once = whole_step(step)
         for _ in range(2):  # the first one makes the optimizer's state
             once()
-        return Alone(subject.measure(step), alone(once, ROUNDS_ALONE, subject.torch_device))
+        return AloneFigures(subject.measure(step), alone(once, ROUNDS_ALONE, subject.torch_device))
 
     return attempt(run)
 
 
 def too_large(subject: Subject) -> str:
-    """That the original needs more than is free, with bytes."""
-    return f"it needs about {format_bytes(subject.predicted_bytes)} of memory, {_free(subject)}"
+    """Say, with bytes, that the original needs more than is free."""
+    return f"it needs about {format_bytes(subject.predicted_bytes)} of memory, {_format_free(subject)}"
 
 
 def ran_out(subject: Subject) -> str:
-    """That it ran out of memory although it should fit, with bytes."""
-    return f"it ran out of memory: its simulated peak is {format_bytes(subject.original.peak_bytes)}, {_free(subject)}"
+    """Say, with bytes, that the original ran out of memory although it should fit."""
+    peak = format_bytes(subject.original.peak_bytes)
+    return f"it ran out of memory: its simulated peak is {peak}, {_format_free(subject)}"
 
 
-def _free(subject: Subject) -> str:
+def _format_free(subject: Subject) -> str:
     others = others_memory(subject.source.device)
     held = f", {format_bytes(others)} are held by other processes" if others >= NOTABLE_BYTES else ""
     return f"{format_bytes(subject.free_bytes)} are free{held}"
@@ -134,7 +135,7 @@ def _free(subject: Subject) -> str:
 
 
 def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
-    """Eager on one rank, which takes the whole batch; not measured where it runs out of memory."""
+    """Measure eager on one rank, which takes the whole batch; not measured if it runs out of memory."""
     captured = subject.captured.original
     memory = attempt(lambda: subject.original_measured) if measured else None
     return StepFigures(
@@ -147,13 +148,10 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
     )
 
 
-def _step_digest(graph: Graph) -> str:
-    signatures = "\n".join(signature(op, values) for op, values in every_op(graph))
-    return hashlib.sha256(signatures.encode()).hexdigest()[:16]
-
-
 def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
-    """The frame of a result: no limit, no ratio, and numbers that nobody has compared yet."""
+    """Make the frame of a result: no limit, no ratio, and numbers that nobody has compared yet."""
+    graph = subject.captured.original.graph
+    signatures = "\n".join(signature(op, values) for op, values in every_op(graph))
     return CaseResult(
         case=case,
         dtype=subject.source.dtype,
@@ -169,9 +167,9 @@ def other_result(case: Case, subject: Subject, original: StepFigures, optimized:
         lower_bound_bytes=0,
         numbers=NOT_RUN,
         graph_digest=subject.digest,
-        step_digest=_step_digest(subject.captured.original.graph),
+        step_digest=hashlib.sha256(signatures.encode()).hexdigest()[:16],
         planner="" if case.memory_ratio is None and case.latency_ratio is None else code_digest()[:12],
-        provenance=subject.provenance(subject.captured.original.graph),
+        provenance=subject.provenance(graph),
         samples=samples_of(subject.traced),
         conformance=subject.conformance,
     )

@@ -36,12 +36,12 @@ EAGER_FIRST = "the step must run eagerly before it can be optimized"
 def check_case(
     case: Case, *, cache: Bench | None = None, make: Make | None = None, progress: Progress | None = None
 ) -> None:
-    """Build and capture what the case would run, and run the original step once if its cases run for real.
+    """Build and capture what the case would run; run the original step once if its cases run for real.
 
     With a ``cache`` that the case is given afterwards, the capture is made once. Raises UsageError for a model that
-    cannot be found or built, and CaptureError, naming module and line, for one that is no single static step:
-    numbers read off data, tensors on another device, data types that eager refuses to mix. ``progress`` is told what is
-    going on.
+    cannot be found or built, and CaptureError, naming module and line, for one that is no single static step: numbers
+    read off data, tensors on another device, data types that eager refuses to mix. ``progress`` is told what is going
+    on.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
     subject.tell = progress or subject.tell
@@ -67,12 +67,14 @@ def _check_eager(subject: Subject) -> None:
         raise
     except Exception as error:
         grown = growth(subject) if subject.source.of_user else None  # graphs that are kept cannot be copied, say
-        text = f"{f'{grown}; ' if grown else ''}{type(error).__name__}{_place(error)} in eager mode: {error}"
+        text = (
+            f"{f'{grown}; ' if grown else ''}{type(error).__name__}{_innermost_user_line(error)} in eager mode: {error}"
+        )
         raise CaptureError(text, hint=EAGER_FIRST) from error
 
 
-def _place(error: BaseException) -> str:
-    """File name and line of the innermost frame that is neither torch's nor ours; empty where there is none."""
+def _innermost_user_line(error: BaseException) -> str:
+    """Return file name and line of the innermost frame that is neither torch's nor ours; empty if there is none."""
     own = (Path(torch.__file__).parent, Path(__file__).parent.parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
@@ -83,32 +85,28 @@ def _place(error: BaseException) -> str:
 # Memory that grows from step to step: outputs, graphs or gradients kept alive, state made late, caches.
 
 STEPS = 4
-"""The second one is compared with the later ones: the first makes gradients and optimizer state."""
+"""Steps that are run. The second is compared with the later ones: the first makes gradients and optimizer state."""
 
 
 def growth(subject: Subject) -> StepGrowth | None:
-    """What eager's step of a user's network leaves alive, step by step; None where nothing grows.
+    """Find what eager's step of a user's network leaves alive, step by step; None if nothing grows.
 
-    Run for real where cases of the network are, else on fake tensors. A step that runs in neither way is not looked at:
-    whoever runs it says what is wrong.
+    It runs for real where cases of the network do, else on fake tensors. A step that runs in neither way is passed
+    over: whoever runs it says what is wrong.
     """
     if subject.traced.optimizer.kind == "none":
         return None
-    ways = ((_real, subject.kind), (_fake, "cpu")) if subject.runs else ((_fake, "cpu"),)
-    for make, device in ways:
+    for fake in (False, True) if subject.runs else (True,):
         try:
             with generators_kept():
-                return grown(*make(subject), device)
+                step, mode = _fake_step(subject) if fake else (subject.eager(), nullcontext())
+                return grown(step, mode, "cpu" if fake else subject.kind)
         except Exception:  # noqa: BLE001, S112  (said where the step is run for its own sake)
             continue
     return None
 
 
-def _real(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
-    return subject.eager(), nullcontext()
-
-
-def _fake(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
+def _fake_step(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
     with FakeTensorMode():
         mode, work = on_fake_tensors(subject.make())
     cast = autocast_type(subject.source.dtype)
@@ -121,7 +119,7 @@ def _fake(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
 
 
 def grown(step: Step, inside: AbstractContextManager[object], device: str) -> StepGrowth | None:
-    """Run a step some times; what is alive after each later one and was not after the second."""
+    """Run a step a few times; return what is alive after each later one and was not after the second."""
     ledger = TensorLedger(device)
     held: list[tuple[MadeStorage, ...]] = []
     with no_collection(), inside, ledger.modules.watched(), ledger:
@@ -138,7 +136,7 @@ def grown(step: Step, inside: AbstractContextManager[object], device: str) -> St
 
 
 def _added(held: tuple[MadeStorage, ...], before: tuple[MadeStorage, ...]) -> list[MadeStorage]:
-    """Storages beyond those of the same size from the same place that were there before."""
+    """Return the storages beyond those of the same size from the same place that were there before."""
     known = Counter(before)
     added = []
     for each in held:

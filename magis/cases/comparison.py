@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -44,8 +43,6 @@ from magis.runtime.timing import (
     ratio_interval,
 )
 
-S = TypeVar("S", bound=Step)
-
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
 BUFFER_SLACK = 1e-5
@@ -53,79 +50,77 @@ BUFFER_SLACK = 1e-5
 
 
 def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
-    """What ``compare_rounding`` says of a step with loops (``graph``), and ``compare`` of any other one."""
+    """Compare a step with loops (``graph``) by ``compare_rounding``, and any other one by ``compare``."""
     if graph is not None and any(op.body is not None for op in graph.ops):
         return compare_rounding(subject, graph, seed)
     return compare(eager, step, seed, shared_tensors(subject))
 
 
 def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> str:
-    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>".
-
-    Steps have a module each; ``shared`` are other tensors that they write to.
-    """
-    return next(_unlike(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
+    """Run three steps of both from the same weights and random numbers; return "bit-identical" or "differs: <what>".
+    Steps have a module each; ``shared`` are other tensors that they write to."""
+    return next(_step_differences(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
 
 
-def _unlike(eager: Step, step: Step, seed: int, shared: SharedTensors) -> Iterator[str]:
+def _step_differences(eager: Step, step: Step, seed: int, shared: SharedTensors) -> Iterator[str]:
     for index in range(STEPS_COMPARED):
         returned, drawn = [], []
         for each in (eager, step):
-            _loss(each, seed + index, shared)
+            _run_seeded(each, seed + index, shared)
             returned.append(each.results())
-            drawn.append(_states(each))
+            drawn.append(_generator_states(each))
         if len(returned[0]) != len(returned[1]):
             yield f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
         for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
             if not same(ours, theirs):
                 what = "loss" if position == 0 else f"result {position}"
                 yield f"differs: {what} of step {index + 1}, by up to {furthest(ours, theirs):.3g}"
-        yield from (f"differs: {said} {index + 1}" for said in _moved(*drawn))
+        yield from (f"differs: {said} {index + 1}" for said in _moved_generators(*drawn))
     behind = f"after {STEPS_COMPARED} steps"
     for what, expected, found in (
         ("", eager.module.state_dict(), step.module.state_dict()),
         ("optimizer state ", eager.state(), step.state()),
         ("", shared.left_by(eager), shared.left_by(step)),
     ):
-        yield from _changed(expected, found, f"{what}{{}} {behind}")
+        yield from _differing_tensors(expected, found, f"{what}{{}} {behind}")
 
 
-def _changed(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], said: str) -> Iterator[str]:
-    """Of tensors by name, those that are not as expected."""
+def _differing_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], said: str) -> Iterator[str]:
+    """Yield the tensors, by name, that are not as expected."""
     yield from (f"differs: {said.format(name)}" for name in expected if not same(found[name], expected[name]))
 
 
-def _seed(step: Step, seed: int) -> None:
-    """The same random numbers to come for every step, of generators of its own, too."""
+def _seed_step(step: Step, seed: int) -> None:
+    """Give the step's generators, its own too, the same random numbers to come for every step."""
     torch.manual_seed(seed)
     for number, generator in enumerate(step.generators.values(), 1):
         generator.manual_seed(seed + number)
 
 
-def _states(step: Step) -> dict[str, Tensor]:
-    """Where the generators stand, by what they are called in a sentence."""
+def _generator_states(step: Step) -> dict[str, Tensor]:
+    """Return the states of the generators, by what they are called in a sentence."""
     device = next((tensor.device for tensor in step.module.parameters()), "cpu")
     own = {f"generator {name!r}": generator.get_state() for name, generator in step.generators.items()}
     return {"the generator": generator_of(device).get_state(), **own}
 
 
-def _moved(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator[str]:
-    """The generators that a step leaves elsewhere than eager's does."""
+def _moved_generators(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the generators that a step leaves in another state than eager's does."""
     yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
 
 
 def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> float:
-    """By which share of eager's loss the step's is off at most, in three steps from the same weights and generator."""
+    """Return the largest difference to eager's loss as a share, in three steps from the same weights and generator."""
     shared = SharedTensors({}) if shared is None else shared
     worst = 0.0
     for index in range(STEPS_COMPARED):
-        theirs, ours = (float(_loss(each, seed + index, shared)) for each in (eager, step))
+        theirs, ours = (float(_run_seeded(each, seed + index, shared)) for each in (eager, step))
         worst = max(worst, off_by(ours, theirs))
     return worst
 
 
 def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
-    """For a step that sums in another order than eager: "within tolerance" or "differs: <what>".
+    """Compare a step that sums in another order than eager: "within tolerance" or "differs: <what>".
 
     Loss and gradients are as close to those in float64 as eager's own are. Weights and optimizer state afterwards are,
     bit by bit, what torch's optimizer makes of these gradients; running statistics are eager's but for rounding.
@@ -136,25 +131,26 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
     shared = shared_tensors(subject)
-    alone = _ran(subject.stopped(before_update(before)), seed, shared)
-    ours, left = alone.results(), _states(alone)
+    alone = subject.stopped(before_update(before))
+    _run_seeded(alone, seed, shared)
+    ours, left = alone.results(), _generator_states(alone)
     eager = subject.eager(stops=True)
-    _ran(eager, seed, shared)
-    drawn = _states(eager)
+    _run_seeded(eager, seed, shared)
+    drawn = _generator_states(eager)
     gradients = eager.gradients()
-    yield from _captured_otherwise(subject, eager, seed, shared)
-    yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
+    yield from _capture_differences(subject, eager, seed, shared)
+    yield from _beyond_rounding(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
-    _ran(full, seed, shared)
+    _run_seeded(full, seed, shared)
     behind = subject.captured.behind is not None  # its step may draw, and write over gradients
-    yield from (f"differs: {said} 1" for said in _moved(drawn, left if behind else _states(full)))
+    yield from (f"differs: {said} 1" for said in _moved_generators(drawn, left if behind else _generator_states(full)))
     for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
         if not same(shipped, our):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     updated = subject.captured.graded if behind else names
     found = dict(zip(updated, ours[len(ours) - len(updated) :], strict=True))
     with shared.within(None):
-        yield from _otherwise_updated(subject, found, full, seed, drawn["the generator"])
+        yield from _update_differences(subject, found, full, seed, drawn["the generator"])
     buffers = {**dict(eager.module.named_buffers()), **shared.left_by(eager)}
     for name, tensor in {**dict(full.module.named_buffers()), **shared.left_by(full)}.items():
         if same(tensor, buffers[name]):
@@ -164,33 +160,29 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
             yield f"differs: buffer {name}, by up to {error:.3g}"
 
 
-def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int, shared: SharedTensors) -> Iterator[str]:
-    """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
+def _capture_differences(subject: Subject, eager: EagerStep, seed: int, shared: SharedTensors) -> Iterator[str]:
+    """Yield a difference for each result of the captured step, run as it is, that is not eager's."""
     graph, names = with_gradients(subject.captured.graph)
-    ours = _ran(subject.stopped(before_update(graph)), seed, shared).results()
+    step = subject.stopped(before_update(graph))
+    _run_seeded(step, seed, shared)
     theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
-    yield from (
-        "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
-    )
+    for our, their in zip(step.results(), theirs, strict=True):
+        if not torch.equal(our, their):
+            yield "differs: the captured step"
 
 
-def _loss(step: Step, seed: int, shared: SharedTensors) -> Tensor:
-    """Of one step with these random numbers, on what it left in ``shared``."""
-    _seed(step, seed)
+def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
+    """Run one step with these random numbers, on what it left in ``shared``; return its loss."""
+    _seed_step(step, seed)
     with shared.within(step):
         step.prepare()
         return step.run()
 
 
-def _ran(step: S, seed: int, shared: SharedTensors) -> S:
-    _loss(step, seed, shared)
-    return step
-
-
-def _far(
+def _beyond_rounding(
     subject: Subject, names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], seed: int
 ) -> Iterator[str]:
-    """Results and gradients that are further from the exact ones than rounding explains."""
+    """Yield results and gradients that are further from the exact ones than rounding explains."""
     captured = subject.captured.graph if subject.captured.behind is None else without_state(subject.captured.graph)
     values = gradient_values(captured)
     wanted = [*captured.outputs, *(values[name] for name in names)]
@@ -198,7 +190,7 @@ def _far(
         yield f"differs: {len(ours)} results, eager has {len(theirs)}"
         return
     same = subject.stopped(captured)
-    _seed(same, seed)
+    _seed_step(same, seed)
     reference, terms = exact(captured, same.tensors, wanted, same.generators, same.numbers())
     relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
@@ -221,15 +213,15 @@ def _far(
 FINE = 1e-5
 """Types of a coarser epsilon round by more than corners move."""
 NEARBY = 8
-"""Steps of eager with other last bits that are looked at together: a corner within rounding is on its other side in
-half of them."""
+"""Steps of eager with other last bits that are looked at together. In half of them a corner within rounding is on its
+other side."""
 MOST_NEARBY = 32
 """Where many corners are near: the worst that several of them do to an element together shows in few steps."""
 
 
 @dataclass
 class _Corners:
-    """How far off each element of eager's gradients is at most where weights may be off in the last bit.
+    """Largest error of each element of eager's gradients where weights may be off in the last bit.
 
     A step has corners: a ReLU's input near zero, two elements of a pool that are nearly equal. On which side rounding
     puts such an element moves a gradient by far more than rounding itself, in eager as in any other order of sums.
@@ -240,7 +232,7 @@ class _Corners:
     reference: Sequence[Tensor]
     seed: int
     worst: dict[int, Tensor] = field(default_factory=dict)
-    """By position among results and gradients; of the steps that were looked at."""
+    """Largest errors in the steps so far, by position among results and gradients."""
     steps: int = 0
 
     def look_on(self) -> bool:
@@ -249,7 +241,9 @@ class _Corners:
             return False
         shared, first = shared_tensors(self.subject), len(self.reference) - len(self.names)
         for number in range(self.steps, self.steps + NEARBY):
-            eager = _ran(_with_other_last_bits(self.subject.eager(stops=True), number), self.seed, shared)
+            eager = self.subject.eager(stops=True)
+            _perturb_weights(eager, number)
+            _run_seeded(eager, self.seed, shared)
             gradients = eager.gradients()
             for position, name in enumerate(self.names, first):
                 off = (wide(gradients[name]) - self.reference[position]).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -258,48 +252,52 @@ class _Corners:
         return True
 
 
-def _with_other_last_bits(step: EagerStep, number: int) -> EagerStep:
+def _perturb_weights(step: EagerStep, number: int) -> None:
+    """Change the last bits of a step's weights at random; ``number`` is the seed."""
     bits = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for each in step.module.parameters():
             if each.is_floating_point() or each.is_complex():
                 up_or_down = 2 * torch.rand(each.shape, generator=bits, dtype=torch.float64) - 1
                 each.mul_((1 + torch.finfo(each.dtype).eps / 2 * up_or_down).to(each.device))
-    return step
 
 
-def _otherwise_updated(
+def _update_differences(
     subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
 ) -> Iterator[str]:
-    """What torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves them;
-    ``drawn`` is the generator's state behind the backward."""
+    """Yield what torch's optimizer makes otherwise of the same gradients and of the weights after a forward.
+
+    ``drawn`` is the generator's state behind the backward.
+    """
     if not gradients:
         return
     twin = subject.eager()
-    _seed(twin, seed)
+    _seed_step(twin, seed)
     twin.prepare()
     twin.forward()
     generator_of(subject.torch_device).set_state(drawn)
     twin.update(gradients)
     weights, theirs = (dict(each.module.named_parameters()) for each in (step, twin))
-    yield from _changed(theirs, weights, "{} after the step, by the same gradient")
-    yield from _changed(twin.state(), step.state(), "optimizer state {} after the step, by the same gradients")
+    yield from _differing_tensors(theirs, weights, "{} after the step, by the same gradient")
+    yield from _differing_tensors(
+        twin.state(), step.state(), "optimizer state {} after the step, by the same gradients"
+    )
 
 
 # The latency ratio of a case: two looks at it, of steps that are made anew for each.
 
 TIMING_ROUNDS = 8
-"""Pairs of a look, to start with."""
+"""Number of pairs in a look, to start with."""
 ROUNDS_WHOLE = 3
 SHORTEST_MS = 30.0
-"""Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
+"""Milliseconds of the shortest step that takes turns, ten slices: in shorter ones the ratio shows what turns cost."""
 WARM_UP = 1
 """Untimed pairs before the others."""
 
 
 @dataclass(frozen=True)
 class TimingLook:
-    """Pairs of whole steps, which say the milliseconds, and those that say the ratio; they may be the same."""
+    """Pairs of whole steps, for the milliseconds, and those for the ratio; they may be the same."""
 
     whole: Timing
     pairs: Timing
@@ -307,10 +305,10 @@ class TimingLook:
 
 @dataclass(frozen=True)
 class TimingLooks:
-    """How the two steps of a case are timed, and what of their ratio is believed.
+    """Looks at the ratio of a case's two steps, each of steps made anew, and the ratio that they agree on.
 
     ``rounds`` pairs to start with; ``bounds`` are the ratios at which the verdict changes. A ``rough`` ratio is only
-    shown, and is worth one short look. ``turning``: whether the steps can take turns.
+    shown, and is worth one short look. ``turning`` steps can take turns.
     """
 
     device: torch.device
@@ -334,11 +332,11 @@ class TimingLooks:
         return TimingLook(timing, timing)
 
     def wants_another(self, look: TimingLook) -> bool:
-        """Whether a second look would tell something."""
+        """Return True if a second look would tell something."""
         return not self.rough and not is_too_busy(look.pairs)
 
     def ratio(self, found: Sequence[TimingLook]) -> RatioInterval:
-        """What the looks, at most two, say together."""
+        """Return the ratio that the looks, at most two, say together."""
         if self.rough:
             return ratio_interval(found[0].pairs)
         second = found[1].pairs if len(found) > 1 else None
@@ -346,7 +344,7 @@ class TimingLooks:
 
 
 def once_in_turns(step: Step) -> TurningStep:
-    """What is timed of a step that takes turns: what is timed of one that does not."""
+    """Return a call of the whole step that takes turns, as `whole_step` does for one that does not."""
 
     def once(turn: TimeSlice) -> object:
         step.prepare()
@@ -361,12 +359,14 @@ def once_in_turns(step: Step) -> TurningStep:
 
 
 class SharedTensors:
-    """Keeps, for each step that runs `within`, what it leaves in ``tensors``; a step's first run begins with what was
-    there at the start."""
+    """Contents of ``tensors`` as each step that runs `within` leaves them.
+
+    A step's first run begins with what was there at the start.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._first = _contents(tensors)
+        self._first = _copies(tensors)
         self._left: dict[object, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -375,12 +375,12 @@ class SharedTensors:
         self._fill(self.left_by(step))
         try:
             yield
-            self._left[step] = _contents(self._tensors)
+            self._left[step] = _copies(self._tensors)
         finally:
             self._fill(self._first)
 
     def left_by(self, step: object) -> dict[str, Tensor]:
-        """Contents by name, as the last block of ``step`` left them."""
+        """Return the contents by name, as the last block of ``step`` left them."""
         return self._left.get(step, self._first)
 
     def _fill(self, contents: Mapping[str, Tensor]) -> None:
@@ -390,7 +390,7 @@ class SharedTensors:
 
 
 def shared_tensors(subject: Subject) -> SharedTensors:
-    """What the subject's step writes and its modules do not own."""
+    """Return the tensors that the subject's step writes and its modules do not own."""
     (graph, cached), holders = (subject.captured.graph, subject.captured.cached), subject.holders
     written = {storage for op in graph.ops for storage, _ in op.writes}
     names = (value.name for value in map(graph.values.__getitem__, graph.inputs) if value.storage in written)
@@ -403,5 +403,5 @@ def shared_tensors(subject: Subject) -> SharedTensors:
     )
 
 
-def _contents(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The step under the strategies of one rank: what each request stands for, and the step that comes of it."""
+"""Strategies of one rank: the step that each of them makes of the original, and how its numbers compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from magis.strategies.single_device import Local, blocks_of, local, window_of_co
 from magis.strategies.strategy_names import LISTED, check_planned, family
 
 SCALER = 0.001
-"""What scales gradients keeps a few numbers of its own, which are not in the captured step."""
+"""Share by which peaks may be off under a gradient scaler. It keeps a few numbers that are not in the captured step."""
 MOST_OFF = 0.05
 """Share of eager's loss by which a strategy that computes other numbers may be off: other random numbers included."""
 PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
@@ -29,7 +29,7 @@ COMPILED = "compiled code: bytes are of its forward and backward without fused o
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """The step that is compared with the original: its simulation, and how to make it."""
+    """A step that is compared with the original: its simulation, and how to make it."""
 
     simulated: Memory
     simulated_ns: int
@@ -38,20 +38,20 @@ class Candidate:
     workspaces: Mapping[str, int]
     reserved: int | None
     replayed: Replayed | None
-    """None where there is no graph of it."""
+    """None if there is no graph of the step."""
     strategy: Local | None = None
     off_by: float = 0.0
     """See `CaseResult.off_by`."""
     priced: bool = True
     """See `CaseResult.priced`."""
     note: str = ""
-    """What a reader should know about the simulation."""
+    """Caveat about the simulation, for the reader."""
     portable: bool = True
-    """Whether the plan is that of a baseline's workspaces, wherever they are from; else of this machine's."""
+    """True if the plan is made with a baseline's workspaces, wherever they are from; else with this machine's."""
 
 
 def strategy_of(case: Case, subject: Subject) -> Local | None:
-    """What a case's strategy does to the original; None where it is no strategy of one rank. UsageError for unknown
+    """Return the strategy of a case; None if it is no strategy of one rank. Raises UsageError for unknown
     strategies, and for ones that are not for the case."""
     kind = family(case.strategy)
     if kind is None:
@@ -66,7 +66,7 @@ def strategy_of(case: Case, subject: Subject) -> Local | None:
 
 
 def check_precision(case: Case) -> None:
-    """Raise UsageError where both a strategy and the case's data type say what precision is."""
+    """Raise UsageError where both a strategy and the case's data type set the precision."""
     kind, dtype = family(case.strategy), case.dtype
     casts = any(part.startswith(("amp", "half")) for part in case.strategy.split("+"))
     if dtype in (None, "float32") or kind in ("original", "plan"):
@@ -81,8 +81,8 @@ def check_precision(case: Case) -> None:
         raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
 
 
-def of_strategy(subject: Subject, strategy: Local | None) -> Candidate:
-    """The step under a strategy; None: the original itself."""
+def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
+    """Simulate the step under a strategy; None stands for the original."""
     captured, moved_ns = subject.captured.original, 0
     if strategy is not None and strategy.is_captured:
         under, moved = subject.captured_as(strategy)
@@ -92,7 +92,7 @@ def of_strategy(subject: Subject, strategy: Local | None) -> Candidate:
     found = Candidate(
         Memory(profile.tensor_bytes, profile.peak_bytes),
         subject.latency_ns(captured.graph) + moved_ns,
-        partial(_step, subject, strategy),
+        partial(_make_step, subject, strategy),
         SearchStats(),
         {},
         subject.reserved_bytes(captured.graph, captured.deaths),
@@ -114,7 +114,7 @@ def of_strategy(subject: Subject, strategy: Local | None) -> Candidate:
     )
 
 
-def _step(subject: Subject, strategy: Local | None, stack: ExitStack) -> Step:
+def _make_step(subject: Subject, strategy: Local | None, stack: ExitStack) -> Step:
     if strategy is None:
         return subject.eager()
     work = subject.fresh()
@@ -123,7 +123,7 @@ def _step(subject: Subject, strategy: Local | None, stack: ExitStack) -> Step:
 
 
 def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
-    """How the step's numbers compare with eager's, in the words of `CaseResult.numbers`."""
+    """Compare the step's numbers with eager's; return the words of `CaseResult.numbers`."""
     strategy = candidate.strategy
     if strategy is None or strategy.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)

@@ -1,7 +1,7 @@
-"""Whole results kept from run to run: of an unchanged step, on the same device, nothing is run again.
+"""Whole results kept from run to run: for an unchanged step on the same device nothing is run again.
 
-Asked for by name alone, since a latency that was measured some day then stands for one of today. A result says in its
-note of which day it is. Its file is trusted as far as its checksum goes, and for the figures that the captured step
+Asked for by name alone, since a latency that was measured some day then stands for one of today. The note of a result
+says of which day it is. Its file is trusted as far as its checksum goes, and for the figures that the captured step
 gives without running anything.
 """
 
@@ -24,7 +24,7 @@ from magis.graph import digest
 from magis.plain_records import from_plain, to_plain
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
-from magis.results import Case, CaseResult, Memory
+from magis.results import Case, CaseResult
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed_names import is_planned
 from magis.strategies.strategy_names import family
@@ -50,9 +50,12 @@ class KeptResults:
         rough: bool = False,
         pooled: bool = False,
     ) -> str:
-        """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
-        name, the device and its prices, and what a baseline hands back. Of ranks also which parts the network has,
-        by which it is cut, and whether there is a pool (``pooled``) that runs them, on so many cores."""
+        """Return the key of a result, a digest of all that it depends on.
+
+        That is the case, its captured step with eager's lifetimes and the lines that its tables name, the device and
+        its prices, and what a baseline hands back. For ranks also the parts by which the network is cut, and whether a
+        pool (``pooled``) runs them, on how many cores.
+        """
         captured, traced = self.subject.captured.original, self.subject.traced
         strategy = strategy_of(self.case, self.subject)
         wrapped = digest(self.subject.captured_as(strategy)[0].graph) if strategy and strategy.is_captured else ""
@@ -75,30 +78,29 @@ class KeptResults:
         )
 
     def load(self, key: str) -> CaseResult | None:
-        """The result under the key, whose note says of which day it is."""
-        return self.kept.load(key, self._read)
+        """Return the result under the key; its note says of which day it is."""
+        return self.kept.load(key, self._read_result)
 
     def save(self, key: str, result: CaseResult) -> CaseResult:
-        """Keep a result, unless it depends on the moment: it did not fit into memory, a cap in seconds ended it,
-        or the machine was too busy to time it.
-        Returns the result."""
+        """Keep a result, unless it depends on the moment; return it. It does where it did not fit into memory, a cap
+        in seconds ended it, or the machine was too busy to time it."""
         doubtful = result.ratio is not None and bool(result.ratio.doubt)
         if doubtful or result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
             return result
         day = dt.datetime.now(tz=dt.UTC).date().isoformat()
         text = json.dumps({"day": day, "result": to_plain(result)}, sort_keys=True)
         with suppress(*UNSOUND):
-            self._read(text)
+            self._read_result(text)
             self.kept.save(key, text)
         return result
 
-    def _read(self, text: str) -> CaseResult:
-        """The result of a text. Raises one of ``UNSOUND`` for one that is not sound, or of another case."""
-        data = json.loads(text, parse_constant=_refuse)
+    def _read_result(self, text: str) -> CaseResult:
+        """Read a result from text. Raises one of ``UNSOUND`` if it is not sound, or of another case."""
+        data = json.loads(text, parse_constant=_refuse_number)
         result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
-        if any(not 0 <= number <= MOST for number in _numbers(data["result"])):
+        if any(not 0 <= number <= MOST for number in _numbers_in(data["result"])):
             raise MagisError("a figure is below 0 or beyond all bounds")
-        self._check(result)
+        self._check_same_case(result)
         note = f"from the cache of {day.isoformat()}: unchanged"
         return dataclasses.replace(result, case=self.case, note=note)
 
@@ -106,7 +108,7 @@ class KeptResults:
     def _is_ranked(self) -> bool:
         return family(self.case.strategy) == "distributed"
 
-    def _check(self, result: CaseResult) -> None:
+    def _check_same_case(self, result: CaseResult) -> None:
         subject, persistent = self.subject, self.subject.captured.graph.persistent_bytes()
         asked = dataclasses.replace(self.case, seconds=None)
         case = dataclasses.replace(result.case, seconds=None)
@@ -121,12 +123,12 @@ class KeptResults:
         known = [memory for step in (result.original, result.optimized) for memory in (step.simulated, step.measured)]
         known += [memory for rank in result.ranks for memory in (rank.predicted, rank.measured)]
         for memory in known:
-            if memory is not None:
-                _check_memory(memory, least)
+            if memory is not None and not least <= memory.tensor_bytes <= memory.peak_bytes:
+                raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
 
 
 def _settings() -> tuple[object, ...]:
-    """Torch's settings that choose kernels, and with them numbers, scratch and times."""
+    """Return torch's settings that choose kernels, and with them numbers, scratch and times."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.fp32_precision,
@@ -138,20 +140,15 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-def _check_memory(memory: Memory, persistent: int) -> None:
-    if not persistent <= memory.tensor_bytes <= memory.peak_bytes:
-        raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
-
-
-def _numbers(data: Any) -> Iterator[float]:
-    """Every number in nested dictionaries and lists."""
+def _numbers_in(data: Any) -> Iterator[float]:
+    """Yield every number in nested dictionaries and lists."""
     items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     for item in items:
         if isinstance(item, (int, float)):
             yield item if math.isfinite(item) else math.inf
         else:
-            yield from _numbers(item)
+            yield from _numbers_in(item)
 
 
-def _refuse(text: str) -> NoReturn:
+def _refuse_number(text: str) -> NoReturn:
     raise MagisError(f"a figure is {text}")

@@ -23,7 +23,7 @@ from magis.cases.case_rows import (
 )
 from magis.cases.check import growth
 from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
-from magis.cases.contenders import Candidate, check_precision, numbers_of, of_strategy, strategy_of
+from magis.cases.contenders import Candidate, check_precision, make_candidate, numbers_of, strategy_of
 from magis.cases.kept_results import KeptResults
 from magis.errors import UsageError
 from magis.graph import Graph, every_op
@@ -56,15 +56,15 @@ def run_case(
     timelines: bool = False,
     growing: bool = False,
 ) -> CaseResult:
-    """Run one case. ``make`` builds the workload from the seed, where the model's name is not what builds it.
+    """Run one case and return its result. Raises MagisError for what cannot be captured or run.
 
-    ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
-    where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
-    as long as one of ``latency_bounds`` lies in the latency ratio's interval (`StoppingRule`), for two looks at steps
-    made anew; it ends soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it.
-    ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call.
-    ``growing``: look whether the memory of a user's network grows from step to step. Raises MagisError for what cannot
-    be captured or run.
+    ``make`` builds the workload from the seed, where the model's name is not what builds it. ``planning_workspaces``
+    (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored: where the graph is still
+    the same, planning uses them, and comes to the same plan on every machine. Timing goes on as long as one of
+    ``latency_bounds`` lies in the latency ratio's interval (`StoppingRule`), for two looks at steps made anew; it ends
+    soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it. ``progress`` is told what
+    is going on. With ``timelines`` the result has those of both steps, call by call. With ``growing`` it says whether
+    the memory of a user's network grows from step to step.
     """
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
@@ -81,15 +81,15 @@ def run_case(
             ranked = by("planned" if is_planned(case.strategy) else kind)
             pool = bench.pool_for(subject, make)
             key = results.key(pooled=pool is not None) if results else ""
-            return _kept(bench, results, key, lambda: ranked(case, subject, pool, told))
+            return _load_or_run(bench, results, key, lambda: ranked(case, subject, pool, told))
         run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
         with collector_spared():
             key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough) if results else ""
-            return _kept(bench, results, key, lambda: run.result(planning_workspaces, expected_graph))
+            return _load_or_run(bench, results, key, lambda: run.result(planning_workspaces, expected_graph))
 
 
-def _kept(bench: Bench, results: KeptResults | None, key: str, run: Callable[[], CaseResult]) -> CaseResult:
-    """The result under the key if results are kept and it is there, else that of the run."""
+def _load_or_run(bench: Bench, results: KeptResults | None, key: str, run: Callable[[], CaseResult]) -> CaseResult:
+    """Return the result under the key if results are kept and it is there, else that of the run."""
     if results is None:
         return run()
     bench.remember(results.case, key)
@@ -97,8 +97,8 @@ def _kept(bench: Bench, results: KeptResults | None, key: str, run: Callable[[],
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What running gave: measured memory and milliseconds of each step (None: it did not run), and why not."""
+class _RunFigures:
+    """Measured memory and milliseconds of each step (None: it did not run), and the reason if it did not run."""
 
     original: Memory | None = None
     original_ms: tuple[float, ...] = ()
@@ -130,9 +130,9 @@ class CaseRun:
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
         with products_of(self.subject.source.dtype):
-            return self._result(stored, expected_graph)
+            return self._run_parts(stored, expected_graph)
 
-    def _result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
+    def _run_parts(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         subject, case = self.subject, self.case
         self.progress("capturing")
         _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
@@ -148,25 +148,22 @@ class CaseRun:
             refusal = subject.too_slow or too_large(subject)
         reference = measured or subject.original
         table = planning_workspaces(subject, stored, expected_graph)
-        limit = share_of(case.memory_ratio, self._limited(reference))
+        original_bytes = reference.peak_bytes
+        if case.memory_limit_of == RESERVED:
+            captured = subject.captured.original
+            original_bytes = reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
+        limit = share_of(case.memory_ratio, original_bytes)
         if case.strategy in PLANS:
-            candidate = self._planned(table, limit, original_ns, reference)
+            candidate = self._plan_candidate(table, limit, original_ns, reference)
         else:
-            candidate = of_strategy(subject, self._strategy)
+            candidate = make_candidate(subject, self._strategy)
         if measured is not None:
-            outcome = self._execute(candidate, measured)
+            outcome = self._run_both(candidate, measured)
         else:
-            outcome = self._without_original(candidate, refusal)
-        return self._assembled(candidate, outcome, limit, original_ns)
+            outcome = self._run_only_optimized(candidate, refusal)
+        return self._assemble(candidate, outcome, limit, original_ns)
 
-    def _limited(self, reference: Memory) -> int:
-        """The original's bytes that a memory limit is a share of."""
-        if self.case.memory_limit_of != RESERVED:
-            return reference.peak_bytes
-        captured = self.subject.captured.original
-        return reference.reserved_bytes or self.subject.reserved_bytes(captured.graph, captured.deaths) or 0
-
-    def _planned(
+    def _plan_candidate(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
     ) -> Candidate:
         case, subject = self.case, self.subject
@@ -221,44 +218,51 @@ class CaseRun:
             portable=portable,
         )
 
-    def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
-        """The optimized step alone if it fits, else nothing."""
+    def _run_only_optimized(self, candidate: Candidate, refusal: str) -> _RunFigures:
+        """Run the optimized step alone if it fits, else nothing."""
         found = None
         if self.case.strategy != "eager" and fits_alone(self.subject, candidate.simulated.peak_bytes):
-            found = self._alone(candidate)
+            found = self._run_alone(candidate)
             refusal += "" if found else "; nor does the optimized step fit, which ran out of memory too"
         if found is None:
-            return _Outcome(note=f"{NOT_RUN}: {refusal}" if refusal else "")
+            return _RunFigures(note=f"{NOT_RUN}: {refusal}" if refusal else "")
         note = f"the original was not run: {refusal}"
         return replace(found, numbers=NOT_COMPARED, note=note)
 
-    def _alone(self, candidate: Candidate) -> _Outcome | None:
+    def _run_alone(self, candidate: Candidate) -> _RunFigures | None:
         self.progress("measuring and timing the optimized step alone")
         with ExitStack() as stack:
             found = run_alone(self.subject, lambda: candidate.make(stack))
-        return None if found is None else _Outcome(optimized=found.memory, optimized_ms=found.times_ms)
+        return None if found is None else _RunFigures(optimized=found.memory, optimized_ms=found.times_ms)
 
-    def _execute(self, candidate: Candidate, measured: Memory) -> _Outcome:
-        """Both steps, beside each other; each alone where they do not fit together."""
+    def _run_both(self, candidate: Candidate, measured: Memory) -> _RunFigures:
+        """Run both steps, beside each other; each alone where they do not fit together."""
         subject = self.subject
         if self.case.strategy == "eager":
             times = subject.original_times_ms
-            return _Outcome(measured, times, measured, times, numbers="reference")
-        found = attempt(lambda: self._compared(candidate, measured))
+            return _RunFigures(measured, times, measured, times, numbers="reference")
+        found = attempt(lambda: self._compare(candidate, measured))
         if found is not None:
             return found
-        single = self._alone(candidate)
+        single = self._run_alone(candidate)
         note = "" if single else "; the optimized step ran out of memory even alone"
         return replace(
-            single or _Outcome(),
+            single or _RunFigures(),
             original=measured,
             original_ms=attempt(lambda: subject.original_times_ms) or (),
             numbers=NOT_BOTH,
             note=f"not compared with the original: both together do not fit{note}",
         )
 
-    def _compared(self, candidate: Candidate, measured: Memory) -> _Outcome:
-        subject, looks = self.subject, self._looks
+    def _compare(self, candidate: Candidate, measured: Memory) -> _RunFigures:
+        subject, rounds = self.subject, self.case.timing_rounds
+        looks = TimingLooks(
+            subject.torch_device,
+            rounds or TIMING_ROUNDS,
+            tuple(self.latency_bounds),
+            rough=self.rough and rounds is None,
+            turning=subject.runs_together and not self._is_compiled,  # which nobody can interrupt
+        )
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
@@ -276,30 +280,13 @@ class CaseRun:
             with ExitStack() as stack:
                 found.append(looks.look(subject.eager(), candidate.make(stack)))
         whole = found[0].whole
-        return _Outcome(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
-
-    @property
-    def _looks(self) -> TimingLooks:
-        subject = self.subject
-        rounds = self.case.timing_rounds
-        rough = self.rough and rounds is None
-        turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
-        return TimingLooks(
-            subject.torch_device, rounds or TIMING_ROUNDS, tuple(self.latency_bounds), rough=rough, turning=turning
-        )
-
-    def _held_against(self, limit: int | None, stats: SearchStats, optimized: StepFigures) -> SearchStats:
-        """Whether the limit is met, of reserved bytes also as measured: the allocator's start differs from run to run,
-        so that what is predicted may be off."""
-        if limit is None or self.case.memory_limit_of != RESERVED or optimized.needed_bytes(RESERVED) <= limit:
-            return stats
-        return replace(stats, feasible=False)
+        return _RunFigures(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
 
     @property
     def _is_compiled(self) -> bool:
         return self._strategy is not None and not self._strategy.is_captured
 
-    def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
+    def _assemble(self, candidate: Candidate, outcome: _RunFigures, limit: int | None, original_ns: int) -> CaseResult:
         case, subject, opt_step = self.case, self.subject, candidate.replayed
         ori_step = Replayed(subject, subject.captured.original.graph, subject.captured.original)
         eager = subject.reserved_bytes(subject.captured.original.graph, subject.captured.original.deaths)
@@ -325,15 +312,20 @@ class CaseRun:
             opt = original
         growing = self.growing and case.strategy == "eager" and subject.source.of_user
         latency = original.measured_ms or original.simulated_ms
-        partings = [_parting("original", original, ori_step, subject.eager)]
+        partings = [_byte_difference("original", original, ori_step, subject.eager)]
         graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
         if opt_step is not None and opt is not original and graph is not None:
-            partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, graph)))
+            partings.append(_byte_difference("optimized", opt, opt_step, partial(subject.generated, graph)))
         whole = Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self.timelines else None
-        found = other_result(case, subject, original, opt)
+        found, stats = other_result(case, subject, original, opt), candidate.stats
+        if limit is not None and case.memory_limit_of == RESERVED and opt.needed_bytes(RESERVED) > limit:
+            # predictions of reserved bytes may be off, since the allocator's start differs from run to run
+            stats = replace(stats, feasible=False)
+        # part of the identity, since other prices make other plans; on a CPU none are used for planning
+        prices = {"profile": subject.pricing.digest} if subject.pricing.digest and subject.kind != "cpu" else {}
         return replace(
             found,
-            identity={**found.identity, **_unlike_others(outcome, subject), **_prices(subject)},
+            identity={**found.identity, **_unlike_others(outcome, subject), **prices},
             ratio=outcome.ratio,
             memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
@@ -341,7 +333,7 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, ori_step.graph, partings))),
-            search=self._held_against(limit, candidate.stats, opt),
+            search=stats,
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
             off_by=candidate.off_by,
@@ -353,11 +345,11 @@ class CaseRun:
 
 
 TORCHS = ("aten.", "prims.", "magis.", "c10d.", "_c10d_functional.")
-"""Operators whose scratch memory is known, or of which there is none."""
+"""Prefixes of operators whose scratch memory is known, or that have none."""
 
 
 def _notes(first: str, subject: Subject, graph: Graph, partings: Sequence[str]) -> Iterator[str]:
-    """What is said of a case, in order."""
+    """Yield what is said of a case, in order."""
     yield from (first, subject.scratches.note)
     custom = sorted({op.target for op, _ in every_op(graph) if not op.target.startswith(TORCHS)})
     if custom and subject.source.device.startswith("sim:"):
@@ -369,8 +361,8 @@ def _notes(first: str, subject: Subject, graph: Graph, partings: Sequence[str]) 
     yield from partings
 
 
-def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
-    """Which operator's bytes are not as simulated; empty where they are, or where nobody can say."""
+def _byte_difference(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
+    """Name the operator whose bytes are not as simulated; empty if they all are, or if it cannot be found."""
     seen, simulated = figures.measured, figures.simulated
     if seen is None or step.subject.kind != "cpu" or seen.peak_bytes == simulated.peak_bytes:
         return ""
@@ -381,18 +373,12 @@ def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[],
     if isinstance(ready, (EagerStep, BehindStep)):
         ready.settle()
     ready.prepare()
-    found = attempt(lambda: step.parting(ready.run))
+    found = attempt(lambda: step.first_difference(ready.run))
     return "" if found is None else f"the {name} step's bytes part from the simulated ones at {found}"
 
 
-def _prices(subject: Subject) -> dict[str, str]:
-    """Part of the device identity where plans were made with a profile's prices: others make other plans."""
-    digest = subject.pricing.digest
-    return {"profile": digest} if digest and subject.kind != "cpu" else {}
-
-
-def _unlike_others(outcome: _Outcome, subject: Subject) -> dict[str, str]:
-    """Part of the device identity of a row with a step that did not fit: its figures compare with such rows alone."""
+def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:
+    """Return the device identity's part for a step that did not fit: its figures compare with such rows alone."""
     if not outcome.note:
         return {}
     if outcome.original is None and outcome.optimized is None:

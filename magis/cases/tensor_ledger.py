@@ -1,4 +1,4 @@
-"""Where the tensors of a block of code are made, and what is alive at their peak: by module and line, while it runs."""
+"""Bytes of a running block of code by module and line: where tensors are made, and what is alive at their peak."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MadeStorage:
 
 
 class RunningModules:
-    """The path of the module whose forward is running: "UNet.mid.0", by the class of the outermost one."""
+    """Path of the module whose forward is running: "UNet.mid.0", by the class of the outermost one."""
 
     def __init__(self) -> None:
         self._running: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -42,7 +42,7 @@ class RunningModules:
 
     @property
     def path(self) -> str:
-        """Empty outside of all modules."""
+        """Path of the running module; empty outside of all modules."""
         return self._running[-1][1] if self._running else ""
 
     @contextmanager
@@ -75,7 +75,7 @@ class RunningModules:
             pass  # a module below it that was left by an error ahead of its own hook
 
     def _name(self, outer: nn.Module | None, module: nn.Module) -> str:
-        """Of a module within the one that calls it; empty where it is no part of that."""
+        """Return the name of a module within the one that calls it; empty if it is no part of that."""
         if outer is None:
             return ""
         known = self._names.get(id(outer))
@@ -86,7 +86,7 @@ class RunningModules:
 
 
 def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
-    """Storages as a table, most bytes first; the line is that of the largest one."""
+    """Sum storages by kind and module, most bytes first; the line is that of the largest one."""
     rows: dict[tuple[str, str], list[MadeStorage]] = {}
     for each in made:
         rows.setdefault((each.kind, each.module), []).append(each)
@@ -100,7 +100,7 @@ def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
 
 
 class TensorLedger(StorageLedger):
-    """Notes where every storage is made, and what was alive when they took most."""
+    """A ledger that notes where every storage is made, and what was alive when they took most."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -110,17 +110,17 @@ class TensorLedger(StorageLedger):
         self._places: dict[int, tuple[str, str]] = {}
         self._made: dict[int, MadeStorage] = {}
         self._running: tuple[Any, tuple[str, str, str] | None] = (None, None)
-        """The operator, and its place once it has made something."""
+        """Running operator, and its place once it has made something."""
         self._at_peak: tuple[MadeStorage, ...] = ()
         self._where = ("", "", "", "")
 
     def peak(self) -> Peak:
-        """Where the peak was, and what was held there."""
+        """Return the operator at the peak, and what was held there."""
         op, module, phase, line = self._where
         return Peak(op, module, phase, line, by_module(self._at_peak))
 
     def alive(self) -> tuple[MadeStorage, ...]:
-        """What was made under it and is still there."""
+        """Return what was made under the ledger and is still there."""
         self._purge()
         return tuple(self._made.values())
 
@@ -144,23 +144,24 @@ class TensorLedger(StorageLedger):
     def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
         return storages_of([tensor for tensor in tensors_in(tree) if tensor.device.type == self._device])
 
-    def _sized(self, serial: int, nbytes: int) -> None:
+    def _on_size(self, serial: int, nbytes: int) -> None:
         func, place = self._running
-        place = place or self._place()
+        place = place or self._where_it_runs()
         self._running = func, place
         self._made[serial] = MadeStorage(nbytes, *place)
 
-    def _forget(self, serial: int) -> None:
+    def _on_freed(self, serial: int) -> None:
         del self._made[serial]
 
-    def _note(self) -> None:
+    def _on_peak(self) -> None:
         func, place = self._running
         kind, module, line = place or ("", "", "")
         self._where = (str(func), module, "backward" if kind == "gradient" else "forward", line)
         self._at_peak = tuple(self._made.values())
 
-    def _place(self) -> tuple[str, str, str]:
-        """Kind, module and line of what runs; an operator of a backward has those of the forward that it belongs to."""
+    def _where_it_runs(self) -> tuple[str, str, str]:
+        """Return kind, module and line of what runs. An operator of a backward has those of the forward that it
+        belongs to."""
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001
         if node is not None:
             return "gradient", *self._places.get(node._sequence_nr(), ("", ""))  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""What may be trained under a name: networks of neighbours, and whatever a user's function returns.
+"""Networks that may be trained under a name: those of neighbours, and whatever a user's function returns.
 
 Importing this package imports no torch: that happens when a network is built, or when `Workload` or `OptimizerSpec` is
 first used.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from magis.capture.optimizer_rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
 from magis.capture.refusals import in_place_of
 from magis.capture.workload import (
-    Batch,
     Workload,
     as_batch,
     batch_of,
@@ -46,12 +44,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def as_workload(path: str, made: object, optimizer: object = None, who: str = "the factory") -> Workload:
-    """The Workload named `path` in `made`, what a user's function returned: one already, or a tuple.
+    """Make the Workload named `path` of what a user's function returned: one already, or a tuple.
 
     Tuples are (module, inputs, targets, loss function), (module, batch, loss function) or (module, batch); `inputs` and
     `targets` may each be one tensor or a sequence of them, a batch is (inputs, targets) or a dictionary of the module's
-    keywords. A torch optimizer may follow; else `optimizer` is the update (see `spec_of`). Raises UsageError for
-    anything else; `who` is then said to have returned it.
+    keywords. A torch optimizer may follow; else `optimizer` is the update (see `spec_of_optimizer`). Raises UsageError
+    for anything else; `who` is then said to have returned it.
     """
     if isinstance(made, Workload):
         return replace(made, name=path)
@@ -72,7 +70,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
     if not callable(loss_fn):
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
     try:
-        batch = _batch(parts)
+        batch = batch_of(parts[1], parts[2]) if len(parts) == 4 else as_batch(parts[1])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     # parts that are in evaluation mode on purpose (frozen statistics) stay so in a module that is to be trained
@@ -84,18 +82,17 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         inputs=batch.inputs,
         targets=batch.targets,
         loss_fn=with_targets(loss, batch) or own_loss,
-        optimizer=PLAIN_SGD if last is None else spec_of(path, last, called),
+        optimizer=PLAIN_SGD if last is None else spec_of_optimizer(path, last, called),
     )
 
 
-def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
-    """The update that `optimizer` stands for: a torch optimizer of the module's parameters, an OptimizerSpec, or the
-    name of a kind. Raises UsageError for anything else, and for an optimizer whose step is not its class's alone.
-    """
+def spec_of_optimizer(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
+    """Return the update of a torch optimizer of the module's parameters, an OptimizerSpec, or the name of a kind.
+    Raises UsageError for anything else, and for an optimizer whose step is not its class's alone."""
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     if isinstance(optimizer, Optimizer):
-        return _of_torch(path, optimizer, module)
+        return _spec_of_torch_optimizer(path, optimizer, module)
     if isinstance(optimizer, str) and optimizer in OPTIMIZER_KINDS:
         return OptimizerSpec(optimizer, lr=1e-3)
     if isinstance(optimizer, type):
@@ -109,8 +106,8 @@ def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
     )
 
 
-def _of_torch(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:
-    """The update of an optimizer: part of the step where it can be, else by itself behind it."""
+def _spec_of_torch_optimizer(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:
+    """Return the update of an optimizer: part of the step where it can be, else by itself behind it."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not why_apart(optimizer, trained):
         return fused_rule(optimizer, trained)
@@ -124,9 +121,3 @@ def _of_torch(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSp
         hint = "make it of the parameters of the module that is returned"
         raise UsageError(f"{path}: the optimizer has none of the parameters that the model trains", hint=hint)
     return OptimizerSpec("apart", own=OwnOptimizer(optimizer, names))
-
-
-def _batch(parts: Sequence[Any]) -> Batch:
-    if len(parts) == 4:
-        return batch_of(parts[1], parts[2])
-    return as_batch(parts[1])

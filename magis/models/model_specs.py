@@ -1,4 +1,4 @@
-"""The models' names, what a user may write for them, and the recipes that build them.
+"""Names of models, as users may write them, and the recipes that build them.
 
 Imports torch only when something is built: start-up checks names.
 """
@@ -36,7 +36,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def is_factory(name: str) -> bool:
-    """Whether `name` is written as "package.module:factory" rather than as a registered name or a glob."""
+    """Return True if `name` is written as "package.module:factory" rather than as a registered name or a glob."""
     return ":" in name
 
 
@@ -59,19 +59,20 @@ def _groups() -> dict[str, tuple[str, ...]]:
 
 
 def resolve(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The models that `patterns` ask for, in the order written, each once.
+    """Return the models that `patterns` ask for, in the order written, each once.
 
-    A pattern is "all" or "seed" (the gate's networks or their seed variants), a registered name, a glob
-    over the registered names, or "package.module:factory", which is passed through (it is imported only
-    when built). Raises UnknownModelError for a name or a glob that matches nothing, UsageError for a
-    malformed factory.
+    A pattern is "all" or "seed" (the gate's networks or their seed variants), a registered name, a glob over the
+    registered names, or "package.module:factory", which is passed through (it is imported only when built). Raises
+    UnknownModelError for a name or a glob that matches nothing, UsageError for a malformed factory.
     """
-    return tuple(dict.fromkeys(name for pattern in patterns for name in _matches(pattern.strip())))
+    return tuple(dict.fromkeys(name for pattern in patterns for name in _names_of_pattern(pattern.strip())))
 
 
-def _matches(pattern: str) -> Iterator[str]:
+def _names_of_pattern(pattern: str) -> Iterator[str]:
     if is_factory(pattern):
-        _check_factory(pattern)
+        module, _, attribute = pattern.partition(":")
+        if not all(part.isidentifier() for path in (module, attribute) for part in path.split(".")):
+            raise UsageError(f"not a model factory: {pattern!r}", hint="write it as package.module:factory")
         yield pattern
     elif pattern in (groups := _groups()):
         yield from groups[pattern]
@@ -83,12 +84,6 @@ def _matches(pattern: str) -> Iterator[str]:
     else:
         check_name(pattern)
         yield pattern
-
-
-def _check_factory(pattern: str) -> None:
-    module, _, attribute = pattern.partition(":")
-    if not all(part.isidentifier() for path in (module, attribute) for part in path.split(".")):
-        raise UsageError(f"not a model factory: {pattern!r}", hint="write it as package.module:factory")
 
 
 PRESETS = ("paper", "small")
@@ -110,7 +105,7 @@ class ModelSpec:
     dtype: str = "float32"
     """Data type to convert to where nothing else is asked for; empty for a factory: what it makes is left as it is."""
     paper_dtype: str = "float32"
-    """The same at preset "paper"."""
+    """Data type to convert to at preset "paper"."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +114,14 @@ class Networks:
 
     names: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
-    """Several names under one, as "all"."""
+    """Names that stand for several networks, as "all" does."""
     spec: Callable[[str], ModelSpec]
-    """From one of the names to its network."""
+    """Function from one of the names to its network."""
 
 
 def get(name: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
-    """The model called `name`, a network's or "package.module:factory"; `keywords` are for the factory.
-
-    Raises UnknownModelError, naming the closest matches, and what `from_factory` raises.
-    """
+    """Return the model called `name`, a network's or "package.module:factory"; `keywords` are for the factory.
+    Raises UnknownModelError, naming the closest matches, and what `from_factory` raises."""
     if is_factory(name):
         return from_factory(name, keywords)
     check_name(name)
@@ -137,22 +130,22 @@ def get(name: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
 
 
 def from_factory(path: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
-    """The model that "package.module:factory" makes: a callable without arguments (but for `keywords`) that returns a
-    Workload, or a tuple (module, inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3.
+    """Return the model that "package.module:factory" makes.
 
-    The module is imported at once, the factory called at each build. Raises UsageError in one line when the
-    module cannot be imported, lacks the attribute, the attribute is not callable; at build, when it fails
-    or returns anything else.
+    The factory is a callable without arguments (but for `keywords`) that returns a Workload, or a tuple (module,
+    inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3. The module is imported at once, the
+    factory called at each build. Raises UsageError in one line when the module cannot be imported, lacks the attribute,
+    the attribute is not callable; at build, when it fails or returns anything else.
     """
-    build = partial(_build_factory, path, _factory(path), keywords or {})
+    build = partial(_build_factory, path, _load_factory(path), keywords or {})
     return ModelSpec(name=path, variant="real", build=build, dtype="", paper_dtype="")
 
 
 def factory_default(path: str, keyword: str) -> int | None:
-    """The default of a factory's keyword; None where that is no whole number above 0. Raises UsageError where the
-    factory has no such keyword, and what `from_factory` raises."""
+    """Return the default of a factory's keyword; None where that is no whole number above 0. Raises UsageError where
+    the factory has no such keyword, and what `from_factory` raises."""
     try:
-        parameters = inspect.signature(_factory(path)).parameters
+        parameters = inspect.signature(_load_factory(path)).parameters
     except (TypeError, ValueError):  # a callable that does not say
         return None
     if keyword not in parameters:
@@ -163,19 +156,19 @@ def factory_default(path: str, keyword: str) -> int | None:
     return default if type(default) is int and default > 0 else None
 
 
-def _factory(path: str) -> Callable[..., object]:
+def _load_factory(path: str) -> Callable[..., object]:
     resolve([path])
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module_name)
     except SystemExit as error:  # a script, say, whose work is not under `if __name__ == "__main__"`
         raise UsageError(
-            f"{path}: importing {module_name} called exit ({_reason(error)})",
+            f"{path}: importing {module_name} called exit ({_reason_of(error)})",
             hint='put what a script does under `if __name__ == "__main__":`',
         ) from error
     except Exception as error:
         # the user's module may raise anything while it is imported; the chain keeps their traceback
-        raise UsageError(f"{path}: cannot import {module_name}: {_reason(error)}") from error
+        raise UsageError(f"{path}: cannot import {module_name}: {_reason_of(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{path}: {module_name} has no attribute {attribute!r}")
@@ -187,10 +180,8 @@ def _factory(path: str) -> Callable[..., object]:
 
 
 def from_function(name: str, function: Callable[[], object], optimizer: object = None) -> Callable[[int], Workload]:
-    """A recipe (seed -> workload) for what a user's test returns: whatever a factory may (see `as_workload`).
-
-    Whatever the function itself raises is left as it is. `optimizer`: the update, where the function names none.
-    """
+    """Return a recipe (seed -> workload) for what a user's test returns: whatever a factory may (see `as_workload`).
+    Whatever the function itself raises is left as it is. `optimizer` is the update, where the function names none."""
 
     def build(seed: int) -> Workload:
         from magis.models.custom import as_workload, seeded
@@ -216,12 +207,12 @@ def _build_factory(
         except MagisError:
             raise
         except SystemExit as error:
-            raise FactoryError(f"{path}: the factory called exit ({_reason(error)})") from error
+            raise FactoryError(f"{path}: the factory called exit ({_reason_of(error)})") from error
         except Exception as error:
-            raise FactoryError(f"{path}: the factory failed: {_reason(error)}") from error
+            raise FactoryError(f"{path}: the factory failed: {_reason_of(error)}") from error
     return as_workload(path, made)
 
 
-def _reason(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -33,13 +33,13 @@ Make: TypeAlias = Callable[[int], Workload]
 
 
 class Bench:
-    """Keeps the last subjects, so that cases of one model capture and measure the original once.
+    """The last few subjects, kept so that cases of one model capture and measure the original once.
 
-    ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
-    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. In the folder
-    ``kept`` plans are kept from run to run and, with ``keep_results``, whole results: one of an unchanged step is then
-    handed back without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies,
-    else these are processes of this machine; ``close`` ends them.
+    ``processes`` share the work of searches with fission; the folder ``resume`` keeps what they have found so far.
+    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. The folder ``kept``
+    keeps plans from run to run and, with ``keep_results``, whole results: one of an unchanged step is then handed back
+    without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies, else these are
+    processes of this machine; ``close`` ends them.
     """
 
     def __init__(
@@ -63,25 +63,24 @@ class Bench:
         self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
 
     def subject(self, case: Case, make: Make | None = None) -> Subject:
-        """The subject of a case, made by ``make``, else by what the model's name stands for; cases with the same
-        function share it. Raises UsageError for an unknown model, preset, data type or device.
-        """
+        """Return the subject of a case, made by ``make``, else by what the model's name stands for. Cases with the
+        same function share it. Raises UsageError for an unknown model, preset, data type or device."""
         if case.preset not in PRESETS:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
         seconds = running_seconds(case.seconds)
         if make is not None:
-            dtype = _checked(case.dtype or "", case.device)
+            dtype = _checked_dtype(case.dtype or "", case.device)
             source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
             return self.keep((case.model, make), source, case.slack)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
-        dtype, of_user = _dtype(spec, case), is_factory(case.model)
+        dtype, of_user = _dtype_of_case(spec, case), is_factory(case.model)
         source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
         return self.keep((case.model, case.preset), source, case.slack)
 
     def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
-        """The subject of a source; ``what`` tells sources of one name apart."""
+        """Return the subject of a source; ``what`` tells sources of one name apart."""
         key = (*what, source.dtype, source.device, source.seed, source.running_seconds, slack)
         subject = self._subjects.pop(key, None) or Subject(
             source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack
@@ -92,13 +91,13 @@ class Bench:
         return subject
 
     def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], Any] | None:
-        """Hands out the ranks that can measure a subject, started when they are first asked for; None where it can only
-        be predicted: there is no such device, or not enough of it, or its network is a function of this process."""
+        """Return a function that starts the ranks that can measure a subject; None where it can only be predicted.
+        That is so if there is no such device, or not enough of it, or if its network is a function of this process."""
         if make is not None or subject.simulated_only or not subject.runs:
             return None
-        return self._pool_of
+        return self._start_pool
 
-    def _pool_of(self, size: int, device: str) -> Any:
+    def _start_pool(self, size: int, device: str) -> Any:
         if self._pool is None or (self._pool.size, self._pool.device) != (size, device):
             self.close()
             self._pool = registry.load("ranks", "pool")(size, device, agents=self._agents)
@@ -117,25 +116,28 @@ class Bench:
             trim()
 
     def keeps(self, case: Case) -> Kept | None:
-        """Where the whole result of a case is kept; None where it is not: nobody asked for it, or it is of ranks that
-        agents lend, whose machines are not known, or that run a strategy of the user's, whose code is not."""
+        """Return the folder that keeps the whole result of a case; None if results are not kept.
+
+        Nor are those of ranks that agents lend, whose machines are not known, or that run a strategy of the user's,
+        whose code is not.
+        """
         is_ranked = family(case.strategy) == "distributed"
         if not self._keeps_results or (is_ranked and (self._agents is not None or is_own(case.strategy))):
             return None
         return self.kept
 
     def remember(self, case: Case, key: str) -> None:
-        """Note under which key the result of a case is kept."""
+        """Note the key under which the result of a case is kept."""
         self._results[case] = key
 
     def measure_again(self, case: Case) -> None:
-        """Keep the result of a case no longer: it is to be measured again."""
+        """Drop the kept result of a case: it is to be measured again."""
         key = self._results.pop(case, None)
         if key is not None and self.kept is not None:
             self.kept.drop(key)
 
     def pricing(self, device: str, dtype: str) -> Pricing:
-        """The prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
+        """Return the prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
         if (device, dtype) not in self._pricings:
             self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
         return self._pricings[device, dtype]
@@ -143,28 +145,28 @@ class Bench:
 
 def check_profile(case: Case, *, cache: Bench | None = None) -> None:
     """Raise ProfileError, in one line, where the profile that prices a case is corrupt or, named, of no use for it."""
-    (cache if cache is not None else Bench()).pricing(case.device, _dtype(get(case.model), case))
+    (cache if cache is not None else Bench()).pricing(case.device, _dtype_of_case(get(case.model), case))
 
 
-def _dtype(spec: ModelSpec, case: Case) -> str:
-    """What tensors are converted to; empty: each stays as it was built. UsageError for an unknown data type."""
-    return _checked(case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype), case.device)
+def _dtype_of_case(spec: ModelSpec, case: Case) -> str:
+    """Return the data type that tensors are converted to, checked; empty: each stays as it was built."""
+    return _checked_dtype(case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype), case.device)
 
 
-def _checked(dtype: str, device: str) -> str:
+def _checked_dtype(dtype: str, device: str) -> str:
     if dtype:
         check_dtype(dtype, device)
     return dtype
 
 
 def available_devices() -> tuple[str, ...]:
-    """Devices that cases can run on here, the default one first; simulated ones last."""
+    """Return the devices that cases can run on here, the default one first; simulated ones last."""
     real = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     return (*real, *(name for name in device_names() if name.startswith("sim:")))
 
 
 def default_device() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """Return "cuda" if there is a GPU, else "cpu"."""
     return available_devices()[0]
 
 
@@ -182,14 +184,13 @@ def check_device(name: str) -> None:
 
 @contextmanager
 def products_of(dtype: str) -> Iterator[None]:
-    """For "tf32", products and convolutions of float32 tensors may run in tf32 inside, and as before afterwards.
-
-    Other data types leave torch's settings as they are, which eager's step reads as well.
-    """
+    """Let products and convolutions of float32 tensors run in tf32 in the block if the data type is "tf32". Other
+    data types leave torch's settings as they are, which eager's step reads as well."""
     if dtype != "tf32":
         yield
         return
-    products, convolutions = torch.backends.cuda.matmul, _untyped(torch.backends.cudnn)
+    products = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn  # torch's stubs lack some of what it holds
     places = (products, convolutions.conv, convolutions.rnn)
     before = [place.fp32_precision for place in places]
     products.allow_tf32 = convolutions.allow_tf32 = True
@@ -200,8 +201,3 @@ def products_of(dtype: str) -> Iterator[None]:
         products.allow_tf32, convolutions.allow_tf32 = (state == "tf32" for state in before[:2])
         for place, state in zip(places, before, strict=True):
             place.fp32_precision = state
-
-
-def _untyped(module: Any) -> Any:
-    """torch's stubs lack some of what it holds."""
-    return module

@@ -14,7 +14,7 @@ from magis.capture.refusals import BranchError
 from magis.errors import CaptureError
 from magis.graph import Graph, Op, Ref, Value
 from magis.ops.generators import generators_kept
-from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, SizedStep, sized, smaller_step
+from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, sized, smaller_step
 from magis.units import format_bytes
 
 # Capture looks at a step without computing it. Code that tells the two apart, or reads what it should not, takes
@@ -26,10 +26,8 @@ class ConformanceError(CaptureError):
 
 
 def check_conforms(captured: Graph, eager: Graph) -> None:
-    """Raise ConformanceError, naming the first operator and module that differ, unless both are one step.
-
-    Strides of dimensions of one element say nothing about where elements lie: they may differ.
-    """
+    """Raise ConformanceError, naming the first operator and module that differ, unless both are one step. Strides of
+    dimensions of one element say nothing about where elements lie: they may differ."""
     difference = first_difference(captured, eager, strictly=False)
     if difference:
         raise ConformanceError(
@@ -41,14 +39,17 @@ def check_conforms(captured: Graph, eager: Graph) -> None:
 def first_difference(
     captured: Graph, eager: Graph, *, strictly: bool = True, sides: tuple[str, str] = ("in eager", "captured")
 ) -> str:
-    """In words, where two recordings of a step part before the update; empty if they are one. `sides` tell the second
-    and the first apart."""
+    """Say where two recordings of a step differ before the update; empty if they are one step. `sides` tell the
+    second and the first apart."""
     pairs = zip(_steps(captured), _steps(eager), strict=False)
     for ours, theirs in pairs:
-        if ours != theirs and (strictly or _looks(ours) != _looks(theirs)):
-            there, here = _told(theirs), _told(ours)
+        if ours != theirs and (strictly or _without_idle_strides(ours) != _without_idle_strides(theirs)):
+            there, here = _describe_step(theirs), _describe_step(ours)
             if there == here:
-                there, here = f"{there}, {_given(eager, theirs[0])},", _given(captured, ours[0])
+                there, here = (
+                    f"{there}, {_describe_arguments(eager, theirs[0])},",
+                    _describe_arguments(captured, ours[0]),
+                )
             return f"{there} {sides[0]}, {here} {sides[1]}"
     rest = len([*_steps(eager)]) - len([*_steps(captured)])
     if rest:
@@ -60,14 +61,14 @@ _Step = tuple[Op, tuple[Value | None, ...]]
 
 
 def _steps(graph: Graph) -> Iterator[_Step]:
-    """The operators before the update, and what they return."""
+    """Yield the operators before the update, and what they return."""
     for op in graph.ops:
         if op.phase != "update":
             yield op, tuple(None if value is None else graph.values[value] for value in op.outputs)
 
 
-def _looks(step: _Step) -> _Step:
-    """The step without the strides that say nothing."""
+def _without_idle_strides(step: _Step) -> _Step:
+    """Return the step without the strides of dimensions of one element."""
     op, results = step
 
     def without(value: Value) -> Value:
@@ -77,14 +78,14 @@ def _looks(step: _Step) -> _Step:
     return op, tuple(None if value is None else without(value) for value in results)
 
 
-def _told(step: _Step) -> str:
+def _describe_step(step: _Step) -> str:
     op, results = step
     shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in results if value is not None)
     return f"{op.target} -> {shapes} in module {op.module or '(root)'!r}{f' at {op.line}' if op.line else ''}"
 
 
-def _given(graph: Graph, op: Op) -> str:
-    """What an operator is called with: numbers as they are, tensors by their names or by who made them."""
+def _describe_arguments(graph: Graph, op: Op) -> str:
+    """Say what an operator is called with: numbers as they are, tensors by their names or by who made them."""
     makers = {value: other for other in graph.ops for value in other.made()}
 
     def told(value: int) -> str:
@@ -113,14 +114,14 @@ def conformance(
     heard: Heard | None,
     mends: bool,
 ) -> tuple[str, Captured | None]:
-    """How far a step was compared with eager's own operators: "whole step", "batch of 2, 512 of 65536", or "not
-    checked: <why>".
+    """Compare a captured step with eager's own operators; return how far it was compared, and the capture.
 
-    `work` is on CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets the
-    generators, and `peak_bytes` what the whole step would need; `heard` is what eager's run of it told. Where running
-    it is too much, or its tensors are hollow, a smaller step is compared. Raises CaptureError, naming the first
-    operator and module that differ, for a step that eager does not run so; where only layouts differ and it `mends`,
-    the capture that follows eager's is returned, too.
+    The first is "whole step", "batch of 2, 512 of 65536", or "not checked: <why>". `work` is on CPU tensors, `captured`
+    its capture for the CPU where there is one already, for which `start` sets the generators, and `peak_bytes` what the
+    whole step would need; `heard` is what eager's run of it told. Where running it is too much, or its tensors are
+    hollow, a smaller step is compared. Raises CaptureError, naming the first operator and module that differ, for a
+    step that eager does not run so; where only layouts differ and it `mends`, the capture that follows eager's is
+    returned.
     """
 
     def looked_at(work: Workload) -> Captured:
@@ -133,21 +134,18 @@ def conformance(
         if captured is None:
             with suppress(CaptureError):  # else said where the step is compared
                 whole = looked_at(work)
-        if whole is None or whole is captured or _is_small(sized(work, whole)):
-            return _checked(work, whole, autocast, start, WHOLE, follows=mends)
+        size = None if whole is None or whole is captured else sized(work, whole)
+        if size is None or (size.nbytes <= MOST_BYTES and size.seconds <= MOST_SECONDS):
+            return _compare_with_eager(work, whole, autocast, start, WHOLE, follows=mends)
     with smaller_step(work, looked_at) as small:
         if small is None:
             most = f"{format_bytes(MOST_BYTES)} or {MOST_SECONDS:.0f} s"
             return f"{UNCHECKED}: run here, the step and smaller ones like it take more than {most}", captured
-        said, _ = _checked(small.work, small.captured, autocast, start, small.said or WHOLE, follows=False)
+        said, _ = _compare_with_eager(small.work, small.captured, autocast, start, small.said or WHOLE, follows=False)
     return said, captured
 
 
-def _is_small(step: SizedStep) -> bool:
-    return step.nbytes <= MOST_BYTES and step.seconds <= MOST_SECONDS
-
-
-def _checked(
+def _compare_with_eager(
     work: Workload,
     captured: Captured | None,
     autocast: str | None,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
-from magis.graph import Graph, Op
+from magis.graph import Op
 from magis.planner.plans import (
     BOUNDED_NODES,
     ENOUGH,
@@ -17,8 +17,7 @@ from magis.planner.plans import (
     Searched,
     approached,
     attempts,
-    coarse,
-    searched,
+    rounded_bound,
 )
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest, never
@@ -51,18 +50,18 @@ FINALISTS = 3
 SQUEEZES = 8
 """Attempts to get below the peak of a finalist."""
 FIRST_SQUEEZE = 8
-"""The first step is this share of the peak; each failure makes the next one a third as long."""
+"""First step down, as a share of the peak (1/8); each failure makes the next one a third as long."""
 LEAST_ROOM = 40
-"""A peak less than this share of itself above what the configuration needs at least is not squeezed."""
+"""Least distance, as a share of the peak (1/40), to what the configuration needs; a closer peak is not squeezed."""
 FAILURES = 3
-"""After so many, a finalist stands."""
+"""Failed attempts after which a finalist stands."""
 TURNS = 2
-"""Of improving the step around a loop and its body."""
+"""Turns of improving the step around a loop, and its body."""
 
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """A planned step with loops."""
+    """A planned step with loops, by the places where it is cut."""
 
     cuts: tuple[LoopPlace, ...]
     level: LoopNest
@@ -71,26 +70,26 @@ class Divided:
 
 
 def divide(front: FissionFront, wanted: PlanRequest, *, known: tuple[int, int] | None = None) -> Divided | None:
-    """The best divided step under the goal, of those on a step's front (``magis.search.loop_places.divided_front``).
+    """Plan the best configurations of a step's front and return the best divided step under the goal.
 
-    None if there is none, or only such that are no better than the ``known`` plan (its peak in bytes and its latency in
-    ns). The states of the front count.
+    The front is ``magis.search.loop_places.divided_front``. None if there is none, or only such that are no better than
+    the ``known`` plan (its peak in bytes and its latency in ns). The states of the front count.
     """
-    return _best(front.points, wanted, front.states, known)
+    return _best_divided(front.points, wanted, front.states, known)
 
 
 def replan(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:
-    """The same configuration planned with other costs, or under another goal."""
+    """Plan the same configuration with other costs, or under another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
     front = place_front([(found.cuts[0], here)], over=wanted.over)
-    best = _best(front.points, wanted, front.states, None)
+    best = _best_divided(front.points, wanted, front.states, None)
     return found if best is None else best
 
 
-def _best(
+def _best_divided(
     points: tuple[FissionPoint, ...], wanted: PlanRequest, states: int, known: tuple[int, int] | None
 ) -> Divided | None:
-    """The best configurations of a front planned thoroughly, and the best of that."""
+    """Plan the best configurations of a front thoroughly, and return the best of these plans."""
     ranked = sorted(points, key=lambda point: wanted.key(point.peak, point.latency_ns))
     by_cut: dict[LoopPlace | None, FissionPoint] = {}
     for point in ranked:
@@ -102,41 +101,37 @@ def _best(
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
-        least_ns = _least_ns(point, wanted)
-        if _beaten(wanted.key(0, least_ns), best, known, wanted):
-            continue  # by whatever plan it has
+        least_ns = _latency_bound(point, wanted)
+        hoped = wanted.key(0, least_ns)
+        if (known is not None and wanted.key(*known) <= hoped) or (best is not None and _key(best, wanted) <= hoped):
+            continue  # no plan of it beats one that is known
         start = point.solution()
         near_by = around_best([other for other in points if other.cut == point.cut], wanted.goal)
-        done = wanted.over() or _ended(start, least_ns, wanted)
-        solution, spent = (start, 0) if done else _by_turns(point.level, start, wanted, near_by)
+        done = wanted.over() or _is_enough(start, least_ns, wanted)
+        solution, spent = (start, 0) if done else _improve_by_turns(point.level, start, wanted, near_by)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
             best, near_best, best_least_ns = Divided((point.cut,), point.level, solution), near_by, least_ns
             if wanted.enough(solution.peak, solution.latency_ns):
                 break
-    if best is not None and not (wanted.over() or _ended(best.solution, best_least_ns, wanted)):
-        solution, spent = _thoroughly(best.level, best.solution, wanted, near_best)
+    if best is not None and not (wanted.over() or _is_enough(best.solution, best_least_ns, wanted)):
+        solution, spent = _plan_thoroughly(best.level, best.solution, wanted, near_best)
         best, states = replace(best, solution=solution), states + spent
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
 
 
-def _least_ns(point: FissionPoint, wanted: PlanRequest) -> int:
-    """A bound of the latency of a point's configuration within a memory limit; 0 where none is worth its time."""
+def _latency_bound(point: FissionPoint, wanted: PlanRequest) -> int:
+    """Return a lower bound of a configuration's latency within a memory limit; 0 where finding it takes too long."""
     limit, levels = wanted.goal.memory_limit, [point.level, *(body for _, body in point.level.loops)]
     if limit is None or wanted.over() or sum(each.compiled.problem.n_nodes for each in levels) > BOUNDED_NODES:
         return 0
-    return coarse(nest_latency_bound(point.level, limit), wanted.eager_ns)
+    return rounded_bound(nest_latency_bound(point.level, limit), wanted.eager_ns)
 
 
-def _beaten(key: tuple[int, int], best: Divided | None, known: tuple[int, int] | None, wanted: PlanRequest) -> bool:
-    """Whether a plan that is known already is at least as good as one of this key."""
-    return (known is not None and wanted.key(*known) <= key) or (best is not None and _key(best, wanted) <= key)
-
-
-def _ended(found: LoopNestPlan, least_ns: int, wanted: PlanRequest) -> bool:
-    """Whether a plan costs no time, or next to nothing more than its configuration's bound."""
+def _is_enough(found: LoopNestPlan, least_ns: int, wanted: PlanRequest) -> bool:
+    """Return True if a plan costs no time, or next to nothing more than its configuration's bound."""
     goal = wanted.goal
     if goal.memory_limit is None or not goal.met(found.peak, found.latency_ns):
         return False
@@ -147,29 +142,29 @@ def _key(divided: Divided, wanted: PlanRequest) -> tuple[int, int]:
     return wanted.key(divided.solution.peak, divided.solution.latency_ns)
 
 
-def _thoroughly(
+def _plan_thoroughly(
     here: LoopNest, start: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
 ) -> tuple[LoopNestPlan, int]:
-    """The best plan for a configuration, no worse than ``start``, and the states that it took."""
+    """Return the best plan for a configuration, no worse than ``start``, and the states that it took."""
     if wanted.goal.memory_limit is None:
-        squeezed, states = _squeezed(here, start, wanted)
-        last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
+        squeezed, states = _squeeze_peak(here, start, wanted)
+        last = squeezed if wanted.over() else improve_body(here, squeezed, wanted)
         tried, states = [start, squeezed, last], states + last.states
     else:
-        solved = _solved(here, wanted.goal, wanted, start)
+        solved = _solve_part(here, wanted.goal, wanted, start)
         tried, states = [start, solved], solved.states
     best = min(tried, key=lambda each: wanted.key(each.peak, each.latency_ns))
     if best is start:
         return best, states
-    best, spent = _by_turns(here, best, wanted, near_by)
+    best, spent = _improve_by_turns(here, best, wanted, near_by)
     return best, states + spent
 
 
-def _by_turns(
+def _improve_by_turns(
     here: LoopNest, best: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
 ) -> tuple[LoopNestPlan, int]:
-    """The plan improved in turns: the step around its body, then the body for what the step around it leaves, each from
-    plans of the same configuration."""
+    """Improve a plan by turns: the step around its body, then the body for what the step around it leaves. Each
+    search also starts from plans of the same configuration."""
     around = [point.plan for point in near_by]
     bodies = [point.body.plan for point in near_by if point.body is not None]
     states = 0
@@ -185,10 +180,10 @@ def _by_turns(
         plan = found(best.problem, wanted.goal, [best.plan, *around])
         if plan.key(wanted.goal) < best.plan.key(wanted.goal):
             best = solution(here, best.problem, plan, inner)
-        left = _left_for_body(here.inner, best, inner, wanted.goal)
+        left = _limit_of_body(here.inner, best, inner, wanted.goal)
         body = found(here.inner.compiled.problem, left, [inner.plan, *bodies], swap=inner.copies)
         states += plan.states + body.states
-        other = _around(here, best, solution(here.inner, here.inner.compiled.problem, body, None))
+        other = _with_other_body(here, best, solution(here.inner, here.inner.compiled.problem, body, None))
         if other.plan.key(wanted.goal) < best.plan.key(wanted.goal):
             best = other
         if best.inner is inner:
@@ -196,23 +191,23 @@ def _by_turns(
     return best, states
 
 
-def _left_for_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, goal: Objective) -> Objective:
-    """What a body may need such that the step around it still keeps its limit."""
+def _limit_of_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, goal: Objective) -> Objective:
+    """Return what a body may need such that the step around it still keeps its limit."""
     if goal.memory_limit is not None:
         return Objective(memory_limit=max(1, goal.memory_limit - planned.around))
     slack = (goal.latency_limit_ns or 0) - planned.latency_ns
     return Objective(latency_limit_ns=max(1, inner.latency_ns + slack // body.parts))
 
 
-def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
-    """The same under a latency limit: plans for memory limits below the best peak so far."""
+def _squeeze_peak(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
+    """Lower the peak under a latency limit by searching with memory limits below the best peak so far."""
     floor = nest_lower_bound(here)
     best, states, failures = start, 0, 0
     step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
     for _ in range(SQUEEZES):
         if best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted, start)
+        tried = _solve_part(here, Objective(memory_limit=max(floor, best.peak - step)), wanted, start)
         states += tried.states
         if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = tried
@@ -223,30 +218,30 @@ def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple
     return best, states
 
 
-def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> LoopNestPlan:
-    """The same plan around a leaner body, which may take what is left of the time."""
+def improve_body(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> LoopNestPlan:
+    """Plan a leaner body, which may take what is left of the time, for the same plan around it."""
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
-    body = _solved(here.inner, _left_for_body(here.inner, start, inner, wanted.goal), wanted, start)
-    return _around(here, start, body, states=1)
+    body = _solve_part(here.inner, _limit_of_body(here.inner, start, inner, wanted.goal), wanted, start)
+    return _with_other_body(here, start, body, states=1)
 
 
-def _around(here: LoopNest, planned: LoopNestPlan, body: LoopNestPlan, states: int = 0) -> LoopNestPlan:
-    """The plan of the step around the loop as it is, around another body."""
+def _with_other_body(here: LoopNest, planned: LoopNestPlan, body: LoopNestPlan, states: int = 0) -> LoopNestPlan:
+    """Return the plan of the step around the loop as it is, around another body."""
     problem, plan = with_body(here, body), planned.plan
     found = evaluate(problem, plan.order, plan.flags)
     return solution(here, problem, replace(plan, peak=found.peak, latency_ns=found.latency_ns), body, states)
 
 
-def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
-    """A plan of the level, or of its body, that swaps inside only if the one to start from does."""
+def _solve_part(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
+    """Plan a level, or its body; it swaps inside only if the plan to start from does."""
     swap = start.inner is not None and start.inner.copies
     return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)), swap_inside=swap)
 
 
 def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
-    """Whether fission has anything to win over a plan without it.
+    """Return True if fission may win something over a plan without it.
 
     Steps that run on a CPU are cut only where they fit in no other way: measured, small parts cost far more there than
     the roofline says (docs/notes/fission.md).
@@ -257,23 +252,19 @@ def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
     return subject.source.device != "cpu" and not scratch.enough(goal, plain.peak, plain.latency_ns)
 
 
-def divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
-    """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof.
-
-    Where the one without misses the limit, a hasty look at loops comes however little time is left."""
+def plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
+    """Return the best plan with fission, or ``plain`` if that is as good, or if a cut does not pass its proof. Where
+    ``plain`` misses the limit, a hasty look at loops comes however little time is left."""
     try:
-        return _divided(scratch, wanted, plain)
+        return _find_plan_with_fission(scratch, wanted, plain)
     except VerifyError as error:
         stopped = plain.stopped_by_seconds or wanted.over()
         return replace(plain, unsplit=f"a cut failed its proof: {error}", stopped_by_seconds=stopped)
 
 
-def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
-    """That plan; raises VerifyError.
-
-    What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
-    with those that are known.
-    """
+def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
+    """Do so, but raise VerifyError if a cut does not pass its proof. What runs in parts is decided by estimated
+    workspaces, which are the same everywhere; the decision is then planned with those that are known."""
     subject, goal = scratch.subject, wanted.goal
     graph = subject.aggregated
     known = costs_of(plain)
@@ -287,19 +278,19 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)
-        attempt, states = _of_divided(scratch, wanted, found), found.states
+        attempt, states = _attempts_of(scratch, wanted, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
         eased = relieve(graph, subject.roofline, wanted, reuse=subject.source.reuse)
         if eased is not None:
             verify_fission(eased.graph, graph)
             plans = attempts(scratch, eased.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
-            loops = listed(eased.loops)
+            loops = name_loops(eased.loops)
             attempt, states = (lambda aim: replace(plans(aim), fission=loops)), eased.states
     if attempt is None:
-        return _without(subject, wanted, plain)
+        return _without_fission(subject, wanted, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    chosen = best if key_of(goal, best) < key_of(goal, plain) else _without(subject, wanted, plain)
+    chosen = best if plan_key(goal, best) < plan_key(goal, plain) else _without_fission(subject, wanted, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,
@@ -308,8 +299,8 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     )
 
 
-def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
-    """The plan without fission, with the reason."""
+def _without_fission(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
+    """Return the plan without fission, and why it has none."""
     if wanted.over():
         return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
     if plain.fission:
@@ -318,42 +309,41 @@ def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
 
 
 def costs_of(plan: Plan) -> tuple[int, int]:
-    """Its peak in bytes and its latency in ns."""
+    """Return a plan's peak in bytes and its latency in ns."""
     return plan.planned.peak_bytes, plan.latency_ns
 
 
-def key_of(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
-    """Orders realized plans, the best first."""
+def plan_key(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
+    """Return a key that orders realized plans, the best first."""
     return not plan.feasible, *goal.key(plan.peak, plan.latency_ns)
 
 
-def _of_divided(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:
-    """Plans of a step cut along its batch."""
+def _attempts_of(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:
+    """Return a function that plans a step cut along its batch for a goal."""
     subject = scratch.subject
-    around = searched(found.level.compiled.graph)
-    known = scratch.known((subject.captured.original.graph, *around))
+    known = scratch.known_to_search(found.level.compiled.graph)
 
     def attempt(aim: Objective) -> Plan:
         again = replace(found, states=0)  # planned with the same costs already
         if known or aim != wanted.goal:
             again = replan(found, subject.costs(known), replace(wanted, goal=aim), reuse=subject.source.reuse)
-        plan = plan_of_level(scratch, again.level, again.solution, around)
+        plan = plan_of_level(scratch, again.level, again.solution)
         feasible = aim.met(again.solution.peak, again.solution.latency_ns)
         return replace(plan, states=again.states, feasible=feasible)
 
     return attempt
 
 
-def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan, around: Iterable[Graph]) -> Plan:
-    """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
+def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan) -> Plan:
+    """Realize and verify a planned level."""
     graph = realize_level(level, solution)
-    fission = next((described(op) for op in graph.ops if op.body is not None), "")
+    fission = next((describe_loop(op) for op in graph.ops if op.body is not None), "")
     searched = Searched(level, solution.peak)
-    return scratch.plan(graph, around, solution.latency_ns, fission=fission, searched=searched)
+    return scratch.plan(graph, level.compiled.graph, solution.latency_ns, fission=fission, searched=searched)
 
 
-def described(loop: Op) -> str:
-    """What a loop runs in parts, in words."""
+def describe_loop(loop: Op) -> str:
+    """Say what a loop runs in parts."""
     if loop.body is None:
         return ""
     ops = loop.body.graph.ops
@@ -365,7 +355,7 @@ def described(loop: Op) -> str:
     return f"{own} operators from {first} on in {loop.body.parts} parts"
 
 
-def listed(loops: Sequence[str]) -> str:
-    """Several loops in words: the first, and how many more."""
+def name_loops(loops: Sequence[str]) -> str:
+    """Name several loops: the first, and how many more."""
     first, *others = loops
     return f"{first}, and {len(others)} more" if others else first

@@ -1,4 +1,4 @@
-"""The whole front of a model: how much memory for how much time, in seconds rather than one search per limit."""
+"""Pareto fronts of a model: how much memory for how much time, in seconds rather than one search per limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from magis.models.step_parts import ORDER, in_one_order, recipe_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
-from magis.planner.plans import Plan, PlanScratch, searched, whole_search
+from magis.planner.plans import Plan, PlanScratch, whole_search
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
@@ -29,7 +29,7 @@ from magis.search.pareto_sweep import spread
 from magis.units import is_number, share_of
 
 POINTS = 32
-"""Points of a front at most: each of them is realized and judged."""
+"""Most points of a front: each of them is realized and judged."""
 WHOLE = 0.4
 """Share of a cap on seconds by which the front without fission must end."""
 MEMORY, LATENCY = (0.8, 0.6, 0.4, 0.3, 0.2), (1.1, 1.05)
@@ -56,18 +56,18 @@ def pareto(
     cache: Bench | None = None,
     make: Make | None = None,
 ) -> ParetoFront:
-    """Trace peak memory against latency of a training step, simulated.
+    """Search the Pareto front of a training step, simulated: peak memory against latency.
 
     Module, batch, loss and optimizer are those of `magis.estimate`; a name is that of a network or
     "package.module:factory". ``make`` builds the workload from the seed where a name is only told.
 
-    ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
-    the work (states of each search, as for cases); after ``seconds`` of search the front is what was
-    found until then, which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
-    (`magis.results.Case`). At most ``points`` plans are realized, evenly spread
-    over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
-    ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
-    the front's own ``seconds``. Raises MagisError for what cannot be captured or asked for.
+    ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds the
+    work (states of each search, as for cases); after ``seconds`` of search the front is what was found until then,
+    which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
+    (`magis.results.Case`). At most ``points`` plans are realized, evenly spread over the peaks. ``processes`` share the
+    work, with the same result; what they have found is kept in the folder ``resume``, where a call that was cut off
+    goes on (a ``cache`` has its own of both). Deterministic but for the front's own ``seconds``. Raises MagisError for
+    what cannot be captured or asked for.
     """
     for what, number, least in (
         ("points", points, 2),
@@ -90,7 +90,7 @@ def pareto(
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
-    """The front of a subject; of the case only names, seed, budget and seconds count."""
+    """Search the front of a subject; of the case only names, seed, budget and seconds count."""
     original = subject.captured.original.graph
     eager_ms = subject.latency_ns(original) / 1e6
     started = time.perf_counter()
@@ -121,8 +121,8 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
 
 
 def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> tuple[FrontPoint, ...]:
-    """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both. Where
-    they are one too many, the one beside the fastest goes: that is an end of the front."""
+    """Add eager's step, which updates list by list on a GPU, if no plan beats it in both; drop plans that it beats.
+    Where there is one point too many, the one beside the fastest goes: that is an end of the front."""
 
     def beats(one: FrontPoint, other: FrontPoint) -> bool:
         return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
@@ -143,38 +143,38 @@ def realized_front(
     points: int = POINTS,
     over: Callable[..., bool] = lambda *_: False,
 ) -> tuple[list[Plan], int]:
-    """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
-    which is asked with the share of the time that is meant, too."""
+    """Search, realize and verify the plans of a front; return them and the number of states that were judged. Ends
+    when ``over``, which also takes the share of the time that is meant."""
     scratch = PlanScratch(subject, None)
     wanted = PlanRequest(
         Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over, subject.original_ns
     )
-    known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
+    known = scratch.known_to_search(subject.normal)
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched(wanted)
     swept = subject.whole_front(known, partial(over, WHOLE))
     divided = joined(sketched, subject.divided_front(wanted))
-    polished = joined(*_polished(scratch, swept, divided, wanted))
+    polished = joined(*_search_limits(scratch, swept, divided, wanted))
     # on a CPU only parts that need less memory than any whole step (docs/notes/fission.md), elsewhere all
     whole = joined(hasty, swept, FissionFront(tuple(point for point in polished.points if point.cut is None), 0))
     leanest = min((point.peak for point in whole.points), default=0)
     every = [*divided.points, *(point for point in polished.points if point.cut is not None)]
     in_parts = [point for point in every if subject.source.device != "cpu" or point.peak < leanest]
     front = undominated([*whole.points, *in_parts])
-    chosen = _chosen(front, points, [min(front, key=_by(goal)) for goal in _limits(subject)])
-    plans = [_plan_of(scratch, point) for point in chosen]
+    chosen = _choose_points(front, points, [min(front, key=_ranked_by(goal)) for goal in _common_limits(subject)])
+    plans = [plan_of_level(scratch, each.level, each.solution()) for each in chosen]
     return undominated(plans), hasty.states + swept.states + divided.states + polished.states
 
 
-def _polished(
+def _search_limits(
     scratch: PlanScratch, whole: FissionFront, divided: FissionFront, wanted: PlanRequest
 ) -> Iterator[FissionFront]:
-    """What searches for single limits find, each the very search of a case with that limit. Only where a front leaves
-    overhead, so that effort goes where the overhead is."""
+    """Yield what searches for single limits find, each the very search of a case with that limit. Only where a front
+    leaves overhead, so that effort goes where the overhead is."""
     here, subject = whole.points[0].level, scratch.subject
     known = joined(whole, divided)
-    for goal in _limits(subject):
-        best = min(known.points, key=_by(goal))
+    for goal in _common_limits(subject):
+        best = min(known.points, key=_ranked_by(goal))
         if wanted.over() or wanted.budget <= FROM_NOTHING:
             return
         if scratch.enough(goal, best.peak, best.latency_ns):
@@ -193,12 +193,12 @@ def _polished(
             yield FissionFront((point,), found.states - divided.states)
 
 
-def _by(goal: Objective) -> Callable[[FissionPoint], tuple[int, int]]:
+def _ranked_by(goal: Objective) -> Callable[[FissionPoint], tuple[int, int]]:
     return lambda point: goal.key(point.peak, point.latency_ns)
 
 
-def _chosen(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoint]) -> list[FissionPoint]:
-    """At most so many of a front, evenly spread over its peaks, the ``asked`` ones among them if that many fit."""
+def _choose_points(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoint]) -> list[FissionPoint]:
+    """Choose at most ``most`` points, evenly spread over the peaks, with the ``asked`` ones if they fit."""
     kept = [point for point in front if any(point is each for each in (*asked, front[0], front[-1]))]
     if len(kept) + 2 > most:
         return spread(front, most)
@@ -206,8 +206,8 @@ def _chosen(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoi
     return undominated([*kept, *spread(others, most - len(kept))])
 
 
-def _limits(subject: Subject) -> Iterator[Objective]:
-    """Limits that are asked for most, as a case has them; those that no plan keeps left out."""
+def _common_limits(subject: Subject) -> Iterator[Objective]:
+    """Yield the limits that are asked for most, as a case has them; those that no plan keeps are left out."""
     original = subject.captured.original.graph
     for ratio in MEMORY:
         limit = share_of(ratio, subject.original.peak_bytes)
@@ -217,7 +217,3 @@ def _limits(subject: Subject) -> Iterator[Objective]:
         nanoseconds = share_of(ratio, subject.latency_ns(original))
         if nanoseconds is not None:
             yield Objective(latency_limit_ns=max(1, nanoseconds - subject.behind_ns))
-
-
-def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
-    return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))

@@ -1,9 +1,9 @@
-"""Plans kept from run to run.
+"""Plans kept from run to run, and read back only if proven.
 
 The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
-only where the graph is proven to compute the step, and simulates to the very figures that stand beside it;
-a search that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now:
-kept is which operators of the step have them.
+only where the graph is proven to compute the step, and simulates to the very figures that stand beside it; a search
+that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now: kept is
+which operators of the step have them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from magis.simulate.compiled_problem import GENERATOR_NS
 
 FORMAT = 1
 MOST = 1 << 62
-"""Of any figure: bytes and nanoseconds are 64 bits."""
+"""Upper bound of every figure: bytes and nanoseconds are 64 bits."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
 _NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched", "decisions")
@@ -37,7 +37,7 @@ FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_K
 
 
 class KeptPlans:
-    """The plans of one subject in a folder."""
+    """A folder with the plans of one subject."""
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
@@ -51,7 +51,7 @@ class KeptPlans:
         seed: int,
         stored: Mapping[str, int] | None,
     ) -> str:
-        """What a search depends on: step, limit, effort, prices and scratch."""
+        """Return the key of a search, a digest of all that it depends on: step, limit, effort, prices and scratch."""
         return self._kept.key(
             "plan",
             FORMAT,
@@ -65,24 +65,21 @@ class KeptPlans:
         )
 
     def load(self, key: str, scratch: PlanScratch, goal: Objective) -> Plan | None:
-        """The plan under the key, with 0 seconds; None, with a warning, for one that is not what it says."""
-        return self._kept.load(key, lambda text: _read(text, scratch, goal))
+        """Return the plan under the key, with 0 seconds; None, with a warning, if it is not what it says."""
+        return self._kept.load(key, lambda text: _read_plan(text, scratch, goal))
 
     def save(self, key: str, plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
         """Keep a plan, if it reads back as it is."""
         if plan.stopped_by_seconds:
             return
-        text = _text(plan, scratch.subject.captured.graph)
+        data = {**_figures(plan), LINES: _line_places(plan.graph, scratch.subject.captured.graph)}
+        text = f"{json.dumps(data, sort_keys=True)}\n{dump(plan.graph)}"
         try:
-            again = _read(text, scratch, goal)
+            again = _read_plan(text, scratch, goal)
         except UNSOUND:
             return
-        if _same(again, plan):
+        if digest(again.graph) == digest(plan.graph) and _figures(again) == _figures(plan):
             self._kept.save(key, text)
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    return digest(one.graph) == digest(other.graph) and _figures(one) == _figures(other)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -90,14 +87,9 @@ def _figures(plan: Plan) -> dict[str, Any]:
     return found | {"planned": asdict(plan.planned), "workspaces": dict(plan.workspaces)}
 
 
-def _text(plan: Plan, step: Graph) -> str:
-    data = {**_figures(plan), LINES: _places(plan.graph, step)}
-    return f"{json.dumps(data, sort_keys=True)}\n{dump(plan.graph)}"
-
-
-def _places(graph: Graph, step: Graph) -> list[int]:
-    """For every operator the first one of the step that stands in the same line, best with the same name in the same
-    module; -1 for operators without a line."""
+def _line_places(graph: Graph, step: Graph) -> list[int]:
+    """Return, for every operator, the first one of the step that stands in the same line. Best one with the same
+    name in the same module; -1 for operators without a line."""
     alike: dict[tuple[str, ...], int] = {}
     for place, op in enumerate(step.ops):
         for key in ((op.line,), (op.line, op.target, op.module)):
@@ -109,7 +101,7 @@ def _places(graph: Graph, step: Graph) -> list[int]:
 
 
 def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Graph:
-    """The graph with the lines that the step's operators at these places have now."""
+    """Return the graph with the lines that the step's operators at these places have now."""
     found = []
     for op in graph.ops:
         place = next(places)
@@ -118,10 +110,10 @@ def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Grap
     return replace(graph, ops=tuple(found))
 
 
-def _read(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
-    """The plan of a text. Raises one of ``UNSOUND`` for one that is not sound, or not of this step and goal."""
+def _read_plan(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
+    """Read a plan from text. Raises one of ``UNSOUND`` if it is not sound, or not of this step and goal."""
     head, _, body = text.partition("\n")
-    given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
+    given = json.loads(head, parse_constant=_refuse_number, parse_float=_refuse_number)
     if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
         raise MagisError("it has other figures than a plan")
     graph = parse(body)
@@ -132,18 +124,18 @@ def _read(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
     ):
         raise MagisError("its lines are not those of its operators")
     graph = _with_lines(graph, iter(places), step)
-    figures = _checked(given)
+    figures = _check_types(given)
     found = Plan(graph=graph, seconds=0.0, stopped_by_seconds=False, **figures)
     _check_figures(found, scratch, goal)
     return found
 
 
-def _refuse(text: str) -> NoReturn:
+def _refuse_number(text: str) -> NoReturn:
     raise MagisError(f"a figure is {text[:20]}, which is not whole")
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a plan from JSON: whole numbers where such are due, and so on."""
+def _check_types(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a plan from JSON, checked: whole numbers where such are due, and so on."""
     planned, workspaces = given["planned"], given["workspaces"]
     whole = [given[name] for name in ("latency_ns", "states", "recomputed_ops", "swapped_bytes")]
     whole += [planned["tensor_bytes"], planned["peak_bytes"], *workspaces.values()]
@@ -156,12 +148,9 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
-    """Raise MagisError unless the graph simulates to the figures.
-
-    Latency exactly without swaps and loops. A swap takes up to its copies' time more, a loop is planned with or without
-    the views in its body.
-    """
-    memory = scratch.plan(plan.graph, (), plan.latency_ns).planned
+    """Raise MagisError unless the graph simulates to the figures. Latency exactly without swaps and loops. A swap
+    takes up to its copies' time more, a loop is planned with or without the views in its body."""
+    memory = scratch.plan(plan.graph, None, plan.latency_ns).planned
     if memory != plan.planned:
         raise MagisError(f"its peak is {memory.peak_bytes:,} bytes, not {plan.planned.peak_bytes:,}")
     costs = scratch.subject.costs(scratch.known((plan.graph,)))
@@ -175,10 +164,10 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
 
 
 def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """With every copy and every message hidden, and views for nothing."""
+    """Return the latency with every copy and every message hidden, and views for nothing."""
     beside = under_way(graph.ops)
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
-    for op in _timed(graph):
+    for op in _timed_operators(graph):
         inside = op.body
         if not beside.isdisjoint(op.made()):
             continue
@@ -189,15 +178,15 @@ def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
 
 
 def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """With no copy and no message hidden."""
+    """Return the latency with no copy and no message hidden."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
-    total += sum(costs.nanoseconds(op, graph.values) for op in _timed(graph))
+    total += sum(costs.nanoseconds(op, graph.values) for op in _timed_operators(graph))
     copied = [value for op in graph.ops if op.target in MOVES for value in op.made()]
     return total + sum(costs.transfer_ns(graph.storages[graph.values[value].storage].nbytes) for value in copied)
 
 
-def _timed(graph: Graph) -> Iterator[Op]:
-    """The operators that take time of their own: no views, copies beside the operators, or states of generators."""
+def _timed_operators(graph: Graph) -> Iterator[Op]:
+    """Yield the operators that take time of their own: no views, copies beside others, or states of generators."""
     for op in graph.ops:
         if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
             yield op

@@ -31,7 +31,7 @@ from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND
 from magis.rewrite.rules.rule_table import aggregated
 
-Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
 """Shape, strides, data type, offset and bits of a window on a storage."""
 Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 """Operator and literals of a call -> storages of the generators that it draws from, and of those that it moves."""
@@ -67,10 +67,8 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
 
 
 def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
-    """Raise VerifyError unless the verified graph computes what the step computes, by the step's own calls.
-
-    Of a step that has ``drawn`` on the host, contents of constants may be others.
-    """
+    """Raise VerifyError unless the verified graph computes what the step computes, by the step's own calls. Of a
+    step that has ``drawn`` on the host, contents of constants may be others."""
     terms = Terms()
     known = Followed(step, terms, drawn=drawn)
     ours = {plain_form(op)[0].target for op in step.ops}
@@ -92,7 +90,7 @@ def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
 
 
 class Terms:
-    """Numbers of terms: equal terms have equal numbers."""
+    """Numbering of terms: equal terms have equal numbers."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
@@ -102,7 +100,8 @@ class Terms:
 
 
 class Followed:
-    """A graph, followed from its inputs to its results. With a ``step``, VerifyError for what is none of that."""
+    """A graph, followed from its inputs to its results. With a ``step``, raises VerifyError for what is none of
+    that."""
 
     def __init__(self, graph: Graph, terms: Terms, *, drawn: bool, step: Followed | None = None) -> None:
         self._terms, self._step = terms, step
@@ -111,30 +110,35 @@ class Followed:
         self._repeats: dict[int, int] = {}  # operator of the step that others repeat -> term of its call
         self.calls: set[int] = set()
         self.made: set[tuple[object, ...]] = set()
-        """Terms of calls with the position of a result and what that looks like."""
+        """Terms of calls with the position of a result and its layout."""
         self.effects: dict[int, Op] = {}
-        """Calls that make nothing, or that are no torch's own and may do more than they say."""
+        """Calls that make nothing, or that are not torch's own and may do more than they say."""
         self.likely: Likely = frozenset((value.shape, value.dtype) for value in graph.values.values())
-        names = self._inputs(graph, drawn=drawn)
+        names = self._note_inputs(graph, drawn=drawn)
         # From which generators a call draws, and which it moves: of all calls that look like it
-        self.moves: Moves = self._generators(graph) if step is None else step.moves
+        self.moves: Moves = self._generator_moves(graph) if step is None else step.moves
         self.own: dict[tuple[Arg, ...], int] = _own_generators(graph) if step is None else step.own
         self._states: dict[int, int] = {}  # storages of saved states -> what the generator held
         for op in graph.ops:
-            self._follow(op)
-        self.results = [(self._read(value), _looks(self._values[value])) for value in graph.outputs]
+            if op.body is not None:
+                self._follow_loop(op, op.body)
+            elif op.target in _OF_PLANS:
+                self._follow_own(op)
+            elif not self._is_window(op):
+                self._follow_call(op)
+        self.results = [(self._contents_of(value), _layout(self._values[value])) for value in graph.outputs]
         self.left = {name: self._contents.get(storage) for name, storage in names.items()}
-        """Contents by what stays: names of inputs, generators."""
+        """Contents that stay behind, by names of inputs and generators."""
 
     # -- what is there before the step ------------------------------------------------------------------------------
 
-    def _inputs(self, graph: Graph, *, drawn: bool) -> dict[str, int]:
-        """Contents of what is there before the step; the storages, by the names of what lies on them."""
-        on: dict[int, list[tuple[str, str, Looks]]] = {}
+    def _note_inputs(self, graph: Graph, *, drawn: bool) -> dict[str, int]:
+        """Note the contents of what is there before the step; return its storages by the names of what lies on them."""
+        on: dict[int, list[tuple[str, str, Layout]]] = {}
         for number in graph.inputs:
             value = graph.values[number]
             data = "" if drawn or number not in graph.constants else repr(graph.constants[number])
-            on.setdefault(value.storage, []).append((value.name, data, _looks(value)))
+            on.setdefault(value.storage, []).append((value.name, data, _layout(value)))
         names: dict[str, int] = {}
         for storage in graph.storages.values():
             if storage.id in on:
@@ -154,7 +158,7 @@ class Followed:
                 raise VerifyError(f"it works {'on' if name in names else 'without'} {name}, its step does not")
         return names
 
-    def _generators(self, graph: Graph) -> Moves:
+    def _generator_moves(self, graph: Graph) -> Moves:
         found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
         for op in graph.ops:
             moved = {s for s, _ in op.writes if graph.storages[s].kind == "generator"}
@@ -169,41 +173,33 @@ class Followed:
 
     # -- one operator after the other -------------------------------------------------------------------------------
 
-    def _wrong(self, op: Op, text: str) -> None:
-        """VerifyError in a graph that is compared with a step; what the step does is right."""
+    def _reject(self, op: Op, text: str) -> None:
+        """Raise VerifyError in a graph that is compared with a step; what the step does is right."""
         if self._step is not None:
             raise VerifyError(f"operator {op.id} ({op.target}) {text}")
 
-    def _read(self, value: int) -> int:
-        """The contents of a value as they are now."""
+    def _contents_of(self, value: int) -> int:
+        """Return the contents of a value as they are now."""
         looks = self._values[value]
         if looks.storage not in self._contents:
             raise VerifyError(f"value {value} lies on storage {looks.storage}, which holds nothing then")
-        return self._terms("window", self._contents[looks.storage], _looks(looks))
-
-    def _follow(self, op: Op) -> None:
-        if op.body is not None:
-            self._loop(op, op.body)
-        elif op.target in _OF_PLANS:
-            self._of_plans(op)
-        elif not self._is_window(op):
-            self._call(op)
+        return self._terms("window", self._contents[looks.storage], _layout(looks))
 
     def _is_window(self, op: Op) -> bool:
-        """A window by its own numbers, as plans open them on what they load from the host."""
+        """Return True for a window by its own numbers, as plans open them on what they load from the host."""
         match op.args, op.outputs:
             case (Ref(base), tuple(shape), tuple(stride), int(offset)), (int(made),) if op.target == _WINDOW:
                 taken, value = self._values[base], self._values[made]
-                same = value.storage == taken.storage and _looks(value) == (shape, stride, taken.dtype, offset, ())
+                same = value.storage == taken.storage and _layout(value) == (shape, stride, taken.dtype, offset, ())
                 plain = not (op.kwargs or op.writes or op.many or taken.bits)
                 return self._step is not None and same and plain
         return False
 
-    def _call(self, op: Op, *, whole: bool = False) -> None:
-        """An operator of torch; ``whole``, as the parts of a loop make it up: on memory of its own."""
+    def _follow_call(self, op: Op, *, whole: bool = False) -> None:
+        """Follow an operator of torch; ``whole``, as the parts of a loop make it up: on memory of its own."""
         plain, over = plain_form(op)
         taken, text = plain.inputs(), text_of(plain)
-        terms = [self._read(value) for value in taken]
+        terms = [self._contents_of(value) for value in taken]
         if commutes(plain, self._values):
             terms.sort()
         drawn, moved = self.moves.get((plain.target, text), ((), ()))
@@ -211,49 +207,49 @@ class Followed:
         outputs = tuple(value is not None for value in op.outputs)
         term = self._terms("call", plain.target, text, tuple(terms), states, op.phase, op.many, outputs)
         if self._step is not None and term not in self._step.calls:
-            self._wrong(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
+            self._reject(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
         if not whole:
             if self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
-                self._wrong(op, f"repeats operator {op.origin}, which is another call")
-            self._write(op, over, term)
+                self._reject(op, f"repeats operator {op.origin}, which is another call")
+            self._note_writes(op, over, term)
         for storage in moved:
             self._contents[storage] = self._terms("moved", term, storage)
         fresh: dict[int, int] = {}
         for position, value in enumerate(op.outputs):
             if value is not None:
-                looks = self._make(op, (term, position), value, taken, over, fresh)
+                looks = self._note_result(op, (term, position), value, taken, over, fresh)
                 self.made.add((term, position, looks))
                 if self._step is not None and (term, position, looks) not in self._step.made:
-                    self._wrong(op, f"makes value {value} with other sizes, or on other memory, than the step")
+                    self._reject(op, f"makes value {value} with other sizes, or on other memory, than the step")
         self.calls.add(term)
         if not op.made() or not op.target.startswith("aten."):
             self.effects[term] = op
 
-    def _write(self, op: Op, over: int | None, term: int) -> None:
-        """New contents of what a call writes, which must be what it says that it writes."""
+    def _note_writes(self, op: Op, over: int | None, term: int) -> None:
+        """Note the new contents of what a call writes, which must be what it says that it writes."""
         statistics = [value for at in op_info(op.target).undeclared_writes(op.args) for value in refs(op.args[at])]
         declared = [over] if over is not None else written(op)
         changed = {self._values[value].storage for value in (*declared, *statistics)}
         said = {storage for storage, _ in op.writes if self._storages[storage].kind != "generator"}
         if said != changed:
-            self._wrong(op, f"says that it writes {sorted(said)} of the storages, and writes {sorted(changed)}")
+            self._reject(op, f"says that it writes {sorted(said)} of the storages, and writes {sorted(changed)}")
         for number, value in enumerate((*declared, *statistics)):
             looks = self._values[value]
             new = self._terms("made", term, 0 if over is not None and number == 0 else ("written", number))
             if number >= len(declared) or not fills(looks, self._storages[looks.storage]):
-                new = self._terms("into", self._contents.get(looks.storage), _looks(looks), new)
+                new = self._terms("into", self._contents.get(looks.storage), _layout(looks), new)
             self._contents[looks.storage] = new
 
-    def _make(
+    def _note_result(
         self, op: Op, made: tuple[int, int], number: int, taken: Sequence[int], over: int | None, fresh: dict[int, int]
     ) -> tuple[object, ...]:
-        """A result: what tells it from others, and its contents where it is memory of its own."""
+        """Return what tells a result from others, and note its contents where it is memory of its own."""
         value = self._values[number]
-        storage, looks = self._storages[value.storage], _looks(value)
+        storage, looks = self._storages[value.storage], _layout(value)
         alone = "fresh", looks, storage.nbytes, storage.kind
         if over is not None and self._values[over].storage == storage.id:
-            if looks != _looks(self._values[over]):
-                self._wrong(op, f"makes value {number}, which is not what it writes over")
+            if looks != _layout(self._values[over]):
+                self._reject(op, f"makes value {number}, which is not what it writes over")
             return alone if fills(value, storage) else ("through", looks)
         for position, base in enumerate(taken):
             if self._values[base].storage == storage.id:
@@ -261,51 +257,51 @@ class Followed:
         if storage.id in fresh:
             return "with", fresh[storage.id], looks
         if storage.id in self._contents:
-            self._wrong(op, f"makes value {number} on storage {storage.id}, which holds something else")
+            self._reject(op, f"makes value {number} on storage {storage.id}, which holds something else")
         fresh[storage.id] = made[1]
         self._contents[storage.id] = self._terms("made", *made)
         return alone
 
     # -- what plans are made of -------------------------------------------------------------------------------------
 
-    def _of_plans(self, op: Op) -> None:
+    def _follow_own(self, op: Op) -> None:
         match op.target, op.args, op.outputs:
             case _ if op.kwargs or op.writes or op.many or op.random:
                 pass
-            case "magis.store", (Ref(value),), (int(copy),) if self._copies(value, copy, "host"):
+            case "magis.store", (Ref(value),), (int(copy),) if self._try_copy(value, copy, "host"):
                 return
-            case "magis.load", (Ref(value),), (int(copy),) if self._copies(value, copy, "temporary"):
+            case "magis.load", (Ref(value),), (int(copy),) if self._try_copy(value, copy, "temporary"):
                 return
-            case "magis.wait", (Ref(value), Ref(copy)), () if self._frees(value, copy):
+            case "magis.wait", (Ref(value), Ref(copy)), () if self._try_free(value, copy):
                 return
             case "magis.arrived", (Ref(), *rest), () if all(isinstance(each, Ref) for each in rest):
                 return
-            case "magis.rng_save", own, (int(kept),) if self._keeps(own, kept):
+            case "magis.rng_save", own, (int(kept),) if self._try_save_state(own, kept):
                 return
-            case "magis.rng_enter", (Ref(state), *own), (int(kept),) if self._keeps(own, kept):
-                if self._sets(own, state):
+            case "magis.rng_enter", (Ref(state), *own), (int(kept),) if self._try_save_state(own, kept):
+                if self._try_set_state(own, state):
                     return
-            case "magis.rng_leave", (Ref(state), *own), () if self._sets(own, state):
+            case "magis.rng_leave", (Ref(state), *own), () if self._try_set_state(own, state):
                 return
-        self._wrong(op, "is not called as plans call it")
+        self._reject(op, "is not called as plans call it")
 
-    def _copies(self, source: int, made: int, kind: str) -> bool:
+    def _try_copy(self, source: int, made: int, kind: str) -> bool:
         one, other = self._values[source], self._values[made]
         before, after = self._storages[one.storage], self._storages[other.storage]
-        alike = _looks(one) == _looks(other) and before.nbytes == after.nbytes and fills(one, before)
+        alike = _layout(one) == _layout(other) and before.nbytes == after.nbytes and fills(one, before)
         if not alike or after.kind != kind or after.id in self._contents or before.id not in self._contents:
             return False
         self._contents[after.id] = self._contents[before.id]
         return True
 
-    def _frees(self, value: int, copy: int) -> bool:
-        """The memory of what was copied to the host."""
+    def _try_free(self, value: int, copy: int) -> bool:
+        """Free the memory of what was copied to the host; False if it was not."""
         storage, host = self._storages[self._values[value].storage], self._values[copy].storage
         kept = self._contents.pop(storage.id, None) if storage.kind == "temporary" else None
         return kept is not None and kept == self._contents.get(host)
 
-    def _keeps(self, own: Sequence[Arg], number: int) -> bool:
-        """The state of a generator."""
+    def _try_save_state(self, own: Sequence[Arg], number: int) -> bool:
+        """Save the state of a generator; False if there is none such."""
         generator, storage = self.own.get(tuple(own)), self._values[number].storage
         if generator is None or storage in self._contents:
             return False
@@ -313,8 +309,8 @@ class Followed:
         self._contents[storage] = self._terms("state", self._contents[generator])
         return True
 
-    def _sets(self, own: Sequence[Arg], number: int) -> bool:
-        """A generator to a state that was kept."""
+    def _try_set_state(self, own: Sequence[Arg], number: int) -> bool:
+        """Set a generator to a state that was saved; False if none was."""
         generator, storage = self.own.get(tuple(own)), self._values[number].storage
         if generator is None or storage not in self._states:
             return False
@@ -323,8 +319,8 @@ class Followed:
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
-    def _loop(self, op: Op, loop: Loop) -> None:
-        """The whole calls that a loop makes up, each on memory of its own, then its results with their contents."""
+    def _follow_loop(self, op: Op, loop: Loop) -> None:
+        """Follow the whole calls that a loop makes up, each on memory of its own, then its results."""
         self._check_body(loop.graph)
         known = dict(self._values)
         results: dict[int, int] = {}
@@ -332,20 +328,20 @@ class Followed:
             if each.target == "magis.alias":
                 results[each.made()[0]] = results.get(each.inputs()[0], each.inputs()[0])
             else:
-                self._call(self._sized(replace(plain_form(each)[0], reads=(), writes=())), whole=True)
+                self._follow_call(self._with_sizes(replace(plain_form(each)[0], reads=(), writes=())), whole=True)
         left: dict[int, int] = {}
         for number, source in results.items():
             value, whole = self._values[number], self._values[source]
             storage, other = self._storages[value.storage], self._storages[whole.storage]
-            if _looks(value) != _looks(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
-                self._wrong(op, f"makes value {number} with other sizes than the step")
+            if _layout(value) != _layout(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
+                self._reject(op, f"makes value {number} with other sizes than the step")
             left[storage.id] = self._contents[other.id]
         for storage_id, _ in op.writes:  # memory that it uses up: none of what was there is there any more
             self._contents[storage_id] = self._terms("used up", op.id)
         self._contents |= left
 
-    def _sized(self, op: Op) -> Op:
-        """The operator, with what it makes as large as it makes it."""
+    def _with_sizes(self, op: Op) -> Op:
+        """Return the operator, after noting results as large as it makes them."""
         taken = op.inputs()
         for number, made in zip(op.outputs, describe(op, self._values), strict=True):
             if number is None or made is None:
@@ -360,8 +356,8 @@ class Followed:
         return op
 
     def _check_body(self, body: Graph) -> None:
-        """Operators write what they say, and take no value whose memory was written since it was made: then values
-        stand for their contents, which is what undoing a loop goes by."""
+        """Check that operators write what they say, and take no value whose memory was written since it was made.
+        Then values stand for their contents, which is what undoing a loop goes by."""
         writes: dict[int, int] = {}  # storage -> how often it was written
         opened: dict[int, int] = {}  # value -> how often its storage was by then
         for op in body.ops:
@@ -369,23 +365,23 @@ class Followed:
                 self._check_body(op.body.graph)
             for value in op.inputs()[op.target in (JOIN, REDUCE) :]:
                 if writes.get(body.values[value].storage, 0) != opened.get(value, 0):
-                    self._wrong(op, f"takes value {value} of a loop, whose memory was written since")
+                    self._reject(op, f"takes value {value} of a loop, whose memory was written since")
             if op.body is None and op.target not in (*_OF_PLANS, *_BORDER):
                 _, over = plain_form(op)
                 changed = {body.values[value].storage for value in ([over] if over is not None else written(op))}
                 if changed != {storage for storage, _ in op.writes} or op_info(op.target).undeclared_writes(op.args):
-                    self._wrong(op, "writes otherwise than it says")
+                    self._reject(op, "writes otherwise than it says")
             for storage, _ in op.writes:
                 writes[storage] = writes.get(storage, 0) + 1
             opened |= {value: writes.get(body.values[value].storage, 0) for value in op.made()}
 
 
-def _looks(value: Value) -> Looks:
+def _layout(value: Value) -> Layout:
     return value.shape, value.stride, value.dtype, value.offset, value.bits
 
 
 def _own_generators(graph: Graph) -> dict[tuple[Arg, ...], int]:
-    """Storages of generators by how calls name them: not at all, if it is the device's."""
+    """Return the storages of generators by how calls name them: not at all, if it is the device's."""
     found: dict[tuple[Arg, ...], int] = {}
     for op in graph.ops:
         if op.random:

@@ -1,4 +1,4 @@
-"""From a limit to a verified graph: search, realize, simulate exactly; without fission, with it, or as the paper."""
+"""From a limit to a verified graph: search, realize, simulate exactly."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from functools import partial
 
 from magis import registry
 from magis.errors import UsageError
-from magis.planner.fission_plan import costs_of, divided, key_of, worth_dividing
+from magis.planner.fission_plan import costs_of, plan_key, plan_with_fission, worth_dividing
 from magis.planner.kept_plans import KeptPlans
 from magis.planner.plans import (
-    Begun,
     Decisions,
     Plan,
     PlanScratch,
+    SearchesFromNothing,
     approached,
     attempts,
-    bounded,
-    carried_over,
-    searched,
+    reuse_decisions,
+    with_latency_bound,
 )
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
@@ -33,7 +32,7 @@ from magis.search.pareto_sweep import BRIEF, FULL
 from magis.simulate.compiled_problem import compile_problem
 
 WHOLE = 0.45
-"""Share of a cap on seconds by which the search without fission must end: some limits cannot be kept without fission,
+"""Share of a cap on seconds by which the search without fission must end. Some limits cannot be kept without fission,
 which has the rest. On a CPU, where that is seldom: all of it."""
 FROM_NOTHING_SHARE, FRONT_SHARE = 0.6, 0.8
 """Shares of that by which the search from nothing, and the front for the search that goes on from it, must end; where
@@ -43,15 +42,15 @@ LATE = 0.8
 AT_ONCE = 1000
 """States of the search for the first plan."""
 ROUNDS = 5
-"""Searches at most for a limit on reserved bytes."""
+"""Most searches for a limit on reserved bytes."""
 CLOSE = 0.02
-"""Share of that limit which is not worth another search."""
+"""Share of that limit that is not worth another search."""
 
 
 def planning_workspaces(
     subject: Subject, stored: Mapping[str, int] | None, expected_graph: str | None
 ) -> Mapping[str, int] | None:
-    """Workspaces to plan with: the baseline's where it is about this very graph, else None (this machine's own)."""
+    """Return the baseline's workspaces if it is about this very graph, else None (this machine's own)."""
     if stored is None or expected_graph != subject.digest:
         return None
     return stored
@@ -70,9 +69,10 @@ def plan(
     tell: Progress | None = None,
     known: Collection[Decisions] = (),
 ) -> Plan:
-    """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
+    """Search under exactly one of the limits and return the best plan, realized.
 
-    ``search`` is "magis", or the name of another one in the registry ("paper" for the method as it was published).
+    ``stored`` is as from ``planning_workspaces``. ``search`` is "magis", or the name of another one in the registry
+    ("paper" for the method as it was published).
 
     Where the subject keeps plans, one that was kept stands for the search; so do ``known`` decisions for steps that
     differ in sizes or numbers alone, where they keep the limit. ``tell`` is told how far it is.
@@ -88,7 +88,7 @@ def plan(
         by = partial(registry.load("search", search), scratch, goal, budget, seconds)
     else:
         budget = DEFAULT_BUDGET if budget is None else budget
-        by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
+        by = partial(_search_all, scratch, goal, budget, seconds, seed, stage)
 
     def waits() -> bool:
         return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
@@ -104,9 +104,9 @@ def plan(
                 torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=late)
                 found = better(goal, found, torn)
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
-        return bounded(found, memory_limit) if worth_bounding else replace(found, searched=None)
+        return with_latency_bound(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
-    carried = carried_over(scratch, goal, known) if known else None
+    carried = reuse_decisions(scratch, goal, known) if known else None
     if carried is not None or subject.kept is None:
         best = carried or search_for()
     else:
@@ -125,12 +125,12 @@ def plan(
 def within_reserved(
     subject: Subject, limit: int, seconds: float | None, search: Callable[[int, float | None], Plan]
 ) -> Plan:
-    """The fastest plan found for which a GPU's caching allocator reserves at most ``limit`` bytes; without any, the one
-    for which it reserves least (the fastest of several), infeasible.
+    """Return the fastest plan for which a GPU's caching allocator reserves at most ``limit`` bytes.
 
-    Searches (of a peak, within seconds) know peaks alone. So each plan's allocator is simulated. Where it reserves too
-    much, the next search gets a limit that is lower by that; once a plan fits, one halfway to the last that did not,
-    since gaps differ from plan to plan. Raises UsageError on a CPU.
+    Without any, the one for which it reserves least (the fastest of several), infeasible. Searches (of a peak, within
+    seconds) know peaks alone. So each plan's allocator is simulated. Where it reserves too much, the next search gets a
+    limit that is lower by that; once a plan fits, one halfway to the last that did not, since gaps differ from plan to
+    plan. Raises UsageError on a CPU.
     """
     started, tried = time.perf_counter(), list[tuple[int, Plan]]()
     target, left = limit, seconds
@@ -162,10 +162,10 @@ def within_reserved(
     )
 
 
-def _searched(
+def _search_all(
     scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int, stage: Progress
 ) -> Plan:
-    """The best plan of all searches, without seconds."""
+    """Return the best plan of all searches; its seconds are not set."""
     started = time.perf_counter()
     subject = scratch.subject
 
@@ -182,23 +182,23 @@ def _searched(
 
     def front(until: float) -> FissionFront:
         stage("searching among plans for all limits")
-        known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
+        known = scratch.known_to_search(subject.normal)
         return subject.whole_front(known, partial(over, until * FRONT_SHARE), effort)
 
     def in_loops(plain: Plan) -> Plan:
         stage("searching with parts of the step as loops")
-        return divided(scratch, replace(wanted, over=late) if plain.feasible else wanted, plain)
+        return plan_with_fission(scratch, replace(wanted, over=late) if plain.feasible else wanted, plain)
 
     stage("searching")
     late = partial(over, LATE)
-    first = at_once(scratch, wanted, late, in_loops) if goes_on and not on_cpu else None
+    first = find_first_plan(scratch, wanted, late, in_loops) if goes_on and not on_cpu else None
     if first is not None and wanted.enough(first.peak, first.latency_ns):
         return first
     if first is not None and first.feasible and late():
         return replace(first, stopped_by_seconds=True)
     stage("searching")
-    begun = Begun()
+    begun = SearchesFromNothing()
     by = partial(plan_whole, scratch, goal, seed=seed, left=left, begun=begun)
     loops_first = goes_on and not on_cpu and goal.memory_limit is not None
     early = None if loops_first or not goes_on else partial(front, whole)
@@ -209,15 +209,16 @@ def _searched(
         best = replace(best, stopped_by_seconds=True) if over() else in_loops(best)
     if loops_first and late():
         return replace(best, stopped_by_seconds=True)
-    if loops_first and not _beats_all(scratch, begun, goal, best, plain):
+    step = plain.searched.step if best.feasible and plain.searched is not None else None
+    if loops_first and not (step and begun.enough(scratch, step.compiled.problem, goal, best.peak, best.latency_ns)):
         # the search that goes on from a front is worth its time only where loops leave something to win
         best = better(goal, best, by(budget=budget, over=over, front=partial(front, 1.0)))
     return best
 
 
 def better(goal: Objective, one: Plan, other: Plan) -> Plan:
-    """The better plan of two, the first if they are equal, with what both took, and why it has no loops."""
-    best = other if key_of(goal, other) < key_of(goal, one) else one
+    """Return the better plan, the first if they are equal, with what both took, and why it has no loops."""
+    best = other if plan_key(goal, other) < plan_key(goal, one) else one
     return replace(
         best,
         states=one.states + other.states,
@@ -226,17 +227,12 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
     )
 
 
-def _beats_all(scratch: PlanScratch, begun: Begun, goal: Objective, best: Plan, plain: Plan) -> bool:
-    """Whether no plan without loops, as the ``plain`` one, beats the best by more than searching is worth."""
-    if not best.feasible or plain.searched is None:
-        return False
-    return begun.enough(scratch, plain.searched.step.compiled.problem, goal, best.peak, best.latency_ns)
+def find_first_plan(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
+    """Return a first plan after little work: without fission, or the best one ``in_loops``.
 
-
-def at_once(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
-    """A first plan after little work: without fission. Or the best one ``in_loops``, where a hasty look, done before it
-    is ``late``, halves what the plan costs, and even one without fission that is better by a fifth would be worth
-    cutting."""
+    With loops where a hasty look, done before it is ``late``, halves what the plan costs, and even one without fission
+    that is better by a fifth would be worth cutting.
+    """
     goal, eager_ns = wanted.goal, wanted.eager_ns
     attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
     plain = approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
@@ -258,10 +254,10 @@ def plan_whole(
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     front: Callable[[], FissionFront] | None = None,
-    begun: Begun | None = None,
+    begun: SearchesFromNothing | None = None,
 ) -> Plan:
-    """The best plan without fission; ``left`` says how many seconds the search may still take before it goes on from a
-    ``front``, ``over`` ends all of it."""
+    """Return the best plan without fission. ``left`` says how many seconds the search may still take before it goes
+    on from a ``front``; ``over`` ends all of it."""
     attempt = attempts(
         scratch, scratch.subject.normal, budget=budget, seed=seed, left=left, over=over, front=front, begun=begun
     )

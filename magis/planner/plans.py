@@ -29,9 +29,9 @@ from magis.simulate.problem import Int8s, Int32s, Problem, rows_of
 from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
-"""Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
+"""Most searches. An operator that takes over its input's memory may have another workspace than its plain form."""
 BOUNDED_NODES = 2_000
-"""Steps of more nodes are not bounded while they are searched: that would take as long as the search."""
+"""Most nodes of a step that is bounded while it is searched. With more that would take as long as the search."""
 STRUCTURE = (
     "inputs", "outputs", "redo_ok", "copies", "at_once", "early", "reuses", "preads", "extras", "producer", "pinned",
     "last_write", "to_end", "block_inputs", "block_writes",
@@ -51,19 +51,19 @@ class Plan(SearchOutcome):
     workspaces: Mapping[str, int]
     """Non-zero workspaces that planning relied on, by signature."""
     searched: Searched | None = None
-    """For the bound, until that is known."""
+    """Input of the latency bound, until that is known."""
     decisions: Decisions | None = None
-    """Of a plan whose parts all run whole, for steps that differ in sizes or numbers alone."""
+    """Decisions that steps of other sizes or numbers can take over; None for a plan with loops."""
 
     @property
     def peak(self) -> int:
-        """Bytes, with the workspaces that planning used."""
+        """Peak in bytes, with the workspaces that planning used."""
         return self.planned.peak_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """A search's result without the step that it is of: steps with this structure can take it over."""
+    """A search's order and flags without the step that they are of: steps with this structure can take them over."""
 
     structure: str
     order: Int32s
@@ -72,21 +72,21 @@ class Decisions:
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """What a search worked on, and the peak that it found there, in bytes."""
+    """Step that a search worked on, and the peak that it found there, in bytes."""
 
     step: LoopNest
     peak: int
 
 
-def coarse(bound_ns: int, eager_ns: int) -> int:
-    """A bound that decides how a search goes on: down to a thousandth of eager's latency, so that the last digits of a
-    solver, which may differ from machine to machine, decide next to nothing."""
+def rounded_bound(bound_ns: int, eager_ns: int) -> int:
+    """Round a latency bound down to a thousandth of eager's latency. Such a bound decides how a search goes on;
+    rounded, the last digits of a solver, which may differ from machine to machine, decide next to nothing."""
     step = max(1, eager_ns // 1000)
     return bound_ns // step * step
 
 
-def bounded(plan: Plan, memory_limit: int | None) -> Plan:
-    """The plan with the lower bound of its latency."""
+def with_latency_bound(plan: Plan, memory_limit: int | None) -> Plan:
+    """Return the plan with the lower bound of its latency."""
     found, limit = plan.searched, memory_limit
     if found is None or not plan.feasible:
         return replace(plan, searched=None)
@@ -96,27 +96,25 @@ def bounded(plan: Plan, memory_limit: int | None) -> Plan:
 
 @dataclass(frozen=True)
 class PlanScratch:
-    """Where the workspaces of a plan come from: measured here or, with ``stored``, all from a baseline.
-
-    Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine.
-    """
+    """Scratch bytes of a plan's operators: measured here or, with ``stored``, all from a baseline. Planning with the
+    baseline's makes the plan, and so its tensor bytes, the same on every machine."""
 
     subject: Subject
     stored: Mapping[str, int] | None
     watch: Watch | None = None
-    """Told every plan of the whole step that a search judges."""
+    """Called with every plan of the whole step that a search judges."""
     torn: bool = False
-    """Weights may be updated before operators that may raise."""
+    """True if weights may be updated before operators that may raise."""
 
     def enough(self, goal: Objective, peak: int, latency_ns: int, least_ns: int = 0) -> bool:
-        """Whether a plan is so close to eager's latency, or to the ``least_ns`` that its memory limit allows, that
-        searching on has next to nothing to win."""
+        """Return True if searching on has next to nothing to win. The plan is within a memory limit, and about as
+        fast as eager, or as the ``least_ns`` that this limit allows."""
         if goal.memory_limit is None or not goal.met(peak, latency_ns):
             return False
         return latency_ns <= ENOUGH * max(least_ns, self.subject.original_ns)
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
-        """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
+        """Return the workspaces of every operator of the graphs; a stored table leaves out zeros."""
         subject = self.subject
         if self.stored is not None:
             return {**dict.fromkeys((key for graph in graphs for key in signatures(graph)), 0), **self.stored}
@@ -124,11 +122,16 @@ class PlanScratch:
             return {}
         return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
 
-    def plan(self, graph: Graph, around: Iterable[Graph], latency_ns: int, **figures: Any) -> Plan:
-        """A realized graph as a plan: verified, with its memory and the non-zero workspaces that it and planning relied
-        on. ``around`` are the graphs that the search worked on."""
+    def known_to_search(self, step: Graph) -> Mapping[str, int]:
+        """Return the workspaces of the original and of a searched step, its operators in their recomputed form, too."""
+        return self.known((self.subject.captured.original.graph, step, redo_graph(step)))
+
+    def plan(self, graph: Graph, step: Graph | None, latency_ns: int, **figures: Any) -> Plan:
+        """Verify a realized graph and return it as a plan, with its memory. Its workspaces are the non-zero ones
+        that it and the search relied on, which worked on ``step``."""
         verify(graph)
-        graphs = (self.subject.captured.original.graph, *around, graph)
+        searched = () if step is None else (step, redo_graph(step))
+        graphs = (self.subject.captured.original.graph, *searched, graph)
         table = self.known(graphs)
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
@@ -146,20 +149,15 @@ class PlanScratch:
         )
 
 
-def searched(graph: Graph) -> tuple[Graph, Graph]:
-    """A graph as a search sees it: every operator as it stands, and as it is recomputed."""
-    return graph, redo_graph(graph)
-
-
 @dataclass(frozen=True, eq=False)
-class Begun:
-    """What searches of one step have found from nothing, by goal, and the latency in ns that no plan avoids there."""
+class SearchesFromNothing:
+    """Results of one step's searches from nothing, by goal, and the latencies in ns that no plan avoids there."""
 
     results: dict[Objective, SearchResult] = field(default_factory=dict)
     least_ns: dict[Objective, int] = field(default_factory=dict)
 
     def result(self, goal: Objective, begin: Callable[[], SearchResult]) -> tuple[SearchResult, int]:
-        """The search from nothing, and the states that it took now: `begin` runs it once."""
+        """Return the search from nothing, and the states that it took now: `begin` runs it once."""
         states = 0
         if goal not in self.results:
             self.results[goal] = begin()
@@ -167,20 +165,19 @@ class Begun:
         return self.results[goal], states
 
     def enough(self, scratch: PlanScratch, problem: Problem, goal: Objective, peak: int, latency_ns: int) -> bool:
-        """Whether a plan is so close to eager's latency, or to that, that searching on has next to nothing to win."""
+        """Return True if searching on has next to nothing to win, by that latency as well as by eager's."""
         if scratch.enough(goal, peak, latency_ns):
             return True
-        if not goal.met(peak, latency_ns):
-            return False
-        return scratch.enough(goal, peak, latency_ns, self._least(scratch, problem, goal))
+        least_ns = self._latency_bound(scratch, problem, goal) if goal.met(peak, latency_ns) else 0
+        return scratch.enough(goal, peak, latency_ns, least_ns)
 
-    def _least(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
-        """That latency within a memory limit; 0 where finding it would take as long as the search."""
+    def _latency_bound(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
+        """Return that latency within a memory limit; 0 where finding it would take as long as the search."""
         if goal.memory_limit is None or problem.n_nodes > BOUNDED_NODES:
             return 0
         if goal not in self.least_ns:
             found = latency_lower_bound(problem, goal.memory_limit)
-            self.least_ns[goal] = coarse(found, scratch.subject.original_ns)
+            self.least_ns[goal] = rounded_bound(found, scratch.subject.original_ns)
         return self.least_ns[goal]
 
 
@@ -194,18 +191,17 @@ def attempts(
     over: Over = never,
     brief: bool = False,
     front: Callable[[], FissionFront] | None = None,
-    begun: Begun | None = None,
+    begun: SearchesFromNothing | None = None,
 ) -> Callable[[Objective], Plan]:
-    """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
+    """Return a function that plans a graph for one goal after another.
 
-    ``left`` says how many seconds a search may still take, ``over`` ends one; a ``brief`` one makes few proposals.
-    Where there is a ``front`` of the same step, whose parts run whole, a search that is not `enough` goes on from it.
-    What ``begun`` knows is not searched for again.
+    Loops in the graph stay as they are, each a node of the search. ``left`` says how many seconds a search may still
+    take, ``over`` ends one; a ``brief`` one makes few proposals. Where there is a ``front`` of the same step, whose
+    parts run whole, a search that is not `enough` goes on from it. What ``begun`` knows is not searched for again.
     """
     subject = scratch.subject
-    around = searched(graph)
-    known = scratch.known((subject.captured.original.graph, *around))
-    compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
+    costs = subject.costs(scratch.known_to_search(graph))
+    compiled = compile_problem(graph, costs, reuse=subject.source.reuse)
     loose = compiled.problem
     if scratch.torn:
         loose = replace(loose, block_waits=rows_of(() for _ in range(loose.n_blocks)))
@@ -221,7 +217,7 @@ def attempts(
         events = expand(problem, result.order, result.flags)
         return scratch.plan(
             realize(compiled, events),
-            around,
+            graph,
             result.latency_ns,
             states=states,
             stopped_by_seconds=any(each.stopped_by_seconds for each in results),
@@ -234,7 +230,8 @@ def attempts(
 
 
 def structure_of(compiled: Compiled) -> str:
-    """A digest of all that decisions rest on but sizes, numbers and costs: operators, and who reads and writes what."""
+    """Return a digest of operators, and who reads and writes what: all of a step that decisions rest on but sizes and
+    costs."""
     problem, found = compiled.problem, hashlib.sha256()
     for op in compiled.graph.ops:
         found.update(f"{op.target} {op.phase} {op.random};".encode())
@@ -245,15 +242,12 @@ def structure_of(compiled: Compiled) -> str:
     return found.hexdigest()
 
 
-def carried_over(scratch: PlanScratch, goal: Objective, known: Iterable[Decisions]) -> Plan | None:
-    """The best plan that decisions for steps of other sizes or numbers give, realized and verified like every plan.
-
-    None where no step among them has this one's structure, or where what they give does not keep the limit.
-    """
+def reuse_decisions(scratch: PlanScratch, goal: Objective, known: Iterable[Decisions]) -> Plan | None:
+    """Return the best plan that decisions for steps of other sizes or numbers give, realized and verified. None
+    where no step among them has this one's structure, or where what they give does not keep the limit."""
     subject = scratch.subject
-    around = searched(subject.normal)
-    table = scratch.known((subject.captured.original.graph, *around))
-    compiled = compile_problem(subject.normal, subject.costs(table), reuse=subject.source.reuse)
+    costs = subject.costs(scratch.known_to_search(subject.normal))
+    compiled = compile_problem(subject.normal, costs, reuse=subject.source.reuse)
     problem, structure = replace(compiled.problem, ceiling=goal.memory_limit or 0), structure_of(compiled)
     judged = [(evaluate(problem, each.order, each.flags), each) for each in known if each.structure == structure]
     judged = [(found, each) for found, each in judged if goal.met(found.peak, found.latency_ns)]
@@ -262,7 +256,7 @@ def carried_over(scratch: PlanScratch, goal: Objective, known: Iterable[Decision
     found, decisions = min(judged, key=lambda pair: goal.key(pair[0].peak, pair[0].latency_ns))
     graph = realize(compiled, expand(problem, decisions.order, decisions.flags))
     figures: dict[str, Any] = {"states": len(judged), "stopped_by_seconds": False, "feasible": True}
-    plan = scratch.plan(graph, around, found.latency_ns, decisions=decisions, **figures)
+    plan = scratch.plan(graph, subject.normal, found.latency_ns, decisions=decisions, **figures)
     return plan if goal.memory_limit is None or plan.peak <= goal.memory_limit else None
 
 
@@ -277,12 +271,15 @@ def whole_search(
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     brief: bool = False,
-    begun: Begun | None = None,
+    begun: SearchesFromNothing | None = None,
 ) -> tuple[list[SearchResult], int]:
-    """Searches of a step none of whose parts is a loop, best first, and the states of all: one from nothing, and where
-    that is not `enough` one that goes on from a front. Together they evaluate ``budget`` states besides the front's.
-    One that a cap on seconds cut off, or kept from the front or a whole one, says so."""
-    watch, begun = scratch.watch, Begun() if begun is None else begun
+    """Search a step none of whose parts is a loop; return the results, best first, and the states of all.
+
+    One search is from nothing, and where that is not `enough` another one goes on from a front. Together they evaluate
+    ``budget`` states besides the front's. One that a cap on seconds cut off, or kept from the front or a whole one,
+    says so.
+    """
+    watch, begun = scratch.watch, SearchesFromNothing() if begun is None else begun
     first = min(budget, FROM_NOTHING) if front is not None else budget
     begin = partial(search, problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
     found, states = begun.result(goal, begin)
@@ -300,8 +297,8 @@ def whole_search(
 
 
 def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:
-    """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit; not
-    where that is ``hopeless``."""
+    """Return the best of a few attempts to keep a limit. Where a realized plan exceeds the memory limit, the next
+    one gets a lower limit; not where that is ``hopeless``."""
     aim = goal
     tried: list[Plan] = []
     for _ in range(ATTEMPTS):
@@ -325,7 +322,7 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
 
 
 def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
-    """Latency of a graph of ours to the original's on each of the machines of a slack, what it waits for copies
+    """Return a graph's latency to the original's on each of the machines of a slack. What it waits for copies is
     included."""
     eager = subject.original_ns + subject.behind_ns
     every = machines(subject.roofline.nominal, slack)
@@ -333,5 +330,5 @@ def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float,
 
 
 def worst_latency_ratio(subject: Subject, graph: Graph) -> float | None:
-    """The worst of them for the slack that the subject is planned with; None on a device that swaps nothing."""
+    """Return the worst ratio for the slack that the subject is planned with; None on a device that swaps nothing."""
     return max(latency_ratios(subject, graph, subject.slack)) if subject.roofline.link_bytes_per_s else None

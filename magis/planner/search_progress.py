@@ -1,4 +1,4 @@
-"""What a search tells meanwhile: the best plan so far, and that the planner is being compiled."""
+"""Progress of a search: the best plan so far, and that the planner is being compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILING = "compiling the planner, once in an installation"
 
 
 class BestSoFar:
-    """Is told the peak (bytes) and the latency (ns) of plans, and tells the best of them as shares of eager's."""
+    """Best peak (bytes) and latency (ns) of the plans that it is called with, told as shares of eager's."""
 
     def __init__(self, tell: Progress, subject: Subject, goal: Objective) -> None:
         self._tell, self._goal = tell, goal
@@ -26,7 +26,7 @@ class BestSoFar:
         self._stage, self._best = "", ""
 
     def stage(self, text: str) -> None:
-        """What begins now."""
+        """Tell what begins now."""
         self._stage = text
         self._say()
 
@@ -44,7 +44,7 @@ class BestSoFar:
 
 @contextmanager
 def compiling_told(tell: Progress) -> Iterator[Progress]:
-    """Passes on what it is told, and tells in between when numba compiles: that takes half a minute once."""
+    """Pass on what is told, and tell in between when numba compiles: that takes half a minute once."""
     last = ["capturing"]
 
     def passed_on(text: str) -> None:

@@ -32,22 +32,20 @@ from magis.search.fission_pareto import DivisibleStep, LoopPlace
 from magis.search.loop_places import Findings, PointRecord, findings
 
 BOUNDS = Bounds(total_bytes=1 << 50, entry_bytes=1 << 28, entries=1 << 30)
-"""Nothing makes room for anything: a search that goes on needs all of its pieces."""
+"""Bounds that remove nothing: a search that goes on needs all of its pieces."""
 POLL_S = 0.2
 
 
 class Compute(Protocol):
-    """``magis.search.loop_places.findings``, or what stands for it."""
+    """Function that computes the findings of one place, as ``magis.search.loop_places.findings`` does."""
 
     def __call__(self, work: DivisibleStep, number: int, over: Over = never) -> Findings: ...
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many processes work on a search, and the folder (made when needed) of what they have found; None: nowhere.
-
-    More than one process needs a main module that can be imported again, as ``multiprocessing`` does.
-    """
+    """Number of processes that work on a search, and the folder (made when needed) of what they have found. More
+    than one process needs a main module that can be imported again, as ``multiprocessing`` does."""
 
     processes: int = 1
     folder: Path | None = None
@@ -59,27 +57,27 @@ class Sharing:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to share or to keep."""
+        """True if there is anything to share or to keep."""
         return self.processes > 1 or self.folder is not None
 
     def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
-        """The findings of the places, in their order, until ``over`` ends them."""
+        """Yield the findings of the places, in their order, until ``over`` ends them."""
         store = None if self.folder is None else _Store(Kept(self.folder, BOUNDS, required=True), work)
         known = {} if store is None else {n: found for n in numbers if (found := store.load(n)) is not None}
         missing = [number for number in numbers if number not in known]
         with ExitStack() as stack:
-            futures = self._futures(work, missing, stack)
+            futures = self._submit(work, missing, stack)
             for number in numbers:
                 found = known.get(number)
                 if found is None:
-                    found = self._computed(work, number, futures.get(number), over)
+                    found = self._wait_or_compute(work, number, futures.get(number), over)
                     if store is not None and found is not None and not over():  # else it may be incomplete
                         store.save(number, found)
                 if found is None:
                     return
                 yield found
 
-    def _futures(self, work: DivisibleStep, missing: Sequence[int], stack: ExitStack) -> dict[int, Future[Findings]]:
+    def _submit(self, work: DivisibleStep, missing: Sequence[int], stack: ExitStack) -> dict[int, Future[Findings]]:
         workers = min(self.processes, len(missing))
         if workers < 2:
             return {}
@@ -97,10 +95,10 @@ class Sharing:
         stack.callback(end)
         return {number: pool.submit(self.compute, work, number) for number in missing}
 
-    def _computed(
+    def _wait_or_compute(
         self, work: DivisibleStep, number: int, future: Future[Findings] | None, over: Over
     ) -> Findings | None:
-        """None where ``over`` came before a worker's answer."""
+        """Return the findings of a place; None if ``over`` came before a worker's answer."""
         while future is not None:
             try:
                 return future.result(timeout=POLL_S)
@@ -115,7 +113,7 @@ class Sharing:
 
 
 def _prepared() -> None:
-    """A worker leaves Ctrl-C to the process that asked, and ends with it, however that ends."""
+    """Let a worker leave Ctrl-C to the process that asked, and end with it, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -136,29 +134,32 @@ class _Store:
         self._key = kept.key("place", digest(work.graph), work.costs, work.reuse, work.efforts, places)
 
     def load(self, number: int) -> Findings | None:
-        """None if there are none, or none that can be trusted."""
-        return self._kept.load(f"{self._key}-{number}", lambda text: _findings(text, number))
+        """Return the findings of a place; None if there are none, or none that can be trusted."""
+        return self._kept.load(f"{self._key}-{number}", lambda text: _parse_findings(text, number))
 
     def save(self, number: int, found: Findings) -> None:
-        points = [(point.cut.at, point.cut.parts, _plain(point.plan), _plain(point.body)) for point in found.points]
+        points = [
+            (point.cut.at, point.cut.parts, _plan_to_json(point.plan), _plan_to_json(point.body))
+            for point in found.points
+        ]
         self._kept.save(f"{self._key}-{number}", json.dumps([found.states, points]))
 
 
-def _plain(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
+def _plan_to_json(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
     return plan.order.tolist(), plan.flags.tolist(), plan.peak, plan.latency_ns
 
 
-def _findings(text: str, number: int) -> Findings:
-    """The way back. What a plan claims is checked where it is used."""
+def _parse_findings(text: str, number: int) -> Findings:
+    """Read findings from text. What a plan claims is checked where it is used."""
     states, points = json.loads(text)
     return Findings(
         tuple(
-            PointRecord(LoopPlace(int(at), int(parts), number), _plan(*plan), _plan(*body))
+            PointRecord(LoopPlace(int(at), int(parts), number), _plan_from_json(*plan), _plan_from_json(*body))
             for at, parts, plan, body in points
         ),
         int(states),
     )
 
 
-def _plan(order: list[int], flags: list[int], peak: int, latency_ns: int) -> JudgedPlan:
+def _plan_from_json(order: list[int], flags: list[int], peak: int, latency_ns: int) -> JudgedPlan:
     return JudgedPlan(np.array(order, dtype=np.int32), np.array(flags, dtype=np.int8), int(peak), int(latency_ns))

@@ -1,4 +1,4 @@
-"""The same step made smaller, until what running it takes, which is predicted before anything runs, is bounded."""
+"""Smaller versions of a step, whose run takes bounded memory and time, predicted before anything runs."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from magis.ops.collectives import is_message
 from magis.simulate.simulator import replay
 
 MOST_BYTES = 3 << 28
-"""Of the peak of a step that is run for no other purpose than to look at it."""
+"""Largest peak of a step that is run only to look at it."""
 MOST_SECONDS = 5.0
-"""The same of its predicted time."""
+"""Longest predicted time of such a step."""
 FEW = 2
-"""Samples, and blocks of a kind, that a smaller step has."""
+"""Samples of a smaller step, and blocks of a kind."""
 LEAST_LENGTH = 16
-"""Shorter dimensions are channels, say."""
+"""Shortest dimension that may be a length; shorter ones are channels, say."""
 MOST_TRIES = 16
-"""Captures of smaller steps, each of which may be none: a width is no length."""
+"""Most captures of smaller steps, any of which may fail: a width is no length."""
 COSTS = RooflineCosts(CPU)
 
 
 @dataclass(frozen=True, eq=False)
 class SizedStep:
-    """A step, its capture for the CPU, and what running it there takes."""
+    """A step, its capture for the CPU, and the bytes and seconds that running it there takes."""
 
     work: Workload
     captured: Captured
     nbytes: int
     seconds: float
     said: str = ""
-    """In what it is smaller: "batch of 2, 512 of 65536"."""
+    """Description of what is smaller: "batch of 2, 512 of 65536"."""
 
 
 def seconds_on_cpu(graph: Graph) -> float:
-    """Seconds of a graph on a small CPU, predicted from its operators."""
+    """Return the seconds of a graph on a small CPU, predicted from its operators."""
     return sum(COSTS.nanoseconds(op, graph.values) for op in graph.ops if not is_message(op.target)) / 1e9
 
 
 def sized(work: Workload, captured: Captured, said: str = "") -> SizedStep:
-    """What running a captured step takes, on a copy of its tensors beside those that are there already."""
+    """Predict what running a captured step takes, on a copy of its tensors beside those that are there already."""
     graph = captured.graph
     peak = replay(graph, COSTS.workspace, deaths=captured.deaths, rounding=COSTS.rounding).peak_bytes
     there = held_bytes(tensor for tensor in tensors_of(work) if not is_hollow(tensor))
@@ -59,12 +59,12 @@ def sized(work: Workload, captured: Captured, said: str = "") -> SizedStep:
 
 
 def tensors_of(work: Workload) -> tuple[Tensor, ...]:
-    """Parameters, buffers and batch."""
+    """Return parameters, buffers and batch."""
     return (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each as if it lay by itself."""
+    """Return the bytes of tensors, each as if it lay by itself."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -76,11 +76,12 @@ def smaller_step(
     most_bytes: int = MOST_BYTES,
     most_seconds: float = MOST_SECONDS,
 ) -> Iterator[SizedStep | None]:
-    """A smaller step that takes at most so many bytes and seconds; None where none is found. It is one in the block.
+    """Give the block a smaller step that takes at most so many bytes and seconds; None if none is found.
 
     The batch gets two samples; its lengths (of sequences, pictures) shrink; of equal sub-modules in a row, two stay,
-    where they are ours alone to take apart. A smaller step is one that can be captured: dimensions of one extent shrink
-    together, with those of a multiple of it (flat targets) and of one more or less (shifted ones).
+    where they are ours alone to take apart, to the end of the block. A smaller step is one that can be captured:
+    dimensions of one extent shrink together, with those of a multiple of it (flat targets) and of one more or less
+    (shifted ones).
     """
     rule = replace(work.optimizer, kind="gradients", groups=(), own=None)
     with ExitStack() as undone:
@@ -110,16 +111,16 @@ class _Shrinking:
             if self._weight_bytes > self._most_bytes:
                 return None
         batch = next((tensor.shape[0] for tensor in self._batch if tensor.dim()), 0)
-        samples = FEW if batch > FEW and self._resized(batch, FEW) else batch
-        if self._step is None and not self._is_step(self._work):
+        samples = FEW if batch > FEW and self._try_resize(batch, FEW) else batch
+        if self._step is None and not self._try_capture(self._work):
             return None
         lengths = {size for tensor in self._batch for size in tensor.shape if size > LEAST_LENGTH} - {samples}
-        shrunk = {length: self._shorter(length) for length in sorted(lengths, reverse=True)}
-        if not self._fits and samples > 1 and self._resized(samples, 1):
+        shrunk = {length: self._shorten(length) for length in sorted(lengths, reverse=True)}
+        if not self._fits and samples > 1 and self._try_resize(samples, 1):
             samples = 1
         if not self._fits and not blocks:
             blocks = self._fewer_blocks()
-            self._is_step(self._work)
+            self._try_capture(self._work)
         if self._step is None or not self._fits:
             return None
         parts = [f"batch of {samples}"] if samples < batch else []
@@ -136,8 +137,8 @@ class _Shrinking:
         return sum((2 if is_hollow(p) else 3) * held_bytes([p]) for p in self._work.module.parameters())
 
     @property
-    def _over(self) -> float:
-        """Times by which what the batch decides is too large; at most 1 where the step fits."""
+    def _times_too_large(self) -> float:
+        """Factor by which the batch makes the step too large; at most 1 where the step fits."""
         if self._step is None:
             return math.inf
         room = max(1, self._most_bytes - self._weight_bytes)
@@ -145,22 +146,22 @@ class _Shrinking:
 
     @property
     def _fits(self) -> bool:
-        return self._over <= 1
+        return self._times_too_large <= 1
 
-    def _shorter(self, length: int) -> int:
-        """Shorten dimensions of a length by halves, as far as the step needs it and is one; the length then."""
+    def _shorten(self, length: int) -> int:
+        """Shorten dimensions of a length by halves, as far as the step needs it; return the length then."""
         while not self._fits and length > LEAST_LENGTH:
-            over = min(self._over, float(length))
+            over = min(self._times_too_large, float(length))
             halvings = max(1, math.ceil(math.log2(over)))
             sizes = {max(length >> times, LEAST_LENGTH) for times in (halvings, halvings - 2, 1) if times > 0}
-            found = next((size for size in sorted(sizes) if self._resized(length, size)), None)
+            found = next((size for size in sorted(sizes) if self._try_resize(length, size)), None)
             if found is None:
                 break
             length = found
         return length
 
-    def _resized(self, length: int, size: int) -> bool:
-        """Give the batch's dimensions of a length another one; whether that is a step."""
+    def _try_resize(self, length: int, size: int) -> bool:
+        """Give the batch's dimensions of a length another one; return True if that is a step."""
         lengths = {each for tensor in self._batch for each in tensor.shape}
 
         def other(extent: int) -> int:
@@ -170,12 +171,12 @@ class _Shrinking:
             return times * size if not rest and times in lengths else extent
 
         def cut(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(_corner(tensor, tuple(map(other, tensor.shape))) for tensor in tensors)
+            return tuple(_first_elements(tensor, tuple(map(other, tensor.shape))) for tensor in tensors)
 
-        return self._is_step(replace(self._work, inputs=cut(self._work.inputs), targets=cut(self._work.targets)))
+        return self._try_capture(replace(self._work, inputs=cut(self._work.inputs), targets=cut(self._work.targets)))
 
-    def _is_step(self, work: Workload) -> bool:
-        """Capture a workload, and go on from it where it is a step."""
+    def _try_capture(self, work: Workload) -> bool:
+        """Capture a workload, and go on from it; return True if it is a step."""
         self._tries += 1
         if self._tries > MOST_TRIES:
             return False
@@ -187,15 +188,17 @@ class _Shrinking:
         return True
 
     def _fewer_blocks(self) -> str:
-        """Leave two of the equal sub-modules in every row of them, to the end of the block; says of how many."""
+        """Leave two of the equal sub-modules in every row of them, to the end of the block; say of how many."""
         most = 0
         for container in [*self._work.module.modules()]:
             listed = isinstance(container, nn.ModuleList)
             ours = any(map(is_hollow, container.parameters()))
             if not ours or not (listed or isinstance(container, nn.Sequential)):
                 continue
-            rows = [[*row] for _, row in groupby(container.named_children(), key=lambda child: _form(child[1]))]
-            kept = [child for row in rows for child in (row[:FEW] if _form(row[0][1])[1] else row)]
+            rows = [
+                [*row] for _, row in groupby(container.named_children(), key=lambda child: _form_of_block(child[1]))
+            ]
+            kept = [child for row in rows for child in (row[:FEW] if _form_of_block(row[0][1])[1] else row)]
             if len(kept) < sum(map(len, rows)):
                 most = max(most, *map(len, rows))
                 self._undone.callback(vars(container).update, _modules=vars(container)["_modules"])
@@ -204,13 +207,13 @@ class _Shrinking:
         return f"{FEW} of {most} blocks" if most else ""
 
 
-def _form(module: nn.Module) -> tuple[object, ...]:
-    """What equal sub-modules have in common: class, and parameters by name and shape."""
+def _form_of_block(module: nn.Module) -> tuple[object, ...]:
+    """Return what equal sub-modules have in common: class, and parameters by name and shape."""
     return type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
 
 
-def _corner(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements along each dimension; hollow, of a hollow one."""
+def _first_elements(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the first elements along each dimension; hollow, of a hollow one."""
     if shape == tensor.shape:
         return tensor
     if is_hollow(tensor):

@@ -1,4 +1,4 @@
-"""A model under test: everything that its cases share, made when first asked for."""
+"""A model under test: what its cases share, made when first asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from magis.capture.with_optimizer import before_update, without_state
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
-from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.lower_bound import LowerBound, explained_lower_bound, with_behind
 from magis.graph import Graph, digest, verify
@@ -43,7 +42,7 @@ from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
 _OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured", "original_ns"})
-"""Members that everything comes from that hangs on how the captured step lays its tensors out."""
+"""Members that depend on how the captured step lays its tensors out, and that others come from."""
 ALONE = Sharing()
 
 
@@ -71,11 +70,10 @@ class Subject(TracedModel):
 
     @cached_property
     def conformance(self) -> str:
-        """How far the captured step was compared with what eager runs (`conformance`). Raises CaptureError where it is
-        another one."""
+        """Extent to which the captured step was compared with eager's; CaptureError where it is another one."""
         if self.too_slow or not (self.runs or self.captured.sends or self._asked.of_user):
             return f"not checked: {self.too_slow or 'built in, and simulated'}"
-        on_cpu, cast = self.captured if self.kind == "cpu" else None, autocast_type(self._asked.dtype)
+        on_cpu = self.captured if self.kind == "cpu" else None
         held = held_bytes(self.traced.module.parameters() if self.runs else tensors_of(self.traced))
         try:
             small = 4 * held <= MOST_BYTES and (self.runs or self._step_bytes <= MOST_BYTES)
@@ -86,8 +84,9 @@ class Subject(TracedModel):
             return f"not checked: {error}"
         mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
         said, found = conformance(
-            work, on_cpu, self._step_bytes, autocast=cast, start=self._asked.start, heard=self._heard, mends=mends
-        )
+            work, on_cpu, self._step_bytes,
+            autocast=self._cast, start=self._asked.start, heard=self._heard, mends=mends,
+        )  # fmt: skip
         if self.simulated_only:
             trim()
         if on_cpu is not None and found is not None and found is not on_cpu:
@@ -98,7 +97,7 @@ class Subject(TracedModel):
         return said
 
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never, effort: Effort = FULL) -> FissionFront:
-        """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
+        """Return the front of the step without loops, for known workspaces (signature -> bytes); kept."""
         key = effort, tuple(sorted(workspaces.items()))
         known = self._whole.get(key)
         if known is not None:
@@ -113,42 +112,46 @@ class Subject(TracedModel):
         return work_of(self.aggregated, self.roofline, reuse=self.source.reuse)
 
     def sketched(self, wanted: PlanRequest, known: tuple[int, int] | None = None, over: Over = never) -> FissionFront:
-        """A first, hasty answer to what parts of the step in loops give: those of the first place, as far as it was
-        looked at until ``over``. None where no plan of that place is better than a ``known`` one."""
+        """Look hastily at loops: return the front of the first place, as far as it was looked at until ``over``. It
+        is empty where no plan of that place is better than a ``known`` one."""
         return first_look(self._work, wanted, (self._briefly, self._tried), known, over)
 
     def divided_front(
         self, wanted: PlanRequest, known: tuple[int, int] | None = None, *, brief: bool = False
     ) -> FissionFront:
-        """The front of the step cut into parts, without the hasty look and places where no plan is better than a
-        ``known`` one (its peak and latency); ``brief``: with the effort of that look. Cases share what is found."""
+        """Return the front of the step in loops, without the hasty look.
+
+        Places where no plan is better than a ``known`` one (its peak and latency) are left out; ``brief``: with the
+        effort of that look. Cases share what is found.
+        """
         work, tried = (with_little_effort(self._work), self._briefly) if brief else (self._work, self._tried)
         return places_front(work, wanted, self._share, tried, known)
 
     @cached_property
     def normal(self) -> Graph:
-        """The step in the form that the search works on."""
+        """Graph of the step in the form that the search works on."""
         graph = functionalize(self.captured.graph)
         verify(graph)
         return graph
 
     @cached_property
     def untangled(self) -> Graph:
-        """The same without order constraints that are none in truth."""
+        """That graph without order constraints that are none in truth."""
         graph = untangle(self.normal)
         verify(graph)
         return graph
 
     @cached_property
     def aggregated(self) -> Graph:
-        """The same with small calls merged into large ones, where that saves time: the form that is cut into parts."""
+        """That graph with small calls merged into large ones, where that saves time: the form that is cut into
+        parts."""
         graph = quickest(self.untangled, self.latency_ns)
         verify(graph)
         return graph
 
     @cached_property
     def digest(self) -> str:
-        """Of the captured step; with the optimizer that runs by itself behind it."""
+        """Digest of the captured step; with the optimizer that runs by itself behind it."""
         captured = self.captured if self.captured.behind is None else self.captured.original
         return digest(captured.graph)
 
@@ -160,34 +163,32 @@ class Subject(TracedModel):
         return self.costs({})
 
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
-        """Costs with these workspaces where they are known; copies are as long as slack wants them."""
+        """Return costs with these workspaces where they are known; copies are as long as slack wants them."""
         prices = self._prices
         slack = self.slack if prices.device.link_bytes_per_s else 0.0
         return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
 
     @cached_property
     def _prices(self) -> Prices:
-        """What searches work with. A CPU's profile is of one machine: plans must be the same on all of them."""
+        """Prices for searches. A CPU's profile is of one machine: plans must be the same on all of them."""
         gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
         device = find_device(self.source.device, gpu)
         return (UNPRICED if self.kind == "cpu" else self.pricing).prices(device)
 
     @property
     def device_model(self) -> DeviceModel:
-        """The device's constants."""
+        """Constants of the device."""
         return self._prices.device
 
     @cached_property
     def predicting(self) -> RooflineCosts:
-        """What latencies are predicted with: the profile of this machine, where there is one."""
+        """Costs that latencies are predicted with: by the profile of this machine, where there is one."""
         prices = self.pricing.prices(self._prices.device)
         return RooflineCosts(prices.device, prices.profile, {}, prices)
 
     def workspaces(self, graph: Graph, *, runs: bool = True) -> Mapping[str, int]:
-        """Workspace bytes of this machine for every operator of the graph, which `runs` as a step.
-
-        Empty (estimates then take their place) on other devices than the CPU, and where not even the best plan fits.
-        """
+        """Return this machine's workspace bytes for every operator of the graph, which `runs` as a step. Empty
+        (estimates then take their place) on other devices than the CPU, and where not even the best plan fits."""
         if self.kind != "cpu" or not self.may_run:
             return {}
         behind, limit = self.captured.behind, None if self.runs else self.free_bytes
@@ -200,7 +201,7 @@ class Subject(TracedModel):
 
     @cached_property
     def base_workspaces(self) -> Mapping[str, int]:
-        """Those of the original step, of its normal form, and of operators as they are recomputed."""
+        """Workspaces of the original step, of its normal form, and of operators as they are recomputed."""
         for graph in (self.captured.original.graph, self.normal):
             self.workspaces(graph)
         return dict(self.workspaces(redo_graph(self.normal), runs=False))
@@ -208,7 +209,7 @@ class Subject(TracedModel):
     # -- the original -------------------------------------------------------------------------------------------
 
     def simulate(self, captured: Captured) -> MemoryProfile:
-        """Eager's memory, by its own lifetimes."""
+        """Simulate eager's memory, by its own lifetimes."""
         return self._profile(captured, self.workspaces(captured.graph))
 
     def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
@@ -238,25 +239,26 @@ class Subject(TracedModel):
         return alone(whole_step(self.eager()), ROUNDS_ALONE, self.torch_device)
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
-        """The original's memory if operators had these workspaces, and none where there is no entry."""
+        """Simulate the original's memory as if operators had these workspaces, and none where there is no entry."""
         known = {**dict.fromkeys(signatures(self.captured.original.graph), 0), **workspaces}
         profile = self._profile(self.captured.original, known)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def simulate_graph(self, graph: Graph) -> Memory:
-        """What this machine should measure for a graph of ours."""
+        """Predict the memory that this machine should measure for a graph of ours."""
         profile = self.replayed(graph, self.costs(self.workspaces(graph)))
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def replayed(self, graph: Graph, costs: RooflineCosts) -> MemoryProfile:
-        """Memory of a graph of ours at these costs, of the optimizer that runs by itself behind it, too."""
+        """Simulate the memory of a graph of ours at these costs, of the optimizer that runs by itself behind it,
+        too."""
         whole = self.whole(graph)
         if whole is None:
             return replay(graph, costs.workspace, rounding=costs.rounding)
         return replay(whole.graph, costs.workspace, deaths=whole.deaths, rounding=costs.rounding)
 
     def is_hopeless(self, goal: Objective) -> bool:
-        """Whether an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
+        """Return True if an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
         limit = goal.memory_limit
         return self.captured.behind is not None and limit is not None and limit < self.lower_bound
 
@@ -274,29 +276,29 @@ class Subject(TracedModel):
         return self.latency_ns(self.captured.original.graph) - self.behind_ns
 
     def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
-        """What a GPU's caching allocator should reserve for a step (``deaths``: eager's); None on a CPU."""
+        """Predict what a GPU's caching allocator reserves for a step (``deaths``: eager's); None on a CPU."""
         if self.kind == "cpu":
             return None
         return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
 
     def reserved_by(self, graph: Graph) -> int | None:
-        """The same for a graph of ours, with the optimizer that runs by itself behind it."""
+        """Predict the same for a graph of ours, with the optimizer that runs by itself behind it."""
         whole = self.whole(graph)
         return self.reserved_bytes(graph) if whole is None else self.reserved_bytes(whole.graph, whole.deaths)
 
     def latency_ns(self, graph: Graph) -> int:
-        """Simulated latency of a graph without swaps."""
+        """Return the simulated latency of a graph without swaps."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
-        """The latency that is reported for a graph: what it was planned with, or where plans are made with other prices
-        (on a CPU) that of this machine's profile."""
+        """Return the latency that is reported for a graph. That is what it was planned with, or where plans are made
+        with other prices (on a CPU) that of this machine's profile."""
         if self.kind != "cpu" or self.pricing.profile is None:
             return planned_ns
         return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)
 
     def provenance(self, graph: Graph) -> Provenance:
-        """What the latency that is reported for a graph rests on."""
+        """Return the sources of the latency that is reported for a graph."""
         found = shares(self.predicting, graph)
         by = self.pricing
         return Provenance(
@@ -310,17 +312,17 @@ class Subject(TracedModel):
 
     @property
     def lower_bound(self) -> int:
-        """Bytes below which no plan gets: persistent ones and what one operator needs whole."""
+        """Least bytes of any plan: persistent ones and what one operator needs whole."""
         return self.floor.nbytes
 
     @cached_property
     def floor(self) -> LowerBound:
-        """That bound, and what makes it."""
+        """Least bytes of any plan, and what makes them."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self.floor_at(self.costs(known))
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
-        """The same at these costs."""
+        """Return the least bytes of any plan at these costs."""
         found, own = explained_lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
@@ -335,19 +337,19 @@ class Subject(TracedModel):
 
     @cached_property
     def _step_bytes(self) -> int:
-        """The peak of the original step, by estimates alone."""
+        """Peak of the original step, by estimates alone."""
         step, costs = self.captured.original, self.roofline
         return replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding).peak_bytes
 
     @cached_property
     def runs(self) -> bool:
-        """Whether cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
+        """True if cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
         here = not (self.simulated_only or self.captured.sends)
         return here and self.predicted_bytes <= self.free_bytes and not self.too_slow
 
     @cached_property
     def too_slow(self) -> str:
-        """Why a step that fits is not run: it would take too long. Empty: it would not."""
+        """Reason why a step that fits is not run, that it would take too long; empty if it would not."""
         most = self._asked.running_seconds
         if most == math.inf or self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
             return ""
@@ -356,17 +358,15 @@ class Subject(TracedModel):
 
     @cached_property
     def may_run(self) -> bool:
-        """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
+        """True if some step can run for real: the original, or an optimized one alone, by the least that any needs."""
         if self.runs or self.simulated_only or self.captured.sends or self.too_slow:
             return self.runs
         return self.floor_at(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 
     @cached_property
     def runs_together(self) -> bool:
-        """Whether the original and the optimized step can take turns: on a CPU with memory for both.
-
-        Not where draws decide what a step does, and both would draw from one generator.
-        """
+        """True if the original and the optimized step can take turns: on a CPU with memory for both. Not where draws
+        decide what a step does, and both would draw from one generator."""
         if self.captured.expects and self._step_seed is not None:
             return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
@@ -378,8 +378,8 @@ class Subject(TracedModel):
     # -- running ------------------------------------------------------------------------------------------------
 
     def eager(self, *, shares: int = 1, stops: bool = False) -> EagerStep:
-        """Eager's step; of several equal ``shares`` of the batch one by one, if there are. One that ``stops`` has no
-        optimizer that runs by itself."""
+        """Make eager's step; of several equal ``shares`` of the batch one by one, if there are. One that ``stops``
+        has no optimizer that runs by itself."""
         work = self.fresh()
         rule = replace(work.optimizer, kind="gradients") if stops and work.optimizer.own is not None else work.optimizer
         by_shares = None if shares == 1 else loss_of_shares(work, shares)
@@ -391,12 +391,12 @@ class Subject(TracedModel):
         )  # fmt: skip
 
     def generated(self, graph: Graph) -> GraphStep | BehindStep:
-        """A step that runs the graph, and the optimizer that runs by itself behind it."""
+        """Make a step that runs the graph, and the optimizer that runs by itself behind it."""
         step, own = self.stopped(graph), self._settled.optimizer.own
         return step if own is None else BehindStep(step, own, self.captured.graded)
 
     def stopped(self, graph: Graph) -> GraphStep:
-        """The same without that optimizer."""
+        """Make a step that runs the graph without that optimizer."""
         work = self.fresh()
         return GraphStep(
             graph if work.optimizer.own is None else without_state(graph),
@@ -405,7 +405,7 @@ class Subject(TracedModel):
         )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:
-        """Measured memory of one step that has run before. In compiled code tensors are not told from scratch."""
+        """Measure the memory of one step that has run before. In compiled code tensors are not told from scratch."""
         persistent = self.captured.graph.persistent_bytes()
         if isinstance(step, (EagerStep, BehindStep)):
             step.settle()

@@ -28,7 +28,7 @@ from magis.graph import Graph, Op, Value, every_op, verify
 from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
 from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, seconds_on_cpu, smaller_step, tensors_of
-from magis.planner.workload_source import Source, own_dtype, would_change
+from magis.planner.workload_source import Source, conversion_changes, own_dtype
 from magis.progress import Progress
 from magis.runtime.measure import trim
 from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
@@ -39,9 +39,9 @@ from magis.strategies.single_device import Local
 from magis.units import format_bytes
 
 QUICK_SECONDS = 1.0
-"""Of a step that is run to see how fast this machine is."""
+"""Longest run of a step that is run only to see how fast this machine is."""
 MOST_GUESSES = 1 << 12
-"""Branches on data of a step whose size is looked for."""
+"""Most branches on data in a step whose size is looked for."""
 
 
 class TracedModel:
@@ -54,69 +54,69 @@ class TracedModel:
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._settles = False
         self.tell: Progress = lambda _text: None
-        """Is told what is going on."""
+        """Called with what is going on."""
         self._heard: Heard | None = None
         self.capture_seconds = 0.0
-        """That the last capture took."""
+        """Seconds that the last capture took."""
 
     @cached_property
     def source(self) -> Source:
-        """With the model's own data type, where none was asked for."""
+        """Source with the model's own data type, where none was asked for."""
         return self._asked if self._asked.dtype else replace(self._asked, dtype=own_dtype(self.traced))
 
     @property
     def keeps_dtypes(self) -> bool:
-        """Whether tensors stay of the data types that they are built with."""
+        """True if tensors keep the data types that they are built with."""
         return not self._asked.dtype
 
     @cached_property
     def workload(self) -> Workload:
-        """The real workload, on the CPU."""
+        """Real workload, on the CPU."""
         return self.make()
 
     @cached_property
     def traced(self) -> Workload:
-        """The workload on hollow tensors, to be captured; with numbers in them, of a factory that reads some."""
+        """Workload on hollow tensors, to be captured; with numbers in them, of a factory that reads some."""
         try:
-            return self._hollow()
+            return self._hollow_workload()
         except Exception as error:
             returned = isinstance(error, UsageError) and not isinstance(error, FactoryError)
             if returned or not self._asked.of_user:
                 raise
             why = f"building it fails on fake tensors ({error})"
-        return self._with_numbers(why)
+        return self._workload_with_numbers(why)
 
-    def _hollow(self, *, numbers: bool = False) -> Workload:
+    def _hollow_workload(self, *, numbers: bool = False) -> Workload:
         with caches_kept() as caches, hollow(Hollow(made=caches.made)) as mode:
             mode.numbers = numbers
             work = self.make()
             caches.forget(*tensors_of(work))
             return work
 
-    def _with_numbers(self, why: str) -> Workload:
-        """The workload with the numbers in it that Python reads: the real one, but where that would be too large beside
-        a simulated step. Then whole numbers are drawn, and all others are unknown."""
+    def _workload_with_numbers(self, why: str) -> Workload:
+        """Build the workload with the numbers in it that Python reads: the real one. Where that would be too large
+        beside a simulated step, whole numbers are drawn and all others are unknown."""
         if self.simulated_only:
             with suppress(Exception):  # said of the real one
-                work = self._hollow(numbers=True)
+                work = self._hollow_workload(numbers=True)
                 if held_bytes(tensors_of(work)) > MOST_BYTES:
                     return work
         self.tell(f"{why}: building it on real ones")
         return self.workload
 
     def make(self) -> Workload:
-        """The workload anew, on whatever kind of tensors is in force."""
+        """Build the workload anew, on whatever kind of tensors is in force."""
         made = self._asked.make(self._asked.seed)
         if not self._asked.dtype:
             return made
         dtype = tensor_type(self._asked.dtype)
-        if self._asked.of_user and would_change(made.module, getattr(torch, dtype)):
+        if self._asked.of_user and conversion_changes(made.module, getattr(torch, dtype)):
             made = replace(made, module=deep_copy(made.module))  # the user may have it at hand: it stays as it is
         return made.to(dtype)
 
     @cached_property
     def captured(self) -> Captured:
-        """The step in program order, with eager's in-place operators; verified."""
+        """Captured step in program order, with eager's in-place operators; verified."""
         found = self._first_capture()
         if not found.left:
             return found
@@ -127,19 +127,19 @@ class TracedModel:
         before = Snapshot(roots)
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
-            found = self._heard_anew()
+            found = self._capture_again()
             if put_back(roots, before, found.left):  # numbers that the first step has: another one may compute others
-                found = self._heard_anew()
+                found = self._capture_again()
         return found
 
-    def _heard_anew(self) -> Captured:
-        """A capture of a step that is not the module's first one, with what eager's run of it tells."""
+    def _capture_again(self) -> Captured:
+        """Capture a step that is not the module's first one, with what eager's run of it tells."""
         if self._heard is not None:
             self._listen()
         return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
-        """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
+        """Capture the hollow workload, else the real one: only its batch may have what capture reads, lengths say."""
         try:
             return self._captured(self.traced, settled=False)
         except CaptureError as error:
@@ -149,7 +149,7 @@ class TracedModel:
                 raise
             why = f"capturing it fails on fake tensors ({error})"
         if not real:
-            self.__dict__["traced"] = self._with_numbers(why)
+            self.__dict__["traced"] = self._workload_with_numbers(why)
         try:
             return self._captured(self.traced, settled=False)
         except BranchError:
@@ -160,14 +160,14 @@ class TracedModel:
         return self._captured(self.traced, settled=False)
 
     def _listen(self) -> None:
-        """Run the real workload once, for the ways that its branches take; a smaller one where that is too much beside
-        a simulated step, which tells truth values alone."""
+        """Run the real workload once, to hear which ways its branches take. Where that is too much beside a
+        simulated step, a smaller one runs, which tells truth values alone."""
         work = self.workload
         try:
-            self._heard = self._told(work, self._bounded(work))
+            self._heard = self._record_eager(work, self._bounded(work))
         except OverrunError:
             trim()
-            self._heard = self._told_by_smaller(work)
+            self._heard = self._record_smaller(work)
             if self._heard is None:
                 most = f"{format_bytes(MOST_BYTES)} or {MOST_SECONDS:.0f} s"
                 raise CaptureError(
@@ -176,34 +176,35 @@ class TracedModel:
                 ) from None
 
     def _bounded(self, work: Workload) -> BoundedLedger | None:
-        """What bounds a step that is run beside a simulated one; None: that is no such step."""
+        """Return the bounds of a step that is run beside a simulated one; None for any other step."""
         room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # scratch of its operators is seen by nobody
         return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
 
-    def _told(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
-        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
+    def _record_eager(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
+        explicit = work.explicit_attention
         with generators_kept():
             self._asked.start()
-            return record_eager(
-                *work.parts, explicit_attention=explicit, autocast=cast, expects=True, within=within
-            ).heard
+            run = record_eager(
+                *work.parts, explicit_attention=explicit, autocast=self._cast, expects=True, within=within
+            )
+        return run.heard
 
-    def _told_by_smaller(self, work: Workload) -> Heard | None:
-        """The same of a smaller step, found as if all branches went one way, without its layouts. None where it tells
-        more than truth values: numbers, and shapes that hang on data, are those of its size."""
-        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
+    def _record_smaller(self, work: Workload) -> Heard | None:
+        """Record a smaller step, found as if all branches went one way, without its layouts. None where it tells
+        more than truth values: numbers, and shapes that depend on data, are those of its size."""
         for guess in (True, False):
             guessed = Heard({}, (guess,) * MOST_GUESSES, expects=True)
-            looked_at = partial(_capture_for_cpu, explicit, cast, guessed)
-            with smaller_step(work, looked_at) as small:
-                heard = None if small is None else self._told(small.work, BoundedLedger(MOST_BYTES, MOST_SECONDS))
+            with smaller_step(work, partial(self._capture_for_cpu, guessed)) as small:
+                heard = (
+                    None if small is None else self._record_eager(small.work, BoundedLedger(MOST_BYTES, MOST_SECONDS))
+                )
                 if heard is not None and all(isinstance(each, bool) for each in heard.read):
                     return replace(heard, layouts={})
         return None
 
     @cached_property
     def _settled(self) -> Workload:
-        """The real workload as it is from the second step on."""
+        """Real workload as it is from the second step on."""
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
@@ -214,7 +215,7 @@ class TracedModel:
         return work
 
     def captured_as(self, strategy: Local) -> tuple[Captured, int]:
-        """The same under a strategy that can be captured, and the bytes that it moves over the host's link; kept."""
+        """Capture the step under a strategy; return that and the bytes that it moves over the host's link; kept."""
         if strategy.name not in self._variants:
             with strategy.in_capture(self.traced, self.kind) as moved:
                 captured = self._captured(self.traced, strategy.cast)
@@ -229,7 +230,7 @@ class TracedModel:
                 *workload.parts,
                 device=self.kind,
                 explicit_attention=workload.explicit_attention,
-                autocast=cast or autocast_type(self._asked.dtype),
+                autocast=cast or self._cast,
                 settled=settled,
                 heard=self._heard,
                 results=self._asked.keeps_results,
@@ -240,20 +241,28 @@ class TracedModel:
         self.capture_seconds = time.perf_counter() - begun
         return found
 
+    @property
+    def _cast(self) -> str | None:
+        """Data type of autocast, None without."""
+        return autocast_type(self._asked.dtype)
+
+    def _capture_for_cpu(self, heard: Heard | None, work: Workload) -> Captured:
+        return capture(*work.parts, explicit_attention=work.explicit_attention, autocast=self._cast, heard=heard)
+
     def expected_seconds(self, graph: Graph, most: float) -> float:
-        """Seconds of a step on this CPU: as its operators say where that is at most ``most``, else as long as a smaller
-        one takes, and as much longer as its operators say."""
+        """Predict the seconds of a step on this CPU. As its operators say where that is at most ``most``, else as
+        long as a smaller one takes, and as much longer as its operators say."""
         expected = seconds_on_cpu(graph)
         if expected <= most:
             return expected
-        explicit, cast = self.traced.explicit_attention, autocast_type(self._asked.dtype)
-        looked_at = partial(_capture_for_cpu, explicit, cast, self._heard)
-        with smaller_step(self.traced, looked_at, most_seconds=min(most, QUICK_SECONDS)) as small, generators_kept():
+        look, quick = partial(self._capture_for_cpu, self._heard), min(most, QUICK_SECONDS)
+        with smaller_step(self.traced, look, most_seconds=quick) as small, generators_kept():
             if small is None:
                 return expected
             begun = time.thread_time()
             try:
-                record_eager(*small.work.parts, explicit_attention=explicit, autocast=cast)
+                explicit = small.work.explicit_attention
+                record_eager(*small.work.parts, explicit_attention=explicit, autocast=self._cast)
             except CaptureError:  # said where the step is run for its own sake
                 return expected
             return expected * (time.thread_time() - begun) / small.seconds
@@ -263,12 +272,12 @@ class TracedModel:
         self._heard = heard
 
     def followed(self, captured: Captured, workload: Workload) -> Captured:
-        """A captured step with the optimizer that runs by itself behind it, where there is one."""
+        """Return a captured step with the optimizer that runs by itself behind it, where there is one."""
         own = workload.optimizer.own
         return captured if own is None else followed_by(captured, own, workload.module, self.kind)
 
     def whole(self, graph: Graph) -> Captured | None:
-        """A graph of ours with the optimizer that runs by itself behind it; None where there is none."""
+        """Return a graph of ours with the optimizer that runs by itself behind it; None where there is none."""
         return None if self.captured.behind is None else joined(self.captured, graph)
 
     @property
@@ -277,11 +286,11 @@ class TracedModel:
 
     @property
     def holders(self) -> Mapping[str, object]:
-        """Where tensors are that Python holds, by the names that their paths begin with."""
+        """Objects that hold tensors, by the names that their paths begin with."""
         return {"module": self._settled.module, "loss": self._settled.loss_fn}
 
     def fresh(self) -> Workload:
-        """A workload of its own, with the same weights and batch, on the device."""
+        """Return a workload of its own, with the same weights and batch, on the device."""
         device = self.torch_device
         base = self._settled
         # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
@@ -295,7 +304,7 @@ class TracedModel:
 
     @property
     def _step_seed(self) -> int | None:
-        """What every step is seeded with, where another draw would make it another step."""
+        """Seed of every step whose draws decide which operators run; else None."""
         graph = self.captured.graph
         drawn = self.captured.drawn or (
             self.captured.expects
@@ -305,31 +314,26 @@ class TracedModel:
         return self._asked.seed if drawn and self._asked.seeded else None
 
     def _around(self) -> AbstractContextManager[object]:
-        """The context of eager's forward and loss."""
-        cast = autocast_type(self._asked.dtype)
-        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
+        """Return the context of eager's forward and loss."""
+        return nullcontext() if self._cast is None else torch.autocast(self.kind, getattr(torch, self._cast))
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
 
 
-def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:
-    return capture(*work.parts, explicit_attention=explicit, autocast=cast, heard=heard)
-
-
 def redo_graph(graph: Graph) -> Graph:
-    """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
-    return replace(graph, ops=tuple(_redone(op, graph) for op in graph.ops))
-
-
-def _redone(op: Op, graph: Graph) -> Op:
-    form = redo_form(op, graph)
-    return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
+    """Return a graph of every operator in the form in which it is recomputed; only good for asking for costs."""
+    ops = []
+    for op in graph.ops:
+        form = redo_form(op, graph)
+        body = None if form.body is None else replace(form.body, graph=redo_graph(form.body.graph))
+        ops.append(form if body is None else replace(form, body=body))
+    return replace(graph, ops=tuple(ops))
 
 
 def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
-    """Every distinct operator signature of a graph with an example; swaps left out."""
+    """Return every distinct operator signature of a graph with an example; swaps left out."""
     return {signature(op, values): (op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")}
 
 
@@ -342,9 +346,10 @@ class Scratches:
         """Operator -> module of one call, of those that nothing could measure."""
 
     def add(self, graph: Graph, limit: int | None, step: Callable[[], GraphStep] | None) -> None:
-        """Find out what the graph's operators need; `step` makes one that runs the graph, where that is possible.
+        """Measure what the graph's operators need; `step` makes one that runs the graph, where that is possible.
 
-        Each operator by itself but for those whose scratch hangs on what is in their tensors: these in the step.
+        Each operator is measured by itself, but for those whose scratch depends on what is in their tensors: these in
+        the step.
         """
         missing = {
             key: (op, values)
@@ -363,7 +368,7 @@ class Scratches:
 
     @property
     def note(self) -> str:
-        """Which operators nothing is known of; empty if there are none."""
+        """Names of operators whose workspace is unknown; empty if there are none."""
         if not self._unknown:
             return ""
         calls = ", ".join(f"{target} in {module or '(root)'}" for target, module in sorted(self._unknown.items()))

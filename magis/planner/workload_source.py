@@ -17,21 +17,22 @@ from magis.runtime.steps import Step
 from magis.runtime.time_slices import Watched
 
 STEPS = 50
-"""Steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to time."""
+"""Number of steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to
+time."""
 RUNNING_SECONDS, LEAST_SECONDS = 600.0, 60.0
-"""What running a case may take: without a cap in seconds, and at least."""
+"""Seconds that running a case may take: without a cap, and at least."""
 COLD = 3
-"""Times as long a first step may take: it builds kernels and maps memory."""
+"""Factor by which a first step may take longer: it builds kernels and maps memory."""
 
 Clock = Callable[[], float]
 
 
 class _OverrunError(Exception):
-    """The deadline has gone by."""
+    """Raised once the deadline has gone by."""
 
 
 class _Deadline:
-    """What is called between operators: raises once the time is up."""
+    """Callable between operators that raises once the time is up."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._clock = clock
@@ -47,15 +48,13 @@ class _Deadline:
 
 
 def running_seconds(seconds: float | None) -> float:
-    """How long running a case may take whose search has this cap, or none."""
+    """Return the seconds that running a case may take whose search has this cap, or none."""
     return RUNNING_SECONDS if seconds is None else max(LEAST_SECONDS, seconds)
 
 
 def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.thread_time) -> str:
-    """Why the cases of a step are not run in so many seconds, in words; empty if they are.
-
-    A step that fails is not too slow: whoever runs it says what is wrong. The generator is left as it was.
-    """
+    """Say why the cases of a step are not run in so many seconds; empty if they are. A step that fails is not too
+    slow: whoever runs it says what is wrong. The generator is left as it was."""
     each = seconds / STEPS
     state = torch.get_rng_state()
     try:
@@ -70,7 +69,7 @@ def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.threa
 
 
 def expected_too_slow(expected: float, seconds: float) -> str:
-    """The same of a step that would take so many seconds, which nobody has run; empty where it is worth a try."""
+    """Say the same of a step that would take so many seconds, which nobody has run; empty if it is worth a try."""
     if expected <= COLD * seconds / STEPS:
         return ""
     about = float(f"{expected:.2g}")
@@ -78,7 +77,8 @@ def expected_too_slow(expected: float, seconds: float) -> str:
 
 
 def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
-    """Seconds of one step, if these are at most ``most``, else infinite. A slow first step gets a second chance."""
+    """Return the seconds of one step, if these are at most ``most``, else infinity. A slow first step gets a second
+    chance."""
     for deadline in (COLD * most, most):
         step.prepare()
         begun = clock()
@@ -94,24 +94,24 @@ def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> fl
 
 @dataclass(frozen=True)
 class Source:
-    """Where a workload comes from: a recipe (seed -> workload), and the case's settings that shape it."""
+    """Source of a workload: a recipe (seed -> workload), and the case's settings that shape it."""
 
     name: str
     make: Callable[[int], Workload]
     dtype: str
-    """What every floating-point tensor is converted to; empty: each stays as it was built."""
+    """Data type that every floating-point tensor is converted to; empty: each stays as it was built."""
     device: str
     seed: int
     of_user: bool = False
-    """Whether a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
+    """True if a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
     reuse: bool = True
-    """Whether an operator may take over the memory of an input that dies with it."""
+    """True if an operator may take over the memory of an input that dies with it."""
     running_seconds: float = RUNNING_SECONDS
-    """How long running a case may take; what takes longer is simulated."""
+    """Seconds that running a case may take; what takes longer is simulated."""
     seeded: bool = True
-    """Whether the step is captured with generators seeded so; else with these as they are."""
+    """True if the step is captured with generators seeded so; else with these as they are."""
     keeps_results: bool = False
-    """Whether tensors that the forward leaves in attributes are results of the step."""
+    """True if tensors that the forward leaves in attributes are results of the step."""
 
     def start(self) -> None:
         """Set the generators as they are when the step begins."""
@@ -120,15 +120,15 @@ class Source:
 
 
 def own_dtype(workload: Workload) -> str:
-    """The data type of the first floating-point parameter, else of such an input; float32 where there is none."""
+    """Return the data type of the first floating-point parameter, else of such an input, else float32."""
     for tensor in (*workload.module.parameters(), *workload.inputs):
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return "float32"
 
 
-def would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether converting a module to a data type would change tensors that have memory behind them."""
+def conversion_changes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Return True if converting a module to a data type would change tensors that have memory behind them."""
     tensors = (*module.parameters(), *module.buffers())
     return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)
 
@@ -139,13 +139,13 @@ _Made = TypeVar("_Made")
 
 
 class Memo:
-    """What one case has made and the next ones use as well."""
+    """Values that one case has made and the next ones use as well."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], Any] = {}
 
     def get(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
-        """What ``make`` has made under this key, called the first time only."""
+        """Return what ``make`` has made under this key; it is called the first time only."""
         if key not in self._made:
             self._made[key] = make()
         found: _Made = self._made[key]

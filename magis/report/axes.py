@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from magis.units import format_bytes, parse_bytes
 
 MOST_INTERVALS = 7
-"""Between ticks, of which there are 3 to 8."""
+"""Largest number of intervals between ticks; there are 3 to 8 ticks."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class LinearScale:
         return tuple(self.step * number for number in range(self.intervals + 1))
 
     def share(self, value: float) -> float:
-        """Where a value is: 0 at the beginning of the axis, 1 at its end."""
+        """Return the position of a value: 0 at the beginning of the axis, 1 at its end."""
         return value / self.end
 
     def number(self, tick: float) -> str:
-        """What stands at a tick, without its unit."""
+        """Return the text at a tick, without its unit."""
         return f"{tick / self.per_unit:g}"
 
     def words(self, tick: float) -> str:
@@ -42,7 +42,7 @@ class LinearScale:
 
 
 def byte_scale(most: int) -> LinearScale:
-    """Ticks a power of two apart, all in one binary unit."""
+    """Make an axis with ticks a power of two apart, all in one binary unit."""
     step = 1
     while -(-most // step) > MOST_INTERVALS:
         step *= 2
@@ -52,7 +52,7 @@ def byte_scale(most: int) -> LinearScale:
 
 
 def decimal_scale(most: float, unit: str = "", per_unit: float = 1.0) -> LinearScale:
-    """Ticks 1, 2 or 5 times a power of ten apart."""
+    """Make an axis with ticks 1, 2 or 5 times a power of ten apart."""
     units = most / per_unit if most > 0 else 1.0
     power = 10.0 ** math.floor(math.log10(units))
     steps = (power * factor for factor in (0.2, 0.5, 1, 2))
@@ -61,21 +61,22 @@ def decimal_scale(most: float, unit: str = "", per_unit: float = 1.0) -> LinearS
 
 
 def time_scale(milliseconds: float) -> LinearScale:
-    """In milliseconds, from ten seconds on in seconds."""
+    """Make an axis in milliseconds, from ten seconds on in seconds."""
     return decimal_scale(milliseconds, "s", 1000.0) if milliseconds >= 10_000 else decimal_scale(milliseconds, "ms")
 
 
 CHARACTER, ABOVE, BELOW = 7.2, 11.0, 4.0
-"""Pixels of a text of 12 pixels, from its base line: of the widest of usual fonts, so that there is room in any."""
+"""Pixels that a character of a 12-pixel text takes: width, and above and below the base line; of the widest usual
+font."""
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom."""
+"""Left, top, right and bottom edges."""
 Place = tuple[float, float, str]
-"""Where the base line of a text is, and which end of it is there ("start", "middle", "end")."""
+"""Point of a text's base line, and which end of it is there ("start", "middle", "end")."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text, and where it may be, the best place first."""
+    """A text, and the places where it may be, the best one first."""
 
     words: str
     places: tuple[Place, ...]
@@ -83,7 +84,7 @@ class Label:
 
 
 def text_box(words: str, place: Place) -> Box:
-    """What a text of 12 pixels covers."""
+    """Return the box that a text of 12 pixels covers."""
     x, y, anchor = place
     width = CHARACTER * len(words)
     left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
@@ -91,12 +92,12 @@ def text_box(words: str, place: Place) -> Box:
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Whether two boxes share more than an edge."""
+    """Return True if two boxes share more than an edge."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def placed(labels: Iterable[Label], taken: Iterable[Box], within: Box) -> Iterator[tuple[Label, Place]]:
-    """Every label that finds room beside what is taken and the labels before it, with its place."""
+    """Yield every label that finds room beside what is taken and the labels before it, and its place."""
     boxes = list(taken)
     for label in labels:
         for place in label.places:

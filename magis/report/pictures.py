@@ -17,11 +17,12 @@ from magis.units import format_bytes, format_milliseconds
 GRID, TEXT = "#cccccc", "#333333"
 OURS, EAGER, BOUND = "#1f618d", "#b03a2e", "#5f6b1e"
 DARK = {"white": "#14181d", GRID: "#333d47", TEXT: "#e4e9ee", OURS: "#7ab8e6", EAGER: "#ff9d8f", BOUND: "#c9d66b"}
-"""What becomes of each colour where the reader prefers dark pages."""
+"""Colour that replaces each one where the reader prefers dark pages."""
 
 
 def framed(size: tuple[int, int], title: str, elements: Iterable[str], description: str = "") -> Iterator[str]:
-    """The lines of a picture of ``size`` (width, height) in pixels, on white or, where that is preferred, dark."""
+    """Yield the lines of a picture of ``size`` (width, height) in pixels, on white or, where that is preferred,
+    dark."""
     width, height = size
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -35,7 +36,7 @@ def framed(size: tuple[int, int], title: str, elements: Iterable[str], descripti
 
 
 def label(where: tuple[float, float], words: str, anchor: str = "start", colour: str = TEXT) -> str:
-    """A line of text; ``anchor`` says which end of it is at ``where``."""
+    """Return a line of text; ``anchor`` says which end of it is at ``where``."""
     return (
         f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
         f'text-anchor="{anchor}">{printable(words, "html")}</text>'
@@ -43,7 +44,7 @@ def label(where: tuple[float, float], words: str, anchor: str = "start", colour:
 
 
 def across(left: float, right: float, y: float, colour: str = GRID, dashes: str = "") -> str:
-    """A horizontal line."""
+    """Return a horizontal line."""
     pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="{colour}"{pattern}/>'
 
@@ -52,37 +53,37 @@ SCHEMA = 1
 WIDTH, HEIGHT = 640, 452
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 76, 56
 LEAST_OVERHEAD = 0.1
-"""The axis of the overhead reaches at least this far."""
+"""Overhead that the axis reaches at least."""
 BESIDE = (
     (7, -6, "start"), (9, 4, "start"), (0, -9, "middle"), (0, -9, "end"), (-7, 15, "end"), (-9, 4, "end"),
     (0, 16, "middle"), (0, -24, "end"),
 )  # fmt: skip
-"""Where the bytes of a point may be: above and right of it rather than below, where the line is steep."""
+"""Places for the bytes of a point, relative to it. Above and right of it come first, where the line is steep."""
 APART = 6.0
 """Pixels between the places of a line that labels keep away from."""
 
 
 def front_text(front: ParetoFront) -> str:
-    """The front as JSON: bytes, milliseconds; ratios are left to the reader."""
+    """Return the front as JSON: bytes, milliseconds; ratios are left to the reader."""
     return json.dumps({"schema": SCHEMA, **asdict(front)}, indent=1, sort_keys=True) + "\n"
 
 
 def front_svg(front: ParetoFront) -> str:
-    """The front as a stand-alone picture, with eager and the lower bound."""
+    """Draw the front as a stand-alone picture, with eager and the lower bound."""
     eager = front.original
     title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
-    said = "; ".join(_said(point) for point in front.points)
-    about = f"eager: {_said(eager)}. {len(front.points)} plans: {said}. Lower bound: "
-    lines = _lines(front, title)
+    said = "; ".join(_format_point(point) for point in front.points)
+    about = f"eager: {_format_point(eager)}. {len(front.points)} plans: {said}. Lower bound: "
+    lines = _front_elements(front, title)
     return "\n".join(framed((WIDTH, HEIGHT), title, lines, about + format_bytes(front.lower_bound_bytes))) + "\n"
 
 
-def _said(point: FrontPoint) -> str:
+def _format_point(point: FrontPoint) -> str:
     return f"{format_bytes(point.peak_bytes)}, {format_milliseconds(point.latency_ms)}"
 
 
-def _lines(front: ParetoFront, title: str) -> Iterator[str]:
-    """The picture's elements."""
+def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
+    """Yield the picture's elements."""
     eager = front.original
     worst = max((point.latency_ms for point in front.points), default=0.0) / eager.latency_ms - 1
     overheads, ratios = decimal_scale(100 * max(LEAST_OVERHEAD, worst), "%"), decimal_scale(1.0)
@@ -111,16 +112,16 @@ def _lines(front: ParetoFront, title: str) -> Iterator[str]:
     places = [place(point) for point in front.points]
     yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}" fill="none" stroke="{OURS}"/>'
     for (a, b), point in zip(places, front.points, strict=True):
-        what = f"{_said(point)}{'; ' + point.fission if point.fission else ''}"
+        what = f"{_format_point(point)}{'; ' + point.fission if point.fission else ''}"
         yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{printable(what, "html")}</title></circle>'
     yield f'<circle cx="{x(0):.1f}" cy="{y(1):.1f}" r="5" fill="{EAGER}"/>'
     words = f"lower bound {format_bytes(front.lower_bound_bytes)}"
     ends = ((WIDTH - RIGHT, "end"), (LEFT + 4, "start"), ((LEFT + WIDTH) / 2, "middle"))
     labels = [
-        Label(f"eager: {_said(eager)}", ((x(0) + 10, y(1) - 6, "start"),), EAGER),
+        Label(f"eager: {_format_point(eager)}", ((x(0) + 10, y(1) - 6, "start"),), EAGER),
         Label(words, tuple((at, bound + by, anchor) for by in (-5, 15) for at, anchor in ends), BOUND),
     ]
-    marks = [(x(0), y(1)), *_along([*places])]
+    marks = [(x(0), y(1)), *_points_along([*places])]
     around = [(a - 4, b - 4, a + 4, b + 4) for a, b in marks] + [(LEFT, bound - 1, WIDTH - RIGHT, bound + 1)]
     beside = [
         Label(
@@ -135,8 +136,8 @@ def _lines(front: ParetoFront, title: str) -> Iterator[str]:
         yield label((a, b), found.words, anchor, found.colour)
 
 
-def _along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Places on a line, close to each other; every corner is one."""
+def _points_along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield points on a line, close to each other; every corner is one."""
     yield from corners[:1]
     for (a, b), (c, d) in pairwise(corners):
         steps = max(1, math.ceil(math.hypot(c - a, d - b) / APART))
@@ -146,13 +147,13 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
 # Simulated time lines: thinned for a picture, and as a trace for Perfetto (https://ui.perfetto.dev).
 
 CURVE = 512
-"""Calls of a time line that is shown as a picture."""
+"""Number of calls in a time line that is shown as a picture."""
 STREAMS = ("compute", "to host", "from host", "messages")
 US_PER_MS = 1000.0
 
 
 def thinned_timelines(result: CaseResult) -> CaseResult:
-    """The result with time lines of at most CURVE calls each, their peaks kept."""
+    """Return the result with time lines of at most CURVE calls each, their peaks kept."""
     lines = result.timelines
     if lines is None:
         return result
@@ -160,7 +161,7 @@ def thinned_timelines(result: CaseResult) -> CaseResult:
 
 
 def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """At most ``most`` (at least 4) of the spans: first, last, lowest and highest of equal stretches, the peak kept."""
+    """Return at most ``most`` (at least 4) spans: first, last, lowest and highest of equal stretches, the peak kept."""
     if len(spans) <= most:
         return spans
     stretches = most // 4
@@ -173,42 +174,44 @@ def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
 
 
 def trace_text(result: CaseResult) -> str:
-    """Chrome's trace format (JSON): a process for each step, with a track of modules and their operators, one of copies
-    in each direction, and a counter of bytes in memory. Times are microseconds; empty time lines make an empty trace.
+    """Return both time lines in Chrome's trace format (JSON).
+
+    There is a process for each step, with a track of modules and their operators, one of copies in each direction, and
+    a counter of bytes in memory. Times are microseconds; empty time lines make an empty trace.
     """
     lines = result.timelines or Timelines((), ())
     steps = [("original", lines.original)]
     if not result.case.has_one_step:  # whose optimized step is the original
         steps.append(("optimized", lines.optimized))
-    events = [event for pid, (name, spans) in enumerate(steps, 1) for event in _process(pid, name, spans)]
+    events = [event for pid, (name, spans) in enumerate(steps, 1) for event in _step_events(pid, name, spans)]
     about = {"model": result.case.model, "strategy": result.case.strategy, "device": result.case.device}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
-def _process(pid: int, name: str, spans: tuple[Span, ...]) -> Iterator[dict[str, Any]]:
+def _step_events(pid: int, name: str, spans: tuple[Span, ...]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{name} step, simulated"}}
     for tid, stream in enumerate(STREAMS, 1):
         own = [span for span in spans if span.stream == stream]
         if own:
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": stream}}
         for key, group in groupby(own, key=lambda span: (span.module, span.phase)):
-            yield from _module(pid, tid, key, list(group))
+            yield from _module_events(pid, tid, key, list(group))
     for span in spans:
         yield {
             "ph": "C", "pid": pid, "name": "memory", "ts": span.start_ms * US_PER_MS, "args": {"bytes": span.nbytes},
         }  # fmt: skip
 
 
-def _module(pid: int, tid: int, key: tuple[str, str], spans: list[Span]) -> Iterator[dict[str, Any]]:
-    """Calls of one module that follow each other, as one slice around theirs."""
+def _module_events(pid: int, tid: int, key: tuple[str, str], spans: list[Span]) -> Iterator[dict[str, Any]]:
+    """Yield successive calls of one module, and one slice around them."""
     module, phase = key
     start, end = spans[0].start_ms, spans[-1].start_ms + spans[-1].ms
     if module:
-        yield _slice(pid, tid, f"{module} ({phase})", start, end - start) | {"cat": phase}
+        yield _slice_event(pid, tid, f"{module} ({phase})", start, end - start) | {"cat": phase}
     for span in spans:
         args = {"module": span.module, "line": span.line, "bytes in memory": span.nbytes, "again": span.again}
-        yield _slice(pid, tid, span.op, span.start_ms, span.ms) | {"cat": phase, "args": args}
+        yield _slice_event(pid, tid, span.op, span.start_ms, span.ms) | {"cat": phase, "args": args}
 
 
-def _slice(pid: int, tid: int, name: str, start_ms: float, ms: float) -> dict[str, Any]:
+def _slice_event(pid: int, tid: int, name: str, start_ms: float, ms: float) -> dict[str, Any]:
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start_ms * US_PER_MS, "dur": ms * US_PER_MS}

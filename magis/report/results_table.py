@@ -1,4 +1,4 @@
-"""results.csv, one row per case; several of them as one.
+"""results.csv, one row per case, and merging several of them.
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
 the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
@@ -29,27 +29,27 @@ Cell: TypeAlias = "str | int | float | bool | None"
 
 Column = Callable[[CaseResult], Cell]
 
-_SEED: Mapping[str, Column] = {
+_SEED_CELLS: Mapping[str, Column] = {
     "name": lambda r: r.case.model,
-    "device memory limit": lambda r: _items(r, r.device_memory_bytes),
+    "device memory limit": lambda r: _in_items(r, r.device_memory_bytes),
     "latency limit": lambda r: r.latency_limit_ms,
-    "memory limit": lambda r: _items(r, r.memory_limit_bytes),
+    "memory limit": lambda r: _in_items(r, r.memory_limit_bytes),
     "latency limit ratio": lambda r: r.case.latency_ratio,
     "memory limit ratio": lambda r: r.case.memory_ratio,
-    "weight memory": lambda r: _items(r, r.weight_bytes),
+    "weight memory": lambda r: _in_items(r, r.weight_bytes),
     "opt-is-prof-result": lambda r: r.optimized.is_measured,
     "opt-latency": lambda r: _latency(r.optimized),
-    "opt-memory": lambda r: _items(r, r.memory.peak_bytes),
+    "opt-memory": lambda r: _in_items(r, r.memory.peak_bytes),
     "opt-simul-latency": lambda r: r.optimized.simulated_ms,
-    "opt-simul-memory": lambda r: _items(r, r.optimized.simulated.peak_bytes),
+    "opt-simul-memory": lambda r: _in_items(r, r.optimized.simulated.peak_bytes),
     "ori-is-prof-result": lambda r: r.original.is_measured,
     "ori-latency": lambda r: _latency(r.original),
-    "ori-memory": lambda r: _items(r, r.original_memory.peak_bytes),
+    "ori-memory": lambda r: _in_items(r, r.original_memory.peak_bytes),
     "ori-simul-latency": lambda r: r.original.simulated_ms,
-    "ori-simul-memory": lambda r: _items(r, r.original.simulated.peak_bytes),
+    "ori-simul-memory": lambda r: _in_items(r, r.original.simulated.peak_bytes),
 }
 
-_OWN: Mapping[str, Column] = {
+_OWN_CELLS: Mapping[str, Column] = {
     "device": lambda r: r.case.device,
     "preset": lambda r: r.case.preset,
     "dtype": lambda r: r.dtype,
@@ -102,8 +102,8 @@ _OWN: Mapping[str, Column] = {
     "estimated latency share": lambda r: r.provenance.estimated,
     "interpolation off by % (typical)": lambda r: 100 * r.provenance.error if r.provenance.interpolated else None,
     "priced by": lambda r: r.provenance.source,
-    "peak bytes of each rank": lambda r: "; ".join(f"{rank.rank}: {_rank_bytes(rank)}" for rank in r.ranks),
-    "predicted peak of the worst rank by terms": lambda r: _terms(r.ranks),
+    "peak bytes of each rank": lambda r: _format_rank_peaks(r.ranks),
+    "predicted peak of the worst rank by terms": lambda r: _format_terms(r.ranks),
     "numbers": lambda r: r.numbers,
     "conformance": lambda r: r.conformance,
     "verdict": lambda _: "",
@@ -113,21 +113,19 @@ _OWN: Mapping[str, Column] = {
     "device identity": lambda r: ", ".join(f"{key}={value}" for key, value in sorted(r.identity.items())),
 }
 
-SEED_COLUMNS, OWN_COLUMNS = tuple(_SEED), tuple(_OWN)
+SEED_COLUMNS, OWN_COLUMNS = tuple(_SEED_CELLS), tuple(_OWN_CELLS)
 COLUMNS = SEED_COLUMNS + OWN_COLUMNS
 
 
 def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None = None) -> dict[str, Cell]:
-    """The row of one case, in the order of COLUMNS. `note` stands in for the result's own note if given."""
-    row = {column: cell(result) for table in (_SEED, _OWN) for column, cell in table.items()}
+    """Make the row of one case, in the order of COLUMNS. `note` replaces the result's own note if given."""
+    row = {column: cell(result) for table in (_SEED_CELLS, _OWN_CELLS) for column, cell in table.items()}
     return row | {"verdict": verdict, "note": result.note if note is None else note}
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
-    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last.
-
-    Raises UsageError for a path that cannot be written; the old file is then untouched.
-    """
+    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last. Raises
+    UsageError for a path that cannot be written; the old file is then untouched."""
     columns = tuple(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
     write_text_atomically(path, _to_csv(rows, columns, header=True))
 
@@ -147,7 +145,11 @@ def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
     A file that already has other columns keeps them: values go under their own names, columns that it lacks are left
     out, and those that are not ours stay empty. Raises UsageError when its first line is no header of results.
     """
-    if _is_empty(stream):
+    try:
+        empty = stream.tell() == 0
+    except (OSError, io.UnsupportedOperation):
+        empty = True  # a pipe: nobody has written to this end of it before
+    if empty:
         stream.write(_to_csv(rows, COLUMNS, header=True))
     else:
         columns, ends_with_newline = _existing_header(stream)
@@ -156,7 +158,7 @@ def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
 
 
 def read_results(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """Files of results as one data frame: a row for each case, columns of the types that they are written from.
+    """Read files of results as one data frame: a row for each case, columns of the types that they are written from.
 
     Bytes and counts are whole numbers (Int64), flags are boolean, texts are strings, all else is Float64; an empty
     field is a missing value in each of them. Columns that a plugin added have the type that fits. Of several files, the
@@ -168,9 +170,9 @@ def read_results(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     import pandas as pd
 
     if isinstance(paths, (str, Path)):
-        frame = _read(Path(paths))
+        frame = _read_frame(Path(paths))
     else:
-        named = {str(path): _read(Path(path)) for path in paths}
+        named = {str(path): _read_frame(Path(path)) for path in paths}
         if not named:
             raise UsageError("no file of results was given")
         frame = pd.concat(named, names=["run"]).reset_index("run").reset_index(drop=True)
@@ -178,10 +180,10 @@ def read_results(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     return frame
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read_frame(path: Path) -> pd.DataFrame:
     import pandas as pd
 
-    types = {column: _type(column) for column in COLUMNS}
+    types = {column: _column_type(column) for column in COLUMNS}
     try:
         check_readable(path)
         frame = pd.read_csv(
@@ -200,7 +202,7 @@ def _read(path: Path) -> pd.DataFrame:
     return frame
 
 
-def _type(column: str) -> str:
+def _column_type(column: str) -> str:
     if column in _TEXTS:
         return "string"
     if column in _FLAGS:
@@ -209,7 +211,7 @@ def _type(column: str) -> str:
 
 
 def _unit(column: str) -> str:
-    """ "" where it has none."""
+    """Return the unit of a column; "" if it has none."""
     if column in _TEXTS | _FLAGS:
         return ""
     if column in SEED_COLUMNS:
@@ -219,13 +221,13 @@ def _unit(column: str) -> str:
     return next((unit for word, unit in found.items() if word in words), "")
 
 
-def _rank_bytes(rank: RankMemory) -> int | str:
-    memory = rank.measured or rank.predicted
-    return "" if memory is None else memory.peak_bytes
+def _format_rank_peaks(ranks: Sequence[RankMemory]) -> str:
+    peaks = ((rank.rank, rank.measured or rank.predicted) for rank in ranks)
+    return "; ".join(f"{rank}: {memory.peak_bytes if memory else ''}" for rank, memory in peaks)
 
 
-def _terms(ranks: Sequence[RankMemory]) -> str:
-    """ "parameters 4096 + gradients 4096", of the rank with the highest predicted peak."""
+def _format_terms(ranks: Sequence[RankMemory]) -> str:
+    """Return the terms of the rank with the highest predicted peak: "parameters 4096 + gradients 4096"."""
     known = [rank for rank in ranks if rank.predicted is not None and rank.terms]
     if not known:
         return ""
@@ -233,8 +235,8 @@ def _terms(ranks: Sequence[RankMemory]) -> str:
     return " + ".join(f"{term.name} {term.nbytes}" for term in worst.terms)
 
 
-def _items(result: CaseResult, nbytes: int | None) -> float | None:
-    """Bytes in items of the result's data type."""
+def _in_items(result: CaseResult, nbytes: int | None) -> float | None:
+    """Return bytes in items of the result's data type."""
     from magis.graph import ITEM_SIZE
 
     size = ITEM_SIZE.get(tensor_type(result.dtype))
@@ -244,7 +246,7 @@ def _items(result: CaseResult, nbytes: int | None) -> float | None:
 
 
 def _error_bytes(step: StepFigures) -> int | None:
-    """How far the simulator is off, where the step ran; below, in percent."""
+    """Return simulated minus measured peak bytes, if the step ran."""
     return step.simulated.peak_bytes - step.measured.peak_bytes if step.measured else None
 
 
@@ -259,12 +261,12 @@ def _latency_error_percent(step: StepFigures) -> float | None:
 
 
 def _latency(step: StepFigures) -> float | None:
-    """Milliseconds of a step: measured where it ran (None if it ran untimed), else simulated."""
+    """Return the milliseconds of a step: measured if it ran (None if it ran untimed), else simulated."""
     return step.measured_ms if step.is_measured else step.simulated_ms
 
 
 def _latency_ratio(optimized: StepFigures, original: StepFigures) -> float | None:
-    """Of like with like: where only one of the steps ran, both are simulated."""
+    """Return optimized / original latency, both simulated where only one of the steps ran."""
     if optimized.is_measured != original.is_measured:
         return _ratio(optimized.simulated_ms, original.simulated_ms)
     return _ratio(_latency(optimized), _latency(original))
@@ -281,25 +283,14 @@ def _to_csv(rows: Iterable[Mapping[str, Cell]], columns: Sequence[str], *, heade
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerows([columns] if header else ())
     for row in rows:
-        writer.writerow([_field(row.get(column)) for column in columns])
+        cells = [row.get(column) for column in columns]
+        cells = [None if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells]
+        writer.writerow([printable(cell, "csv") if isinstance(cell, str) else cell for cell in cells])
     return stream.getvalue()
 
 
-def _field(cell: Cell) -> Cell:
-    if isinstance(cell, str):
-        return printable(cell, "csv")
-    return None if isinstance(cell, float) and math.isnan(cell) else cell
-
-
-def _is_empty(stream: IO[str]) -> bool:
-    try:
-        return stream.tell() == 0
-    except (OSError, io.UnsupportedOperation):
-        return True  # a pipe: nobody has written to this end of it before
-
-
 def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
-    """Columns of the file behind `stream`, and whether its last line is complete; ours if there is no such file."""
+    """Return the columns of the file behind `stream` (ours if there is none), and True if its last line is complete."""
     name = getattr(stream, "name", None)
     if not isinstance(name, str) or not Path(name).is_file():
         return list(COLUMNS), True
@@ -321,15 +312,15 @@ def _check_header(columns: Iterable[str], name: str | Path) -> None:
 # Several files as one: the shares of a run that several machines made. Fields are texts: numbers stay as they are.
 
 CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
-"""The columns that tell cases apart."""
+"""Columns that tell cases apart."""
 RED = ("FAIL", "ERROR")
-"""What the verdict of a red case begins with."""
+"""Beginnings of the verdicts of red cases."""
 GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
-"""And that of a green one: anything else is no verdict that a gate may pass."""
+"""Beginnings of the verdicts of green cases; anything else is no verdict that a gate may pass."""
 NEEDED = (*CASE, "verdict")
 SEARCH, OURS = "search", "magis"
 LATER = {SEARCH: OURS, "memory limit of": "peak"}
-"""Columns that tell cases apart, too, and what holds for all cases of files of earlier versions, which lack them."""
+"""Further columns that tell cases apart, with the value of all cases in files of earlier versions, which lack them."""
 HINT = "give files that the plugin has written (--magis-csv)"
 
 
@@ -338,7 +329,7 @@ class Merged:
     """The rows of all files, in their order, each case once."""
 
     columns: tuple[str, ...]
-    """Of all files: those of the first one, then those that it lacks."""
+    """Columns of all files: those of the first one, then those that it lacks."""
     rows: tuple[Mapping[str, str], ...]
 
     @property
@@ -347,26 +338,24 @@ class Merged:
         return tuple(row for row in self.rows if row["verdict"].startswith(RED))
 
     def text(self) -> str:
-        """As results.csv; fields of columns that a row's file had not are empty."""
+        """Return the rows as results.csv; fields of columns that a row's file had not are empty."""
         return _to_csv(self.rows, self.columns, header=True)
 
 
 def merge_results(paths: Sequence[Path]) -> Merged:
-    """The results of the files as one. A case may be in several of them if its rows are equal.
-
-    Raises UsageError for what is no results file, and for a case with two different rows.
-    """
+    """Merge the results of the files. A case may be in several of them if its rows are equal. Raises UsageError for
+    what is no results file, and for a case with two different rows."""
     columns: dict[str, None] = {}
     found: dict[tuple[str, ...], tuple[dict[str, str], Path]] = {}
     for path in paths:
-        header, rows = _texts(path)
+        header, rows = _read_texts(path)
         columns |= dict.fromkeys(header)
         for row in rows:
             if not row["verdict"].startswith((*RED, *GREEN)):
                 raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
             key = (*(row[column] for column in CASE), *(row.get(column) or usual for column, usual in LATER.items()))
             known, first = found.setdefault(key, (row, path))
-            if _filled(known) != _filled(row):
+            if _filled_cells(known) != _filled_cells(row):
                 where = f"{first} and {path}" if first != path else f"{path} twice"
                 raise UsageError(
                     f"the case {case_name(row)} is in {where}, with different figures",
@@ -376,19 +365,19 @@ def merge_results(paths: Sequence[Path]) -> Merged:
 
 
 def case_name(row: Mapping[str, str]) -> str:
-    """A row's case for a reader: "bert[magis mem 0.6]"."""
+    """Return a row's case for a reader: "bert[magis mem 0.6]"."""
     of = row.get("memory limit of", "").replace("peak", "") or "mem"
     limits = ((of, row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
     by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
     return f"{row['name']}[{' '.join((row['strategy'], *by, *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
 
 
-def _filled(row: Mapping[str, str]) -> dict[str, str]:
+def _filled_cells(row: Mapping[str, str]) -> dict[str, str]:
     return LATER | {column: text for column, text in row.items() if text}
 
 
-def _texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Header and rows of a results file."""
+def _read_texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return header and rows of a results file."""
     try:
         check_readable(path)
         with path.open(newline="", encoding="utf-8") as stream:

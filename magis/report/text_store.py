@@ -27,13 +27,13 @@ from magis.units import MIB
 # What a kept result depends on besides its case: the code that makes it.
 
 DECIDE = ("numpy", "numba", "rustworkx", "scipy")
-"""Packages that take part in a search."""
+"""Packages whose versions decide what a search finds."""
 
 
 @cache
 def code_digest(*further: str) -> str:
-    """SHA-256 of this package's sources and of the versions of Python and of what searches call; ``further`` names more
-    packages (torch, where an operator's figures count)."""
+    """Return the SHA-256 of this package's sources and of the versions of Python and of what searches call.
+    ``further`` names more packages (torch, where an operator's figures count)."""
     found = hashlib.sha256(platform.python_version().encode())
     for name in (*DECIDE, *further):
         found.update(f"{name} {metadata.version(name)}".encode())
@@ -45,14 +45,14 @@ def code_digest(*further: str) -> str:
 
 HEADER = "magis kept 1"
 UNSOUND = (MagisError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
-"""What reading a text may raise that was not written by its writer."""
+"""Errors that reading a damaged or forged text may raise."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a folder: when there is more in it, what was not used for the longest time goes."""
+    """Limits of a folder: beyond them, what was not used for the longest time goes."""
 
     total_bytes: int = 256 * MIB
     entry_bytes: int = 32 * MIB
@@ -60,7 +60,7 @@ class Bounds:
 
 
 class Kept:
-    """The texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone; raises
+    """Texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone; raises
     UsageError instead where the folder is ``required``."""
 
     def __init__(self, folder: Path, bounds: Bounds | None = None, *, required: bool = False) -> None:
@@ -75,21 +75,24 @@ class Kept:
         return code_digest("torch")
 
     def key(self, kind: str, *parts: object) -> str:
-        """The name for what depends on these parts (by ``repr``) and on the code."""
+        """Return the name for what depends on these parts (by ``repr``) and on the code."""
         found = hashlib.sha256(self.code.encode())
         for part in parts:
             found.update(repr(part).encode() + b"\0")
         return f"{kind}-{found.hexdigest()[:40]}"
 
     def load(self, key: str, read: Callable[[str], T]) -> T | None:
-        """What ``read`` makes of the text; None where there is none. One that is damaged, or that ``read`` refuses by
-        one of ``UNSOUND``, is removed with a warning."""
+        """Return what ``read`` makes of the text; None if there is none. A text that is damaged, or that ``read``
+        refuses by one of ``UNSOUND``, is removed with a warning."""
         path = self._path(key)
         try:
-            content = self._content(path)
+            content = self._read_bytes(path)
             if content is None:
                 return None
-            found = read(_text(content))
+            head, _, body = content.partition(b"\n")
+            if head != f"{HEADER} {hashlib.sha256(body).hexdigest()}".encode():
+                raise MagisError("its content is not what was written")
+            found = read(body.decode())
         except OSError as error:
             self._give_up(f"cannot read {path}: {error.strerror or error}")
             return None
@@ -101,7 +104,7 @@ class Kept:
         return found
 
     def save(self, key: str, text: str) -> None:
-        """Keep a text, and make room for it. Larger ones than an entry may be are not kept."""
+        """Keep a text, and make room for it. One that is larger than an entry may be is not kept."""
         body = text.encode()
         if not self._usable or len(body) > self._bounds.entry_bytes:
             return
@@ -118,15 +121,15 @@ class Kept:
             self._give_up(str(error))
 
     def drop(self, key: str) -> None:
-        """Keep this text no longer."""
+        """Remove a text."""
         with suppress(OSError):
             self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.txt"
 
-    def _content(self, path: Path) -> bytes | None:
-        """None where there is no such file; MagisError for what no writer left there."""
+    def _read_bytes(self, path: Path) -> bytes | None:
+        """Read a file; None if there is no such file, MagisError for one that no writer has left there."""
         try:
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
@@ -169,10 +172,3 @@ class Kept:
                     found = path.lstat()
                     if stat.S_ISREG(found.st_mode):
                         yield found.st_mtime, found.st_size, path
-
-
-def _text(content: bytes) -> str:
-    head, _, body = content.partition(b"\n")
-    if head != f"{HEADER} {hashlib.sha256(body).hexdigest()}".encode():
-        raise MagisError("its content is not what was written")
-    return body.decode()

@@ -13,11 +13,8 @@ from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class BehindStep:
-    """A planned step that stops at gradients, with the optimizer's own step behind it.
-
-    The gradients lie where autograd puts them, up to `prepare`. ``step`` returns the loss and the
-    gradients of the parameters ``graded``.
-    """
+    """A planned step that stops at gradients, with the optimizer's own step behind it. The gradients lie where
+    autograd puts them, up to `prepare`. ``step`` returns the loss and the gradients of the parameters ``graded``."""
 
     def __init__(self, step: GraphStep, own: optimizers.OwnOptimizer, graded: Sequence[str]) -> None:
         self.module: nn.Module = step.module
@@ -37,14 +34,14 @@ class BehindStep:
 
     def run(self) -> Tensor:
         self._step.run()
-        return self._updated()
+        return self._optimizer_step()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
         self._step.run_in_turns(turn)
         with Watched(turn):
-            return self._updated()
+            return self._optimizer_step()
 
-    def _updated(self) -> Tensor:
+    def _optimizer_step(self) -> Tensor:
         self._step.finish()
         loss, *gradients = self._step.results()
         for name, gradient in zip(self._graded, gradients, strict=True):
@@ -55,7 +52,7 @@ class BehindStep:
         return loss
 
     def settle(self) -> None:
-        """Take the optimizer to where its memory is looked at."""
+        """Run the optimizer to the step at which its memory is measured."""
         if not self._steps:
             self.prepare()
             self.run()

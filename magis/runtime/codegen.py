@@ -30,9 +30,9 @@ from magis.runtime.swap_streams import AnyHost, make_host
 
 
 def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A copy, of this shape and these strides, of the rows of ``dim`` from ``first`` on; zeros outside of the whole."""
+    """Copy the rows of ``dim`` from ``first`` on to a tensor of this shape and stride; zeros outside of the whole."""
     made = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
-    low, high = _within(whole, dim, first, shape[dim])
+    low, high = _rows_inside(whole, dim, first, shape[dim])
     made.narrow(dim, 0, low - first).zero_()
     made.narrow(dim, low - first, high - low).copy_(whole.narrow(dim, low, high - low))
     made.narrow(dim, high - first, first + shape[dim] - high).zero_()
@@ -40,26 +40,27 @@ def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], strid
 
 
 def add_rows(whole: Tensor, dim: int, first: int, part: Tensor, *, clear: bool) -> None:
-    """Add the part to the rows of ``dim`` from ``first`` on, as far as there are such; ``clear``: to zeros."""
+    """Add the part to the rows of ``dim`` from ``first`` on, as far as there are such; with ``clear``, to zeros."""
     if clear:
         whole.zero_()
-    low, high = _within(whole, dim, first, part.shape[dim])
+    low, high = _rows_inside(whole, dim, first, part.shape[dim])
     whole.narrow(dim, low, high - low).add_(part.narrow(dim, low - first, high - low))
 
 
-def _within(whole: Tensor, dim: int, first: int, count: int) -> tuple[int, int]:
-    """The rows from ``first`` on that the tensor has: the first of them, and the one behind the last."""
+def _rows_inside(whole: Tensor, dim: int, first: int, count: int) -> tuple[int, int]:
+    """Return the range of rows, at most ``count`` from ``first`` on, that the tensor has."""
     return max(first, 0), min(first + count, whole.shape[dim])
 
 
 Name: TypeAlias = Callable[[int], str]
-"""How the source calls a value."""
+"""Return the name of a value in the source."""
 
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
-"""Takes the tensors of ``graph.inputs`` in order and the named scalars; returns those of ``graph.outputs``."""
+"""Run the tensors of ``graph.inputs`` in order and the named scalars through the step; return those of
+``graph.outputs``."""
 
-_OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
-"""Operators of our own: what happens on the host."""
+_ON_HOST = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
+"""Calls in the source for our own operators, which run on the host."""
 _FILE = "<magis step>"
 _REDUCTION = {
     "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
@@ -68,12 +69,13 @@ _REDUCTION = {
     "min": "minimum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
     "same": "{i} or {whole}.copy_({part})",
 }
-"""How the part of a tensor is taken into the whole, by kind of reduction; no neutral element: the first is copied."""
+"""Statements that take the part of a tensor into the whole, by kind of reduction. There is no neutral element: the
+first part is copied."""
 
 
 @dataclass
-class _Numbered:
-    """What the source calls operators (those that are waited for later apart), torch's constants and scalars."""
+class _ShortNames:
+    """Names in the source of operators (those that are waited for later apart), torch's constants and scalars."""
 
     functions: dict[tuple[str, bool], str] = field(default_factory=dict)
     constants: dict[Const, str] = field(default_factory=dict)
@@ -90,25 +92,25 @@ class _Numbered:
 
 
 def generate(graph: Graph) -> str:
-    """Python source of the step."""
-    return "\n".join(_generated(graph)[0]) + "\n"
+    """Return the Python source of the step."""
+    return "\n".join(_generate_lines(graph)[0]) + "\n"
 
 
 def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
-    """The operator at which the step's code raised an error, None where it did not; and the storages that have been
-    updated by then, in full or in part."""
+    """Return the operator at which the step's code raised an error, and the storages that have been updated by then.
+    The operator is None where the code did not raise it. Storages are updated in full or in part."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
-    count = 0 if trace is None else bisect_right(_generated(graph)[1], trace.tb_lineno)
+    count = 0 if trace is None else bisect_right(_generate_lines(graph)[1], trace.tb_lineno)
     done = {storage for op in graph.ops[:count] if op.phase == "update" for storage, _ in op.writes}
     return (graph.ops[count - 1] if count else None), done
 
 
-def _generated(graph: Graph) -> tuple[list[str], list[int], _Numbered]:
-    """Lines of the step, the number (from 1) of the first one of each operator, and the names in them."""
-    numbered, body, begins = _Numbered(), list[str](), list[int]()
-    for line in _block(graph, numbered, {}, "    ", 0, begin=lambda: begins.append(len(body) + 1)):
+def _generate_lines(graph: Graph) -> tuple[list[str], list[int], _ShortNames]:
+    """Return the step's lines, the number (from 1) of the first one of each operator, and the names in them."""
+    numbered, body, begins = _ShortNames(), list[str](), list[int]()
+    for line in _block_lines(graph, numbered, {}, "    ", 0, begin=lambda: begins.append(len(body) + 1)):
         body.append(line)
     lines = ["def step(tensors, scalars):"]
     if numbered.constants:
@@ -122,17 +124,17 @@ def _generated(graph: Graph) -> tuple[list[str], list[int], _Numbered]:
     return [*lines, *body, end], [len(lines) + first for first in begins], numbered
 
 
-def _block(
+def _block_lines(
     graph: Graph,
-    numbered: _Numbered,
+    numbered: _ShortNames,
     outside: Mapping[int, str],
     indent: str,
     depth: int,
     parts: int = 1,
     begin: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """Lines of a graph's operators; ``outside`` names the values that come from the graph around a body. ``begin`` is
-    called before those of each operator."""
+    """Yield the lines of a graph's operators. ``outside`` names the values that come from the graph around a body.
+    ``begin`` is called before the lines of each operator."""
 
     def name(value: int) -> str:
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
@@ -146,38 +148,40 @@ def _block(
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
             where = here
-        yield from _ready(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
+        yield from _ready_lines(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
         if op.body is not None:
-            yield from _loop(op, op.body, graph, numbered, name, indent, depth + 1)
+            yield from _loop_lines(op, op.body, graph, numbered, name, indent, depth + 1)
         elif op.target in (PART, JOIN, REDUCE):
-            yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
+            yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts)}"
         else:
-            yield f"{indent}{_call(op, numbered, name, beside)}"
+            yield f"{indent}{_call_line(op, numbered, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
                 yield f"{indent}expect_shape({name(value)}, {graph.values[value].shape})"
         if op.target == "magis.load":
             arriving.update((graph.values[value].storage, value) for value in op.made())
         if forget:
             # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
-            yield from _ready(arriving, [graph.values[value].storage for value in forget], name, indent)
+            yield from _ready_lines(arriving, [graph.values[value].storage for value in forget], name, indent)
         gone = [name(value) for value in forget]
         if op.many and None in op.outputs:
             gone.append("none")  # some kernels make what nobody asked for
         if gone:
             yield f"{indent}del {', '.join(gone)}"
-    yield from _ready(arriving, list(arriving), name, indent)
+    yield from _ready_lines(arriving, list(arriving), name, indent)
 
 
-def _ready(arriving: dict[int, int], storages: Sequence[int], name: Name, indent: str) -> Iterator[str]:
-    """Lines that wait for what was loaded to these storages; once each."""
+def _ready_lines(arriving: dict[int, int], storages: Sequence[int], name: Name, indent: str) -> Iterator[str]:
+    """Yield lines that wait for what was loaded to these storages; once each."""
     for storage in storages:
         value = arriving.pop(storage, None)
         if value is not None:
             yield f"{indent}host.ready({name(value)})"
 
 
-def _loop(op: Op, loop: Loop, graph: Graph, numbered: _Numbered, name: Name, indent: str, depth: int) -> Iterator[str]:
-    """A loop over parts: whole results first, then one part after another."""
+def _loop_lines(
+    op: Op, loop: Loop, graph: Graph, numbered: _ShortNames, name: Name, indent: str, depth: int
+) -> Iterator[str]:
+    """Yield the lines of a loop over parts: whole results first, then one part after another."""
     victims = {graph.values[value].storage: value for value in op.inputs()}
     for value in op.made():
         whole = graph.values[value]
@@ -188,11 +192,11 @@ def _loop(op: Op, loop: Loop, graph: Graph, numbered: _Numbered, name: Name, ind
         yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
     outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))
     yield f"{indent}for i{depth} in range({loop.parts}):"
-    yield from _block(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts)
+    yield from _block_lines(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts)
 
 
-def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
-    """Operators of our own at the border of a loop: stretches, joins, reductions."""
+def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
+    """Return the line of our own operators at the border of a loop: stretches, joins, reductions."""
     whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
     if op.target == REDUCE:
         part_name = name(op.inputs()[1])
@@ -221,7 +225,7 @@ def compile_step(
     host: AnyHost | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> Step:
-    """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
+    """Compile the step to a callable on ``device``; it runs without autograd and changes the weights in place.
 
     ``between`` is called after every operator of torch. ``host`` keeps what it swaps out. ``generators`` are the step's
     own, by name.
@@ -233,7 +237,7 @@ def compile_step(
         "expect_shape": expect_shape,
     }  # fmt: skip
     trains = any(op.phase == "backward" for op in graph.ops)
-    lines, _, numbered = _generated(graph)
+    lines, _, numbered = _generate_lines(graph)
     for (target, beside), name in numbered.functions.items():
         # The builtin behind the overload: one Python call less per operator.
         function = arrived if target == ARRIVED else resolve(target)._op
@@ -242,7 +246,7 @@ def compile_step(
         if is_collective(target) and not beside:
             function = followed_by_wait(function)
         if between is not None and not target.startswith("magis."):
-            function = _followed(function, between)
+            function = _followed_by(function, between)
         namespace[name] = function
     namespace.update({name: constant(each, device, generators or {}) for each, name in numbered.constants.items()})
     exec(compile("\n".join(lines), _FILE, "exec"), namespace)  # noqa: S102  (our own source, made a line above)
@@ -259,7 +263,7 @@ def compile_step(
     return step
 
 
-def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Callable[..., Any]:
+def _followed_by(function: Callable[..., Any], between: Callable[[], None]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         between()
@@ -268,14 +272,14 @@ def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Call
     return call
 
 
-def _call(op: Op, numbered: _Numbered, name: Name, beside: Container[int]) -> str:
-    """The line of an operator; ``beside`` is what messages bring that are waited for later."""
-    args = [_arg(arg, numbered, name) for arg in op.args]
+def _call_line(op: Op, numbered: _ShortNames, name: Name, beside: Container[int]) -> str:
+    """Return the line of an operator; ``beside`` holds the results of messages that are waited for later."""
+    args = [_arg_source(arg, numbered, name) for arg in op.args]
     for key, arg in op.kwargs:
-        text = _arg(arg, numbered, name)
+        text = _arg_source(arg, numbered, name)
         plain = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
         args.append(f"{key}={text}" if plain else f"**{{{key!r}: {text}}}")
-    own = _OWN.get(op.target)
+    own = _ON_HOST.get(op.target)
     early = any(value in beside for value in op.made())
     called = f"{own or numbered.function(op.target, beside=early)}({', '.join(args)})"
     call = called if own else f"{called}  # {printable(op.target)}{' beside' if early else ''}"
@@ -285,7 +289,7 @@ def _call(op: Op, numbered: _Numbered, name: Name, beside: Container[int]) -> st
     return f"({', '.join(names)},) = {call}" if op.many else f"{names[0]} = {call}"
 
 
-def _arg(arg: Arg, numbered: _Numbered, name: Name) -> str:
+def _arg_source(arg: Arg, numbered: _ShortNames, name: Name) -> str:
     if isinstance(arg, Ref):
         return name(arg.value)
     if isinstance(arg, Scalar):
@@ -293,7 +297,7 @@ def _arg(arg: Arg, numbered: _Numbered, name: Name) -> str:
     if isinstance(arg, Const):
         return numbered.constant(arg)
     if isinstance(arg, tuple):
-        return f"[{', '.join(_arg(item, numbered, name) for item in arg)}]"
+        return f"[{', '.join(_arg_source(item, numbered, name) for item in arg)}]"
     if isinstance(arg, complex):
         return f"complex({complex_text(arg)!r})"
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):  # noqa: PLR0124

@@ -1,4 +1,4 @@
-"""The step in double precision, to judge rounding by; the first operator at which two runs differ.
+"""The step in double precision, to judge rounding by; the first operator at which the bytes of two runs differ.
 
 A plan with fission sums in another order than eager: its numbers differ in the last bits. They are right if they are as
 close to the exact ones as eager's own. The exact ones come from running the captured operators one by one in float64,
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import rustworkx as rx
 import torch
@@ -29,19 +28,19 @@ from magis.simulate.simulator import MemoryProfile
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether every element of one is that of the other, or both are nan."""
+    """Return True if all elements are equal, where nan equals nan; also shapes and data types must be equal."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     return torch.equal(ours, theirs) or bool(agreeing(ours, theirs).all())
 
 
 def agreeing(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Element by element."""
+    """Return where two tensors are equal, element by element; nan equals nan."""
     return (ours == theirs) | (ours.isnan() & theirs.isnan())
 
 
 def furthest(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two elements that do not agree; nan where one of them is no number."""
+    """Return the largest difference of two elements that do not agree; nan where one of them is nan."""
     wide = torch.complex128 if ours.is_complex() or theirs.is_complex() else torch.float64
     apart = ~agreeing(ours, theirs)
     difference = (ours[apart].to(wide) - theirs[apart].to(wide)).abs()
@@ -49,7 +48,7 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
 
 
 def off_by(ours: float, theirs: float) -> float:
-    """By which share of `theirs` a number is off; infinite where only one of them is finite."""
+    """Return the difference of two numbers as a share of `theirs`; infinite where only one of them is finite."""
     if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
         return 0.0
     difference = abs(ours - theirs) / max(abs(theirs), 1e-12)
@@ -61,27 +60,31 @@ RELATIVE = 1e-6
 
 
 def least_error(graph: Graph) -> float:
-    """Of a number that a step makes, as a share: what rounding to the least precise type in it may cost.
-
-    Eager's own error is no measure of that where there is one number only, a loss: it may be nought by chance.
-    """
+    """Return the relative error that rounding to the least precise data type of a step may cost. Eager's own error
+    is no measure of that where there is one number only, a loss: it may be nought by chance."""
     types = {getattr(torch, value.dtype) for value in graph.values.values()}
     return max([RELATIVE, *(torch.finfo(each).eps for each in types if each in (torch.bfloat16, torch.float16))])
 
 
 def gradient_values(graph: Graph) -> dict[str, int]:
-    """Parameter name -> value of its gradient, as the weight update takes it."""
+    """Return parameter name -> value of its gradient, as the weight update takes it."""
     found = {}
-    shown = _looked_through(graph)
+    # an update opens views (of complex tensors, as pairs of real numbers): each stands for what it is a view of
+    shown: dict[int, int] = {}
+    for op in graph.ops:
+        if op.phase == "update" and is_pure_view(graph, op):
+            shown |= {value: shown.get(op.inputs()[0], op.inputs()[0]) for value in op.made()}
     inputs = (graph.values[value] for value in graph.inputs)
-    parameters = {_window(each): each.name for each in inputs if each.name.startswith("parameter:")}
-    for block in _updates(graph):
+    parameters = {_where_it_lies(each): each.name for each in inputs if each.name.startswith("parameter:")}
+    for block in _update_groups(graph):
         made = {value for op in block for value in op.made()}
         written = {storage for op in block for storage, _ in op.writes}
         taken = [shown.get(value, value) for op in block for value in op.inputs()]
         looks = (graph.values[value] for value in taken if graph.values[value].storage in written)
         names = {  # by where they lie: a forward that writes to a parameter makes another value of it
-            parameters[_window(each)].removeprefix("parameter:") for each in looks if _window(each) in parameters
+            parameters[_where_it_lies(each)].removeprefix("parameter:")
+            for each in looks
+            if _where_it_lies(each) in parameters
         }
         given = {
             value: graph.values[value].storage
@@ -93,22 +96,15 @@ def gradient_values(graph: Graph) -> dict[str, int]:
     return found
 
 
-def _window(value: Value) -> tuple[object, ...]:
+def _where_it_lies(value: Value) -> tuple[object, ...]:
     return value.storage, value.offset, value.shape, value.stride, value.dtype
 
 
-def _looked_through(graph: Graph) -> dict[int, int]:
-    """For the views that an update opens (of complex tensors, as pairs of real numbers) what they are views of."""
-    found: dict[int, int] = {}
-    for op in graph.ops:
-        if op.phase == "update" and is_pure_view(graph, op):
-            found |= {value: found.get(op.inputs()[0], op.inputs()[0]) for value in op.made()}
-    return found
+def _update_groups(graph: Graph) -> list[list[Op]]:
+    """Return the operators that update each parameter, in groups that share its values and its state's.
 
-
-def _updates(graph: Graph) -> list[list[Op]]:
-    """The operators that update each parameter. They share its values and its state's; a storage they may share with
-    other parameters' (``magis.rewrite.rules.merged_weights``), and so they may a gradient's."""
+    Parameters, and gradients, may share a storage (``magis.rewrite.rules.merged_weights``): that makes no group.
+    """
     _, blocks = nodes_and_blocks(graph)
     links: rx.PyGraph[int, None] = rx.PyGraph()
     ops = [op for block in blocks for op in block]
@@ -123,7 +119,7 @@ def _updates(graph: Graph) -> list[list[Op]]:
 
 
 def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The step that returns its gradients as well, behind its own outputs; and the parameters that they belong to."""
+    """Return the step that also returns its gradients, behind its own outputs, and the names of their parameters."""
     gradients = gradient_values(graph)
     outputs = (*graph.outputs, *gradients.values())
     return replace(graph, outputs=outputs), tuple(gradients)
@@ -136,10 +132,10 @@ def exact(
     generators: Mapping[str, torch.Generator] | None = None,
     numbers: Mapping[str, float] | None = None,
 ) -> tuple[list[Tensor], list[float]]:
-    """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged, and
-    ``numbers`` those of its named scalars.
+    """Run the step up to its update in float64; return the values of ``outputs`` and how large their summands are.
 
-    With each comes how large what was summed up for it is, as the root of the sum of squares, at most; 0 for what is no
+    ``tensors`` are those of ``graph.inputs``, left unchanged, and ``numbers`` those of its named scalars. The second
+    list holds, for each output, the root of the sum of squares of what was summed up for it, at most; 0 for what is no
     sum. Roundings of these terms add up so, whatever is left of the sum.
 
     It draws from the default generator and from ``generators``, the step's own.
@@ -154,8 +150,8 @@ def exact(
     with torch.no_grad():
         for op in ops:
             for storage in terms.keys() & {graph.values[number].storage for number in op.made()}:
-                terms[storage] = max(terms[storage], _terms(op, known))
-            results = _called(op, known, graph.values, drawn_from, numbers or {})
+                terms[storage] = max(terms[storage], _largest_sum(op, known))
+            results = _call_wide(op, known, graph.values, drawn_from, numbers or {})
             known.update(
                 {
                     number: wide(made)
@@ -169,22 +165,17 @@ def exact(
     return [known[number] for number in outputs], [terms[graph.values[number].storage] for number in outputs]
 
 
-def _terms(op: Op, known: Mapping[int, Tensor]) -> float:
-    """The largest root of a sum of squares among the sums that a call makes."""
-    given = op.inputs()
+def _largest_sum(op: Op, known: Mapping[int, Tensor]) -> float:
+    """Return the largest root of a sum of squares among the sums that a call makes."""
+    given, labels = op.inputs(), op_info(op.target).product
     if op.target == "aten.sum.dim_IntList":
         total = _squares(known[given[0]]).sum(op.args[1])  # type: ignore[arg-type]
-    elif _is_product(op):
+    elif len(labels) == 3 and len({len(each) for each in labels}) == 1 and "k" in labels[0]:
+        # a product of matrices, or of batches of them, whose last two tensors are the factors
         total = _squares(known[given[-2]]) @ _squares(known[given[-1]])
     else:
         return 0.0
     return float(total.max().sqrt()) if total.numel() else 0.0
-
-
-def _is_product(op: Op) -> bool:
-    """Whether it is a product of matrices, or of batches of them, whose last two tensors are the factors."""
-    labels = op_info(op.target).product
-    return len(labels) == 3 and len({len(each) for each in labels}) == 1 and "k" in labels[0]
 
 
 def _squares(tensor: Tensor) -> Tensor:
@@ -192,7 +183,7 @@ def _squares(tensor: Tensor) -> Tensor:
 
 
 def _wide_copies(storages: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copies in double precision; those of one storage share memory as the tensors do."""
+    """Yield copies in double precision; those of one storage share memory as the tensors do."""
     counts = Counter(storages)
     memory: dict[tuple[int, torch.dtype], Tensor] = {}
     for storage, tensor in zip(storages, tensors, strict=True):
@@ -213,14 +204,14 @@ _WIDE = {
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in double precision."""
+    """Return the tensor in double precision."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def widened(op: Op) -> Op:
-    """The call with float64 wherever it names a floating-point type, and complex128 wherever a complex one."""
+    """Return the call with float64 wherever it names a floating-point type, and complex128 wherever a complex one."""
 
     def wide_arg(arg: Arg) -> Arg:
         if isinstance(arg, Const) and arg.kind == "dtype":
@@ -231,15 +222,15 @@ def widened(op: Op) -> Op:
     return replace(op, args=args, kwargs=tuple((name, wide_arg(arg)) for name, arg in op.kwargs))
 
 
-def _called(
+def _call_wide(
     op: Op,
     known: Mapping[int, Tensor],
     values: Mapping[int, Value],
     generators: Mapping[str, torch.Generator],
     numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
-    """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles: what
-    it writes goes back into the wide tensor then."""
+    """Call an operator in double precision. It runs in the step's own data type where it draws random numbers, or
+    has no kernel for doubles. What it writes goes back into the wide tensor then."""
     if not op.random:
         with suppress(NotImplementedError, RuntimeError):  # a product of groups of rows, say
             return call(widened(op), known, numbers)
@@ -254,7 +245,7 @@ def _called(
 
 @dataclass(frozen=True)
 class Closeness:
-    """How far a tensor may be off, and is: ``share`` of what is allowed (1 is the limit)."""
+    """Error of a tensor as a ``share`` of what is allowed (1 is the limit)."""
 
     name: str
     share: float
@@ -268,8 +259,7 @@ def closeness(
     relative: float = RELATIVE,
     terms: float = 0.0,
 ) -> Closeness:
-    """|ours - exact| against 2 |eager - exact|, or 2 eps `terms` if that is more, + `relative` max |exact|, largest
-    elements each.
+    """Compare |ours - exact| with 2 |eager - exact|, or 2 eps `terms` if that is more, + `relative` max |exact|.
 
     Where terms cancel, as in the gradient of a bias of attention's keys, all that there is is their rounding, and
     eager's may be small by chance.
@@ -293,17 +283,17 @@ def closeness(
 # between.
 
 _WITHIN = 60
-"""Logged calls among which the next operator is looked for."""
+"""Number of logged calls among which the next operator is looked for."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first operator whose bytes are not as simulated."""
+    """An operator, the first one whose bytes are not as simulated."""
 
     op: Op
     simulated: int
     measured: int
-    """Bytes above the step's start while it runs, at most."""
+    """Peak bytes above the step's start while it runs."""
 
     def __str__(self) -> str:
         module = f"module {self.op.module!r}" if self.op.module else "the loss or the root module"
@@ -314,13 +304,15 @@ class FirstDifference:
         )
 
 
-def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfile) -> FirstDifference | None:
-    """Run the step, simulated as `graph` with `profile`; None if no operator that is found in its log differs."""
+def first_difference(run: Callable[[], object], graph: Graph, profile: MemoryProfile) -> FirstDifference | None:
+    """Run the step and return the first operator whose bytes differ from `profile`, None if no logged one does."""
     with memory_profile() as log:
         kept = run()
     moments, levels = _levels(allocations(log))
     del kept
-    for position, start, end in _found(graph, _calls(log)):
+    nodes = (node for node in logged(log) if node.typed[0].name == "TorchOp")
+    calls = sorted((node.start_time_ns, node.end_time_ns, node.name) for node in nodes)
+    for position, start, end in _positions_in_log(graph, calls):
         measured = max(levels[bisect_left(moments, start) - 1 : bisect_right(moments, end)])
         simulated = profile.peaks[position] - profile.persistent_bytes
         if measured != simulated:
@@ -328,14 +320,8 @@ def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfil
     return None
 
 
-def _calls(log: Any) -> list[tuple[int, int, str]]:
-    """Start, end and name of every call of an operator, by start."""
-    calls = (node for node in logged(log) if node.typed[0].name == "TorchOp")
-    return sorted((node.start_time_ns, node.end_time_ns, node.name) for node in calls)
-
-
 def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
-    """Moments, and the bytes that are allocated from each on; frees of what is older than the log do not count."""
+    """Return moments, and the bytes allocated from each on; frees of what is older than the log do not count."""
     live: dict[int, int] = {}
     moments, levels = [-1], [0]
     for event in events:
@@ -347,8 +333,8 @@ def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
     return moments, levels
 
 
-def _found(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, int]]:
-    """Position, start and end of the graph's operators that make or write something, as far as the log has them."""
+def _positions_in_log(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, int]]:
+    """Yield position, start and end of the graph's operators that make or write something and are in the log."""
     at, free = 0, 0
     for position, op in enumerate(graph.ops):
         given = {graph.values[value].storage for value in op.inputs()}

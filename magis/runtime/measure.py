@@ -61,12 +61,11 @@ class WindowPeak:
     peak_bytes: int
     kept_bytes: int
     reserved_bytes: int | None = None
-    """The most that a GPU's caching allocator held, above what was allocated at the start; None on a CPU."""
+    """Peak that a GPU's caching allocator held, above what was allocated at the start; None on a CPU."""
 
 
 def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> WindowPeak:
-    """Run `fn` once and return its peak of allocated bytes above the start, scratch inside operators
-    included.
+    """Run `fn` once and return its peak of allocated bytes above the start, scratch inside operators included.
 
     What `fn` returns stays alive until the window ends. On CUDA the caching allocator's own counters are read
     after a reset (blocks rounded to 512 bytes), with nothing cached at the start; there, a tensor that is older
@@ -83,10 +82,8 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
 
 
 def replay(events: Iterable[Allocation]) -> WindowPeak:
-    """The highest sum of live bytes over `events` in the order given, and the sum at the end.
-
-    A free of an address that no earlier event allocated is older than the window and does not count.
-    """
+    """Return the highest sum of live bytes over `events` in the order given, and the sum at the end. A free of an
+    address that no earlier event allocated is older than the window and does not count."""
     live: dict[int, int] = {}
     now = peak = 0
     for event in events:
@@ -102,7 +99,7 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
 
 @contextmanager
 def collector_spared(*, collect: bool = True) -> Iterator[None]:
-    """What exists before the block is not looked through by the collections inside it: modules, graphs, a whole torch.
+    """Keep the garbage collector from looking through what exists before the block: modules, graphs, a whole torch.
 
     Measuring collects before every window; most of its time would go into objects that live as long as the process.
     Where garbage that is there already harms nothing, nobody need ``collect`` it first.
@@ -121,7 +118,7 @@ def collector_spared(*, collect: bool = True) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now, and in the block only where it asks for that: else what ran earlier says when cycles die."""
+    """Collect garbage now, and in the block only if asked: else cycles die depending on what ran earlier."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -144,7 +141,7 @@ def memory_profile() -> Iterator[profile]:
 
 
 def logged(log: profile) -> Iterator[Any]:
-    """All that a finished `memory_profile` has: depth first, in order."""
+    """Yield all nodes of a finished `memory_profile`: depth first, in order."""
     results: Any = log.kineto_results
     pending = list(reversed(results.experimental_event_tree()))
     while pending:
@@ -154,7 +151,7 @@ def logged(log: profile) -> Iterator[Any]:
 
 
 def allocations(log: profile) -> list[Allocation]:
-    """The CPU allocator's events in a finished `memory_profile`, ordered by time; of equal times as logged."""
+    """Return the CPU allocator's events in a finished `memory_profile`, ordered by time; of equal times as logged."""
     found = [
         Allocation(node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size)
         for node in logged(log)
@@ -165,11 +162,8 @@ def allocations(log: profile) -> list[Allocation]:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the
-    end.
-
-    The lines are written by C++ to the descriptors themselves, hence the detour over temporary files.
-    """
+    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the end. The
+    lines are written by C++ to the descriptors themselves, hence the detour over temporary files."""
     saved: dict[int, tuple[int, Any]] = {}
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -233,7 +227,7 @@ def tensor_peak(fn: Callable[[], object]) -> int:
 
 
 def device_identity(device: str) -> dict[str, str]:
-    """What workspaces and times of `device` hold for; figures of different identities are never compared.
+    """Return the conditions under which workspaces and times of `device` hold; only figures of equal ones are compared.
 
     "cpu": instruction set that the kernels use, threads in force, torch version, and what oneDNN is told, if anything.
     "cuda": GPU, torch and CUDA version. "sim:<name>": the version of the devices' constants. Raises UnknownDevice for
@@ -245,7 +239,7 @@ def device_identity(device: str) -> dict[str, str]:
             "instruction set": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "torch": str(torch.__version__),
-            **_told_onednn(),
+            **_onednn_settings(),
         }
     if device == "cuda":
         return {
@@ -258,11 +252,11 @@ def device_identity(device: str) -> dict[str, str]:
 
 
 _ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
-"""Variables that choose oneDNN's kernels, and with them scratch bytes; each has an older name, too."""
+"""Variables that choose oneDNN's kernels, and with them scratch bytes. Each has an older name, too."""
 
 
-def _told_onednn() -> dict[str, str]:
-    """Settings that make oneDNN take other kernels than it would, in one entry; nothing where there are none."""
+def _onednn_settings() -> dict[str, str]:
+    """Return settings that make oneDNN take other kernels than it would, as one entry, if there are any."""
     backend: Any = torch.backends.mkldnn  # torch's stubs lack some of what it holds
     told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
     found = [each for each in told if not each.endswith("=None")]
@@ -272,7 +266,8 @@ def _told_onednn() -> dict[str, str]:
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory that `device` has: of the machine or its container for "cpu"; a constant for "sim:<name>"."""
+    """Return the memory of `device` in bytes: of the machine or its container for "cpu", a constant for
+    "sim:<name>"."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     if device != "cpu":
@@ -281,7 +276,7 @@ def device_memory(device: str) -> int:
 
 
 def free_device_memory(device: str) -> int:
-    """Bytes that a step may still allocate on `device`; a simulated device is empty."""
+    """Return the bytes that a step may still allocate on `device`; a simulated device is empty."""
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + cached
@@ -292,7 +287,7 @@ def free_device_memory(device: str) -> int:
 
 
 def others_memory(device: str) -> int:
-    """Bytes of a GPU that neither are free nor belong to our allocator: other processes', and CUDA's own. Else 0."""
+    """Return the bytes of a GPU that other processes and CUDA itself hold, neither free nor our allocator's. Else 0."""
     if device != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -300,18 +295,19 @@ def others_memory(device: str) -> int:
 
 
 _SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""By errors that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
+"""Texts of errors that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's allocator says so by the error's type; CUDA, its libraries and the CPU's allocator in words."""
+    """Return True if an error says that memory has run out. A GPU's allocator says so by the error's type; CUDA, its
+    libraries and the CPU's allocator in words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
 
 
 def _meminfo(field: str) -> int:
-    """A field of Linux's memory table in bytes; elsewhere what the C library says of physical pages, else 4 GiB."""
+    """Return a field of Linux's memory table in bytes; elsewhere the C library's physical pages, else 4 GiB."""
     try:
         found = re.search(rf"^{field}:\s*(\d+) kB", _MEMORY_TABLE.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -325,10 +321,8 @@ def _meminfo(field: str) -> int:
 
 
 def _container_limit() -> tuple[int, int]:
-    """Memory limit of the control group and what of it is taken (page cache that can go left out), in bytes.
-
-    The limit is unbounded (2**62) outside of a container.
-    """
+    """Return the control group's memory limit and how much of it is taken (page cache that can go left out), in
+    bytes. The limit is unbounded (2**62) outside of a container."""
     for limit_file, used_file, stat_file, inactive in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -346,7 +340,7 @@ def _container_limit() -> tuple[int, int]:
 
 
 def trim() -> None:
-    """Hand what nobody uses any more back to the system, with the C library's free pages where that is glibc."""
+    """Hand unused memory back to the system, with the C library's free pages where that is glibc."""
     gc.collect()
     free_pages = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if free_pages is not None:

@@ -18,27 +18,31 @@ MERGED = "merged"
 """Kind of the graph's inputs (what stands before the colon in their names) that are several parameters in one."""
 
 
-def place(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The merged weights of the graph by name; ``known`` are its parameters, which are moved where they do not lie
-    side by side already. Needs memory for one merged weight at a time besides."""
+def pack_weights(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Lay parameters that a graph wants side by side in one storage, and return the merged weights by name.
+
+    ``known`` holds the parameters by name. Those that lie side by side already stay where they are; else memory is
+    needed for one merged weight at a time besides.
+    """
     found = {}
     for merged in merged_inputs(graph):
         parts = _parts(graph, merged)
-        whole = _as_they_lie(merged, {key: known[key] for key in parts}, parts)
+        whole = _already_packed(merged, {key: known[key] for key in parts}, parts)
         if whole is None:
             some = known[next(iter(parts))]
             whole = torch.empty(merged.shape, dtype=some.dtype, device=some.device)
-            for name, part in parts.items():
-                _move(known[name], whole, part)
+            with torch.no_grad():
+                for name, part in parts.items():
+                    window = whole.as_strided(part.shape, part.stride, part.offset)
+                    window.copy_(known[name])
+                    known[name].set_(window)  # type: ignore[call-overload]
         found[merged.name] = whole
     return found
 
 
 def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
-    """Raise MagisError if a parameter has left its place: moved to a device, say, or merged by another step.
-
-    ``tensors`` are those of ``graph.inputs``.
-    """
+    """Raise MagisError if a parameter has left the merged weight: moved to a device, say, or packed by another step.
+    ``tensors`` are those of ``graph.inputs``."""
     all_merged = merged_inputs(graph)
     if not all_merged:
         return
@@ -54,7 +58,7 @@ def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
 
 
 def merged_inputs(graph: Graph) -> list[Value]:
-    """The inputs of a graph that lie on the memory of several weights."""
+    """Return the inputs of a graph that are several weights in one storage."""
     inputs = (graph.values[number] for number in graph.inputs)
     return [value for value in inputs if value.name.partition(":")[0] == MERGED]
 
@@ -64,8 +68,8 @@ def _parts(graph: Graph, merged: Value) -> dict[str, Value]:
     return {value.name: value for value in looks if value.storage == merged.storage and value.id != merged.id}
 
 
-def _as_they_lie(merged: Value, known: Mapping[str, Tensor], parts: Mapping[str, Value]) -> Tensor | None:
-    """The merged weight, if another step has laid its parts out already."""
+def _already_packed(merged: Value, known: Mapping[str, Tensor], parts: Mapping[str, Value]) -> Tensor | None:
+    """Return the merged weight if another step has packed its parts already, else None."""
     name, part = next(iter(parts.items()))
     first = known[name]
     start = first.storage_offset() - part.offset
@@ -81,11 +85,3 @@ def _as_they_lie(merged: Value, known: Mapping[str, Tensor], parts: Mapping[str,
         ):
             return None
     return first.detach().as_strided(merged.shape, merged.stride, start)
-
-
-def _move(tensor: Tensor, whole: Tensor, part: Value) -> None:
-    """Let a tensor lie on its window of the merged weight, with the values that it has."""
-    with torch.no_grad():
-        window = whole.as_strided(part.shape, part.stride, part.offset)
-        window.copy_(tensor)
-        tensor.set_(window)  # type: ignore[call-overload]

@@ -34,7 +34,8 @@ FILLING = 0.75
 
 @dataclass(frozen=True)
 class ProfilingEffort:
-    """How much to measure: bytes of arguments and results at once, rounds, and seconds after which LEAST will do."""
+    """Effort of measuring: bytes of arguments and results at once, rounds, and seconds after which LEAST rounds will
+    do."""
 
     batch_bytes: int = 256 * MIB
     rounds: int = 15
@@ -48,10 +49,10 @@ class Stopwatch(Protocol):
     """Times calls; may answer later than they return."""
 
     def time(self, call: Callable[[], object]) -> object:
-        """What `call` returns."""
+        """Run `call` and return its result."""
 
     def times(self) -> Sequence[int]:
-        """Nanoseconds of the calls since this was last asked, in their order."""
+        """Return the nanoseconds of the calls since this was last asked, in their order."""
 
 
 class Wall:
@@ -80,14 +81,12 @@ class CallBatch:
 
 
 def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
-    """The signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
-
-    Those that this torch refuses, or that are larger than the limit by themselves, are left out.
-    """
+    """Yield the signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
+    Those that this torch refuses, or that are larger than the limit by themselves, are left out."""
     held: list[str] = []
     total = 0
     for key in keys:
-        size = _size(key)
+        size = _call_bytes(key)
         if size is None or size > limit:
             continue
         if held and total + size > limit:
@@ -99,8 +98,9 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
         yield CallBatch(tuple(held), total)
 
 
-def _size(key: str) -> int | None:
-    """Bytes of a call's arguments and results; the latter twice, since two rounds' results meet. None: refused."""
+def _call_bytes(key: str) -> int | None:
+    """Return the bytes of a call's arguments and results, or None if torch refuses it. Results count twice, since
+    those of two rounds are alive at once."""
     try:
         op, values = parse_with_outputs(key)
     except MagisError:
@@ -117,11 +117,7 @@ def record(
     watch: Stopwatch,
     workspace: Callable[[str], int] | None = None,
 ) -> dict[str, Entry]:
-    """The costs of a batch's operators; those that refuse made-up arguments are left out.
-
-    `workspace` says how many bytes a call takes besides its results (None: as the CPU's allocator says). The state of
-    the global random-number generator is left as it was.
-    """
+    """Measure the costs of a batch's operators; those that refuse made-up arguments are left out."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
@@ -139,18 +135,13 @@ def record(
                 call.held = watch.time(call.run)
             samples.append(watch.times())
     scratch = measure_workspaces(parse(call.key) for call in calls) if workspace is None else {}
-    times = [sorted(each) for each in zip(*samples, strict=True)]
-    return {
-        call.key: _entry(found, workspace(call.key) if workspace is not None else scratch.get(call.key, 0))
-        for call, found in zip(calls, times, strict=True)
-    }
-
-
-def _entry(times: Sequence[int], workspace: int) -> Entry:
-    """The median of sorted times, and half of their interquartile range."""
-    count = len(times)
-    spread = (times[(3 * count) // 4 if count > 1 else 0] - times[count // 4]) // 2
-    return Entry(statistics.median_low(times), spread, workspace, count)
+    entries = {}
+    for call, times in zip(calls, map(sorted, zip(*samples, strict=True)), strict=True):
+        count = len(times)
+        spread = (times[(3 * count) // 4 if count > 1 else 0] - times[count // 4]) // 2  # half the interquartile range
+        nbytes = workspace(call.key) if workspace is not None else scratch.get(call.key, 0)
+        entries[call.key] = Entry(statistics.median_low(times), spread, nbytes, count)
+    return entries
 
 
 @dataclass(eq=False)
@@ -168,7 +159,7 @@ class PreparedCall:
 
 
 def prepared(key: str, device: torch.device) -> PreparedCall | None:
-    """A call that went well once; None if the operator refuses the arguments."""
+    """Make a call ready and run it once; None if the operator refuses the arguments."""
     try:
         op, values = parse(key)
         tensors = make_tensors(op, values, device)
@@ -180,13 +171,12 @@ def prepared(key: str, device: torch.device) -> PreparedCall | None:
         run()
     except (*REFUSALS, MagisError):
         return None
-    return PreparedCall(
-        key, run, [each for each in _written(overload._schema, args, kwargs) if each.is_floating_point()]
-    )
+    written = _written_tensors(overload._schema, args, kwargs)
+    return PreparedCall(key, run, [each for each in written if each.is_floating_point()])
 
 
-def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Dense tensors that the call says it writes."""
+def _written_tensors(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors that the call's schema marks as written."""
     given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
     for each in schema.arguments:
         if each.alias_info is not None and each.alias_info.is_write:
@@ -197,13 +187,13 @@ def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
 
 
 def schemas(keys: Iterable[str]) -> dict[str, str]:
-    """What the operators of signatures look like to this torch, by name; unknown ones are left out."""
+    """Return the schemas of signatures' operators in this torch, by name; unknown ones are left out."""
     targets = {target_of(key) for key in keys}
     return {target: text for target in targets if (text := schema_of(target)) is not None}
 
 
 def schema_of(target: str) -> str | None:
-    """What an operator looks like to this torch: its name, arguments and results; None if it knows no such operator."""
+    """Return an operator's schema in this torch: name, arguments and results; None if it knows no such operator."""
     try:
         return str(resolve(target)._schema)
     except MagisError:
@@ -217,7 +207,7 @@ def schema_of(target: str) -> str | None:
 
 LINK_BYTES, FEW_BYTES, COPIES = 256 * MIB, 512, 7
 TOGETHER = 128
-"""Calls that are issued without waiting: a stream that is full would make the host wait for other calls' kernels."""
+"""Calls that are issued without waiting. A stream that is full would make the host wait for other calls' kernels."""
 
 
 class EventWatch:
@@ -246,10 +236,8 @@ class EventWatch:
 
 
 def cuda_workspace(key: str, device: torch.device) -> int:
-    """Bytes that a call allocates at its worst moment beyond its fresh outputs, in the allocator's own steps.
-
-    It has run before: libraries allocate their own workspace once, which lives on.
-    """
+    """Return the bytes that a call allocates at its peak beyond its fresh outputs, in the allocator's own steps. It
+    has run before: libraries allocate their own workspace once, which lives on."""
     call = prepared(key, device)
     if call is None:
         return 0
@@ -265,17 +253,18 @@ def cuda_workspace(key: str, device: torch.device) -> int:
 
 
 def link_speed(device: torch.device) -> int:
-    """Bytes a second between pinned host memory and the device, of the slower direction; median of a few copies."""
+    """Return the bytes a second between pinned host memory and the device, in the slower direction; median of a few
+    copies."""
     return LINK_BYTES * 1_000_000_000 // max(1, _copy_ns(device, LINK_BYTES))
 
 
 def copy_overhead(device: torch.device) -> int:
-    """Nanoseconds that a copy between pinned host memory and the device takes besides its bytes: one of a few bytes."""
+    """Return the nanoseconds that a copy between pinned host memory and the device takes besides its bytes."""
     return _copy_ns(device, FEW_BYTES)
 
 
 def _copy_ns(device: torch.device, nbytes: int) -> int:
-    """Nanoseconds of a copy in the slower direction, the median of a few."""
+    """Return the nanoseconds of a copy in the slower direction, the median of a few."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     medians = []

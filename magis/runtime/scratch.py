@@ -40,7 +40,7 @@ from magis.runtime.steps import GraphStep
 
 
 class Needs(Enum):
-    """What a call's tensors must hold for its scratch to be that of the step."""
+    """Contents that a call's tensors must have for its scratch to be that of the step."""
 
     ANYTHING = "anything harmless"
     NUMBERS = "the step's own numbers"
@@ -56,27 +56,24 @@ _PRIVATE = (
 """In names of operators that hand packed bytes to each other."""
 
 _BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "random")
-"""Kinds of operators whose scratch hangs on shapes alone, unless their row says otherwise; those that torch calls
-pointwise are such, too."""
+"""Kinds of operators whose scratch depends on shapes alone, unless their row says otherwise. So does that of the
+operators that torch calls pointwise."""
 
 
 def needs(op: Op, values: Mapping[int, Value]) -> Needs:
-    """What is to be in the tensors of `op` when its scratch is measured."""
+    """Return the contents that the tensors of `op` need when its scratch is measured."""
     space, name = (*op.target.split("."), "")[:2]
     if space != "aten" or any(part in name for part in _PRIVATE):
-        return Needs.ANYTHING if _is_first(name, op, values) else Needs.BYTES
+        # packed bytes may be made up for nobody but the operator that makes them, of floats alone
+        floats = all(not _is_whole(values[number].dtype) and values[number].dtype != "bool" for number in op.inputs())
+        packs = space == "aten" and "backward" not in name and "quant" not in name and floats
+        return Needs.ANYTHING if packs else Needs.BYTES
     info = op_info(op.target)
     if info.scratch == "values" or shaped_by_contents(op, values):
         return Needs.NUMBERS
     whole = {values[number].dtype for number in op.inputs() if _is_whole(values[number].dtype)}
     by_shapes = info.scratch == "shapes" or (not info.scratch and info.kind in _BY_SHAPES)
     return Needs.ANYTHING if not whole or by_shapes or info.view or _is_pointwise(op.target) else Needs.NUMBERS
-
-
-def _is_first(name: str, op: Op, values: Mapping[int, Value]) -> bool:
-    """Whether an operator of such a family is the one that makes the bytes, of floats alone."""
-    floats = all(not _is_whole(values[number].dtype) and values[number].dtype != "bool" for number in op.inputs())
-    return op.target.startswith("aten.") and "backward" not in name and "quant" not in name and floats
 
 
 def _is_whole(dtype: str) -> bool:
@@ -93,8 +90,7 @@ def _is_pointwise(target: str) -> bool:
 def measure_workspaces(
     items: Iterable[tuple[Op, Mapping[int, Value]]], limit_bytes: int | None = None
 ) -> dict[str, int]:
-    """Bytes that each operator allocates at its worst moment beyond its fresh outputs, by signature; on the
-    CPU.
+    """Return the bytes that each operator allocates at its peak beyond its fresh outputs, by signature; on the CPU.
 
     Left out of the answer: operators that refuse made-up arguments (they raise) or that must not be given any, those
     whose process ended over them, and, with `limit_bytes`, those whose arguments and outputs alone are larger than
@@ -104,35 +100,29 @@ def measure_workspaces(
     aside: dict[str, None] = {}
     for op, values in items:
         wanted = needs(op, values)
-        if wanted is Needs.BYTES or (limit_bytes is not None and _bytes(op, values) > limit_bytes):
+        touched = [values[number] for number in dict.fromkeys((*op.inputs(), *op.made()))]
+        size = sum(reach(value.shape, value.stride) * ITEM_SIZE[value.dtype] for value in touched)
+        if wanted is Needs.BYTES or (limit_bytes is not None and size > limit_bytes):
             continue
         if wanted is Needs.ANYTHING:
             here.append((op, values))
         else:
             aside[signature(op, values)] = None
-    return {**measure_here(here), **measured_aside(tuple(aside))}
-
-
-def _bytes(op: Op, values: Mapping[int, Value]) -> int:
-    touched = dict.fromkeys((*op.inputs(), *op.made()))
-    looks = [values[number] for number in touched]
-    return sum(reach(value.shape, value.stride) * ITEM_SIZE[value.dtype] for value in looks)
+    return {**measure_here(here), **measure_aside(tuple(aside))}
 
 
 # Made-up tensors, and calls on them in this process.
 
 
 def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
-    """Made-up tensors for the inputs of `op` by value id: exact shapes, strides and types, storages apart.
-
-    The numbers come from a fixed seed and are the same for every call.
-    """
+    """Make tensors for the inputs of `op` by value id: exact shapes, strides and types, in storages of their own.
+    The numbers come from a fixed seed and are the same for every call."""
     generator = torch.Generator(device).manual_seed(0)
-    return {number: _tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
+    return {number: _make_tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
 
 
-def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """A tensor as `value` describes it, at offset 0 of a storage that is just large enough."""
+def _make_tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """Make a tensor as `value` describes it, at offset 0 of a storage that is just large enough."""
     dtype: torch.dtype = getattr(torch, value.dtype)
     length = reach(value.shape, value.stride)
     flat: torch.Tensor
@@ -147,7 +137,7 @@ def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
 
 
 def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, int]:
-    """Bytes that each operator allocates in this process, on made-up arguments, by signature.
+    """Return the bytes that each operator allocates in this process, on made-up arguments, by signature.
 
     Runs every distinct signature of `items` (operator, values of the graph) twice with the thread count in force; never
     more than one signature's arguments are alive. The global random-number generator is left as it was.
@@ -168,7 +158,7 @@ def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, i
 
 
 def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
-    """Call `op` between two marks; bytes of the storages that it made and returned, or None if it refuses."""
+    """Call `op` between two marks; return the bytes of the new storages in its results, or None if it refuses."""
     tensors = make_tensors(op, values)
     scalars = dict.fromkeys(op.scalars(), 1.0)
     made = [values[number] for number in op.made()]
@@ -201,7 +191,7 @@ def _mark() -> None:
 
 
 def _between_marks(log: Any) -> Iterator[list[Allocation]]:
-    """The allocator's events up to each mark, from the one before it on."""
+    """Yield the allocator's events up to each mark, from the one before it on."""
     events = allocations(log)
     at = 0
     for moment in sorted(node.start_time_ns for node in logged(log) if node.name == _MARK):
@@ -215,11 +205,11 @@ def _between_marks(log: Any) -> Iterator[list[Allocation]]:
 
 
 def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str, int]:
-    """Bytes that each operator of a whole step allocates on the step's own numbers, by signature; on the CPU.
+    """Return the bytes that each operator of a step allocates on the step's own numbers, by signature; on the CPU.
 
     The step runs twice, as generated code does, each time on the tensors of a new one that `ready` makes, and with the
-    generators as they are now: what it branches on shall not have moved. Where calls of one signature differ, the most
-    that any takes. All generators are left as they were.
+    generators as they are now, so that it branches alike. Where calls of one signature differ, the most that any takes.
+    All generators are left as they were.
     """
 
     def run(log: AbstractContextManager[Any]) -> Any:
@@ -235,32 +225,29 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
     run(nullcontext())
     log = run(memory_profile())
     found: dict[str, int] = {}
-    calls, windows = [*_called(graph)], [*_between_marks(log)]
+    calls, windows = [*_calls_in_order(graph)], [*_between_marks(log)]
     if len(calls) != len(windows):
         return {}  # it is not known which window is whose
     for (op, inside), events in zip(calls, windows, strict=True):
         window = replay(events)
         key = signature(op, inside.values)
-        # some kernels make what nobody asked for, which is scratch
-        stays = min(window.kept_bytes, _made_bytes(op, inside)) if None in op.outputs else window.kept_bytes
+        stays = window.kept_bytes
+        if None in op.outputs:  # some kernels make what nobody asked for, which is scratch
+            given = {inside.values[value].storage for value in op.inputs()}
+            fresh = {inside.values[value].storage for value in op.made()} - given
+            stays = min(stays, sum(inside.storages[storage].nbytes for storage in fresh))
         found[key] = max(found.get(key, 0), window.peak_bytes - stays)
     return found
 
 
-def _called(graph: Graph) -> Iterator[tuple[Op, Graph]]:
-    """Calls of torch's operators with their graph, in the order in which generated code makes them."""
+def _calls_in_order(graph: Graph) -> Iterator[tuple[Op, Graph]]:
+    """Yield calls of torch's operators with their graph, in the order in which generated code makes them."""
     for op in graph.ops:
         if op.body is not None:
             for _ in range(op.body.parts):
-                yield from _called(op.body.graph)
+                yield from _calls_in_order(op.body.graph)
         elif not op.target.startswith("magis."):
             yield op, graph
-
-
-def _made_bytes(op: Op, graph: Graph) -> int:
-    given = {graph.values[value].storage for value in op.inputs()}
-    fresh = {graph.values[value].storage for value in op.made()} - given
-    return sum(graph.storages[storage].nbytes for storage in fresh)
 
 
 # Operators that a process of its own tries out, which may die of it.
@@ -270,21 +257,22 @@ def _made_bytes(op: Op, graph: Graph) -> int:
 # so only operators that need it are tried this way.
 
 PATIENCE_SECONDS = 120
-"""For all calls of one process together: a kernel that made-up numbers send into an endless loop ends with it."""
+"""Limit for all calls of one process together: it ends a kernel that made-up numbers send into an endless loop."""
 
 
-def measured_aside(keys: Sequence[str]) -> dict[str, int]:
-    """Workspace bytes by signature; left out are those that raised, ended their process, or never came back."""
+def measure_aside(keys: Sequence[str]) -> dict[str, int]:
+    """Measure workspaces in processes of their own; return bytes by signature. Left out are calls that raised, ended
+    their process, or never came back."""
     found: dict[str, int] = {}
     pending = list(keys)
     while pending:
-        answers = list(_answers(pending))
+        answers = list(_answers_of_child(pending))
         found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
         pending = pending[len(answers) + 1 :]  # without the one that it died of
     return found
 
 
-def _answers(keys: Sequence[str]) -> Iterator[int | None]:
+def _answers_of_child(keys: Sequence[str]) -> Iterator[int | None]:
     paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
     command = [sys.executable, "-P", "-m", "magis.runtime.scratch", str(torch.get_num_threads())]
     try:

@@ -25,36 +25,36 @@ from magis.ops.optimizers import AHEAD, OptimizerSpec
 from magis.ops.python_objects import PREFIX, look_up
 from magis.runtime.codegen import Step as Program
 from magis.runtime.codegen import compile_step, raised_by
-from magis.runtime.packed_weights import check_places, place
+from magis.runtime.packed_weights import check_places, pack_weights
 from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class Step(Protocol):
-    """What measurement needs of a step."""
+    """A training or inference step as measurement runs it."""
 
     module: nn.Module
     generators: Mapping[str, torch.Generator]
-    """The step's own, beside the default one of its device."""
+    """Generators of the step's own, beside the default one of its device."""
 
     def prepare(self) -> None:
-        """Everything that happens before the window: gradients to None."""
+        """Do what happens before the window: set gradients to None."""
 
     def run(self) -> Tensor:
-        """One step; returns the loss (or the first output in inference)."""
+        """Run one step; return the loss (or the first output in inference)."""
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
-        """The same step; `turn` is called between its operators."""
+        """Run the same step; `turn` is called between its operators."""
 
     def results(self) -> tuple[Tensor, ...]:
-        """All that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
+        """Return all that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
+        """Return the optimizer's state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
 
 
 def whole_step(step: Step) -> Callable[[], object]:
-    """What is timed, measured and traced of a step: all of it, from the gradients of the last one on."""
+    """Return a call of the whole step, as it is timed, measured and traced: from the last one's gradients on."""
 
     def once() -> object:
         step.prepare()
@@ -80,9 +80,12 @@ class EagerStep:
         transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
         seed: int | None = None,
     ) -> None:
-        """``around`` makes the context of forward and loss: autocast, say; ``scaler`` scales the loss, ``transform``
-        makes what is called of the function that computes both: compiled code, say. With a ``seed`` every step draws
-        the same random numbers."""
+        """Set the step up.
+
+        ``around`` makes the context of forward and loss: autocast, say. ``scaler`` scales the loss. ``transform`` takes
+        the function that computes forward and loss and returns what is called: compiled code, say. With a ``seed``
+        every step draws the same random numbers.
+        """
         self.module = module
         self._seed = seed
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
@@ -95,7 +98,7 @@ class EagerStep:
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizers.torch_optimizer(rule, dict(self._trained))
         self._scaler = scaler
-        self._call = self._whole if transform is None else transform(self._whole)
+        self._call = self._forward_and_loss if transform is None else transform(self._forward_and_loss)
         self._outputs: tuple[Tensor, ...] = ()
         self._steps = 0
 
@@ -108,50 +111,40 @@ class EagerStep:
 
     def run(self) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH) if self._explicit else nullcontext():
-            return self._run()
+            if self._rule.kind == "none":
+                with torch.no_grad():
+                    self._outputs = tuple(_output_tensors(self.forward()))
+                    return self._outputs[0]
+            loss, scaler = self.forward(), self._scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if self._optimizer is not None:
+                self._steps += 1
+                if scaler is None:
+                    self._optimizer.step()
+                else:
+                    scaler.step(self._optimizer)
+                    scaler.update()
+        self._outputs = (loss.detach(),)
+        return self._outputs[0]
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
         with Watched(turn):
             return self.run()
 
-    def _run(self) -> Tensor:
-        if self._rule.kind == "none":
-            with torch.no_grad():
-                self._outputs = tuple(_flat(self.forward()))
-                return self._outputs[0]
-        loss = self.forward()
-        if self._scaler is None:
-            loss.backward()
-        else:
-            self._scaler.scale(loss).backward()
-        self._update()
-        self._outputs = (loss.detach(),)
-        return self._outputs[0]
-
     def settle(self) -> None:
-        """Take an optimizer that runs by itself to where its memory is looked at."""
+        """Run an optimizer that runs by itself to the step at which its memory is measured."""
         if self._rule.kind == "apart" and self._optimizer is not None:
             if not self._steps:
                 self.prepare()
                 self.run()
             self._steps = settle(self._optimizer, self._steps)
 
-    def _update(self) -> None:
-        if self._optimizer is None:
-            return
-        self._steps += 1
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-
     def forward(self) -> Any:
-        """Run forward and loss alone, which may change weights, too; with gradients, as the step that they are of."""
+        """Run forward and loss alone, with gradients as in the whole step; this may change weights, too."""
         with self._around():
             return self._call()
 
-    def _whole(self) -> Any:
+    def _forward_and_loss(self) -> Any:
         if self._loss_fn is None:
             return self.module(*self._inputs)
         return self._loss_fn(self.module(*self._inputs), *self._targets)
@@ -162,11 +155,11 @@ class EagerStep:
         return (*self._outputs, *self.gradients().values())
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients of the last step, by parameter name."""
+        """Return the gradients of the last step, by parameter name."""
         return {name: p.grad for name, p in self._trained if p.grad is not None}
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """The optimizer's part of a step alone, by the given gradients."""
+        """Update the weights by the given gradients."""
         for name, parameter in self._trained:
             parameter.grad = gradients.get(name)
         if self._optimizer is not None:
@@ -181,8 +174,7 @@ class EagerStep:
 
 
 def settle(optimizer: Optimizer, steps: int) -> int:
-    """Take an optimizer that has gone so many steps to where its memory is looked at, by the gradients that are there;
-    how many it has gone then."""
+    """Run an optimizer, by the present gradients, up to the step at which its memory is measured; return its steps."""
     for _ in range(steps, AHEAD):
         optimizer.step()
     return max(steps, AHEAD)
@@ -246,7 +238,7 @@ class GraphStep:
         known.update({f"buffer:{name}": b for name, b in self.module.named_buffers()})
         known.update({f"input:{i}": t for i, t in enumerate(inputs)})
         known.update({f"target:{i}": t for i, t in enumerate(targets)})
-        known.update(place(graph, known))
+        known.update(pack_weights(graph, known))
         tensors = []
         for value_id in graph.inputs:
             value = graph.values[value_id]
@@ -273,14 +265,12 @@ class GraphStep:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the step works on, in the order of the graph's inputs: the module's own tensors among them."""
+        """Tensors that the step works on, in the order of the graph's inputs: the module's own among them."""
         return tuple(self._tensors)
 
     def prepare(self) -> None:
-        """Forget what the last step returned; it leaves no gradients behind.
-
-        Raises MagisError if weights that the graph wants side by side lie elsewhere by now.
-        """
+        """Forget what the last step returned; it leaves no gradients behind. Raises MagisError if weights that the
+        graph wants side by side lie elsewhere by now."""
         self._outputs = ()
         if self._seed is not None:
             seed_all(self._seed)
@@ -292,24 +282,22 @@ class GraphStep:
         return self.run_with(optimizers.scalars(self._rule, self._steps))
 
     def numbers(self) -> dict[str, float]:
-        """Values of the named scalars, at the first step if none has run."""
-        return self._all(optimizers.scalars(self._rule, max(1, self._steps)))
+        """Return the values of the named scalars, at the first step if none has run."""
+        return self._with_own_numbers(optimizers.scalars(self._rule, max(1, self._steps)))
 
-    def _all(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def _with_own_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         return {**numbers, **self.given, **shares_of(self.module, self._averages)}
 
     def run_with(self, numbers: Mapping[str, float]) -> Tensor:
-        """One step with these values of the named scalars (learning rate, bias corrections)."""
+        """Run one step with these values of the named scalars (learning rate, bias corrections)."""
         self._broken = True
-        self._outputs = self._step(self._tensors, self._all(numbers))
+        self._outputs = self._step(self._tensors, self._with_own_numbers(numbers))
         self._broken = False
         return self._outputs[0]
 
     def feed(self, batch: Mapping[str, Tensor]) -> None:
-        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data types.
-
-        One with other strides or bits is copied, since kernels were planned for those of the example.
-        """
+        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data
+        types. One with other strides or bits is copied, since kernels were planned for those of the example."""
         for position, value_id in enumerate(self._graph.inputs):
             value = self._graph.values[value_id]
             tensor = batch.get(value.name)
@@ -325,8 +313,11 @@ class GraphStep:
             self._tensors[position] = tensor
 
     def raised(self, error: BaseException) -> tuple[Op | None, dict[str, Tensor]]:
-        """The operator that raised this error, None where it was none; and parameters and states of the optimizer that
-        have been updated by then, by their names in the graph."""
+        """Return the operator that raised this error, and the tensors that have been updated by then.
+
+        The operator is None where none raised it. The tensors are parameters and states of the optimizer, by their
+        names in the graph.
+        """
         op, done = raised_by(self._graph, error) if self._broken else (None, set())
         values = map(self._graph.values.__getitem__, self._graph.inputs)
         return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
@@ -337,7 +328,7 @@ class GraphStep:
             self._tensors[position] = self._nothing
 
     def finish(self) -> None:
-        """Whatever comes next comes after every copy of the step, too."""
+        """Let whatever comes next wait for every copy of the step."""
         self._host.join()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
@@ -345,13 +336,13 @@ class GraphStep:
         if self._interrupted is None:
             with turn.rest():
                 self._interrupted = compile_step(
-                    self._graph, self._device, between=self._between, host=self._host, generators=self.generators
+                    self._graph, self._device, between=self._give_turn, host=self._host, generators=self.generators
                 )
         self._steps += 1
         self._outputs = self._interrupted(self._tensors, self.numbers())
         return self._outputs[0]
 
-    def _between(self) -> None:
+    def _give_turn(self) -> None:
         if self._turn is not None:
             self._turn()
 
@@ -362,13 +353,13 @@ class GraphStep:
         return self._state
 
 
-def _flat(result: Any) -> Iterator[Tensor]:
-    """The tensors of a module's output, in the order of the graph's outputs."""
+def _output_tensors(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a module's output, in the order of the graph's outputs."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, Mapping):
         for part in result.values():
-            yield from _flat(part)
+            yield from _output_tensors(part)
     elif isinstance(result, (list, tuple)):
         for part in result:
-            yield from _flat(part)
+            yield from _output_tensors(part)

@@ -30,19 +30,18 @@ class StorageEntry:
     reference: StorageWeakRef
     nbytes: int
     serial: int
-    """Addresses are used again once a storage is gone, these are not."""
+    """Unlike addresses, never used again."""
 
 
 class StorageLedger(TorchDispatchMode):
-    """Counts every storage that operators make under it, and the highest sum of those alive, inputs and outputs of the
-    running operator included.
+    """Count the bytes of all storages that operators make under this mode, and their peak.
 
-    The sum is an upper bound until it exceeds the peak; only then are those that are gone looked for, so that long
-    loops cost little.
+    The inputs and outputs of the running operator count as alive. The sum of those alive is an upper bound until it
+    exceeds the peak; only then are dead storages looked for, so that long loops cost little.
     """
 
     supports_higher_order_operators = True
-    """`torch.cond`, scans and loops come to `__torch_dispatch__`, too."""
+    """Lets `torch.cond`, scans and loops come to `__torch_dispatch__`, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,12 +54,12 @@ class StorageLedger(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether code is compiled under it as it is without it."""
+        """Return True: code is compiled under this mode as it is without it."""
         return True
 
     @property
     def alive_bytes(self) -> int:
-        """What is alive now."""
+        """Bytes that are alive now."""
         self._purge()
         return self._most
 
@@ -75,12 +74,12 @@ class StorageLedger(TorchDispatchMode):
             for reference, _ in self._storages((args, kwargs)):
                 if reference.cdata not in self._alive:
                     self._older[reference.cdata] = reference
-        result = self._inside(func, args, kwargs or {}) if higher else func(*args, **(kwargs or {}))
+        result = self._run_higher_order(func, args, kwargs or {}) if higher else func(*args, **(kwargs or {}))
         self._count(self._storages((args, kwargs, result)))
         return result
 
-    def _inside(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a higher-order operator; what its functions run is seen as well."""
+    def _run_higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a higher-order operator so that this mode sees what its functions run, too."""
         kinds = {type(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         if not kinds <= {Tensor, torch.nn.Parameter}:
             return func(*args, **kwargs)  # a subclass runs it in a way of its own
@@ -109,14 +108,13 @@ class StorageLedger(TorchDispatchMode):
             self._most += nbytes - before
             self._alive[reference.cdata] = StorageEntry(reference, nbytes, serial)
             if known is None:
-                self._begin(serial)
-            self._sized(serial, nbytes)
-        if more and self._exceeds():
+                self._on_new_storage(serial)
+            self._on_size(serial, nbytes)
+        if more and self._is_above_peak():
             self.peak_bytes = self._most
-            self._note()
+            self._on_peak()
 
-    def _exceeds(self) -> bool:
-        """Whether more is alive than at the peak so far."""
+    def _is_above_peak(self) -> bool:
         if self._most > self.peak_bytes:
             self._purge()
         return self._most > self.peak_bytes
@@ -125,30 +123,29 @@ class StorageLedger(TorchDispatchMode):
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
             gone = self._alive.pop(key)  # with the reference, the address may be used again
             self._most -= gone.nbytes
-            self._forget(gone.serial)
+            self._on_freed(gone.serial)
 
-    # What subclasses note besides: a storage that is new, its size where that is another, one that is gone, the peak.
+    # Hooks for subclasses; the serial number names the storage.
 
-    def _begin(self, serial: int) -> None:
+    def _on_new_storage(self, serial: int) -> None:
         pass
 
-    def _sized(self, serial: int, nbytes: int) -> None:
+    def _on_size(self, serial: int, nbytes: int) -> None:
         pass
 
-    def _forget(self, serial: int) -> None:
+    def _on_freed(self, serial: int) -> None:
         pass
 
-    def _note(self) -> None:
+    def _on_peak(self) -> None:
         pass
 
 
 class OverrunError(CaptureError):
-    """What runs needs more memory or time than it may."""
+    """Raised where code needs more memory or time than it is given."""
 
 
 class BoundedLedger(StorageLedger):
-    """Ends what runs under it, with OverrunError, before an operator makes more than so many bytes alive, and once so
-    many seconds are over."""
+    """Raise OverrunError before an operator would keep more than `most_bytes` alive, or after `most_seconds`."""
 
     def __init__(self, most_bytes: int, most_seconds: float) -> None:
         super().__init__()
@@ -159,12 +156,12 @@ class BoundedLedger(StorageLedger):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if time.thread_time() > self._end or self._made_bytes(func, args, kwargs or {}) > self._most_bytes:
+        if time.thread_time() > self._end or self._bytes_after(func, args, kwargs or {}) > self._most_bytes:
             raise OverrunError("running it here takes too long, or too much memory")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _made_bytes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Bytes alive once the operator has run."""
+    def _bytes_after(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return the bytes that are alive once the operator has run."""
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         most = sum(map(_nbytes, given))  # where the results hang on contents: as much as is given
         with suppress(Exception), self._fakes:
@@ -178,14 +175,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
-    """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
+    """Return weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
     found: list[tuple[StorageWeakRef, int]] = []
     _add_storages(tree, found)
     return found
 
 
 def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None:
-    """By hand: this runs at every operator, of whose arguments pytree would take a multiple of the time."""
+    """Collect the storages in `tree` by hand: pytree takes several times as long, and this runs at every operator."""
     if isinstance(tree, torch.Tensor):
         if tree.layout == torch.strided:
             storage = tree.untyped_storage()
@@ -208,8 +205,8 @@ _ALLOCATES = "empty_strided_"
 
 @contextmanager
 def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Tell ``note`` of each buffer that inductor's generated Python code makes: with functions of torch's C++ that no
-    dispatch mode sees, which every generated module keeps under a name of its own."""
+    """Call ``note`` with each buffer that inductor's generated Python code makes. It allocates by functions of
+    torch's C++ that no dispatch mode sees, and every generated module keeps them under names of its own."""
     source: Any = torch._C._dynamo.guards  # where generated code takes them from
     told: dict[Any, Any] = {}
 
@@ -226,15 +223,15 @@ def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
         if name.startswith(f"_{_ALLOCATES}"):
             setattr(source, name, telling(name, allocate))
     watching = {allocate: run for run, allocate in told.items()}
-    _exchange(watching)
+    _replace_allocators(watching)
     try:
         yield
     finally:
-        _exchange(told)  # in modules that were compiled meanwhile, too
+        _replace_allocators(told)  # in modules that were compiled meanwhile, too
 
 
-def _exchange(others: Mapping[Any, Any]) -> None:
-    """Put other functions in the place of those with which compiled code allocates."""
+def _replace_allocators(others: Mapping[Any, Any]) -> None:
+    """Replace the functions by which compiled code allocates, in all modules that hold them."""
     loaded = sys.modules.get("torch._inductor.codecache")
     for module in (torch._C._dynamo.guards, *(loaded.PyCodeCache.modules if loaded else ())):
         for name, held in list(vars(module).items()):

@@ -66,7 +66,7 @@ class Stored:
         return cls(data, tensor.dtype, tuple(tensor.shape), tensor.stride(), arrived)
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """A fresh tensor with the stored layout."""
+        """Return a fresh tensor with the stored layout."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
@@ -77,12 +77,12 @@ class GeneratorStates:
         self._generator = generator_of(device)
 
     def rng_save(self, own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
-        """The generator's state."""
+        """Return the generator's state."""
         with _disable_current_modes():  # torch hands states out as tensors; those are none of the step's
             return (own or self._generator).get_state().numpy().copy()
 
     def rng_enter(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
-        """Put an earlier state back; returns the present one."""
+        """Put an earlier state back; return the present one."""
         present = self.rng_save(own)
         self.rng_leave(state, own)
         return present
@@ -105,23 +105,23 @@ class HostMemory(GeneratorStates):
         return Stored.of(tensor, as_bytes(tensor).numpy().copy())
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
-        """The copy to the host is done from here on."""
+        """Return at once: the copy to the host is done."""
 
     def load(self, stored: Stored) -> Tensor:
-        """A fresh tensor with the stored layout and contents."""
+        """Return a fresh tensor with the stored layout and contents."""
         tensor = stored.empty("cpu")
         as_bytes(tensor).numpy()[:] = stored.data
         return tensor
 
     def ready(self, tensor: Tensor) -> None:
-        """What was loaded may be used from here on."""
+        """Return at once: what was loaded may be used."""
 
     def join(self) -> None:
-        """Every copy is done from here on."""
+        """Return at once: every copy is done."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes from the first to the last element that the tensor covers, gaps included; a view."""
+    """Return the bytes from the first to the last element that the tensor covers, gaps included; a view."""
     return tensor.as_strided((reach(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
@@ -129,26 +129,26 @@ class Stream(Protocol):
     """A queue of the device: ``torch.cuda.Stream``."""
 
     def record_event(self) -> Any:
-        """An event that occurs when all that the stream was given so far has run."""
+        """Return an event that occurs when all that the stream was given so far has run."""
 
     def wait_event(self, event: Any) -> None:
-        """What the stream is given from now on runs after the event."""
+        """Let whatever the stream is given from now on run after the event."""
 
 
 class Runtime(Protocol):
-    """What swapping needs of a device."""
+    """Streams and pinned memory of a device, as swapping uses them."""
 
     def current_stream(self) -> Any:
-        """The stream that operators go to."""
+        """Return the stream that operators go to."""
 
     def new_stream(self) -> Any:
-        """A further stream."""
+        """Make a further stream."""
 
     def running_on(self, stream: Any) -> AbstractContextManager[object]:
-        """Operators in the block go to that stream."""
+        """Send the operators in the block to that stream."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """So many bytes of host memory that the device copies from and to by itself."""
+        """Allocate host memory that the device copies from and to by itself."""
 
 
 class CudaRuntime:
@@ -181,20 +181,20 @@ class StreamHost(GeneratorStates):
         self._loads: Stream = runtime.new_stream()
         self._free: dict[int, list[Tensor]] = {}
         self._arriving: dict[int, tuple[Any, Stored]] = {}
-        """By the identity of a loaded tensor: when it is there, and what it is loaded from."""
+        """Event of its copy and source of each loaded tensor, by the tensor's identity."""
         self._last: dict[Stream, Any] = {}
-        """The last event of each copy stream that the compute stream has not waited for."""
+        """Last event of each copy stream that the compute stream has not waited for."""
 
     def store(self, tensor: Tensor) -> Stored:
         """Start to copy the bytes that ``tensor`` covers to the host."""
         source = as_bytes(tensor)
-        buffer = self._take(source.numel())
+        buffer = self._pinned_buffer(source.numel())
         stored = Stored.of(tensor, buffer, self._copy(self._stores, buffer, source))
         weakref.finalize(stored, self._free[source.numel()].append, buffer).atexit = False
         return stored
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:  # noqa: ARG002  (taken to keep it alive until here)
-        """The copy to the host is done before whatever comes next."""
+        """Let the compute stream wait until the copy to the host is done."""
         self._wait_for(stored.arrived)
 
     def load(self, stored: Stored) -> Tensor:
@@ -204,21 +204,19 @@ class StreamHost(GeneratorStates):
         return tensor
 
     def ready(self, tensor: Tensor) -> None:
-        """What was loaded is there before whatever comes next."""
+        """Let the compute stream wait until what was loaded is there."""
         arrived, _buffer = self._arriving.pop(id(tensor))
         self._wait_for(arrived)
 
     def join(self) -> None:
-        """Every copy is done before whatever comes next.
-
-        A whole step waits for each of its copies, so this matters after one that was broken off.
-        """
+        """Let the compute stream wait until every copy is done. A whole step waits for each of its copies, so this
+        matters after one that was broken off."""
         for event in list(self._last.values()):
             self._wait_for(event)
         self._arriving.clear()
 
     def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> Any:
-        """On a copy stream, after all that the compute stream was given so far; the event that it is done."""
+        """Copy on ``stream`` after all that the compute stream was given so far; return the event that it is done."""
         stream.wait_event(self._runtime.current_stream().record_event())
         with self._runtime.running_on(stream):
             target.copy_(source, non_blocking=True)
@@ -231,7 +229,7 @@ class StreamHost(GeneratorStates):
             if event is last:  # events of one stream occur in order: nothing is left to wait for
                 del self._last[stream]
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _pinned_buffer(self, nbytes: int) -> Tensor:
         free = self._free.setdefault(nbytes, [])
         if free:
             return free.pop()
@@ -243,7 +241,7 @@ AnyHost: TypeAlias = HostMemory | StreamHost
 
 
 def make_host(device: torch.device | str, runtime: Runtime | None = None) -> AnyHost:
-    """Where a step on ``device`` keeps what it swaps out: with streams on a GPU, or wherever a ``runtime`` is given."""
+    """Make the host memory of a step on ``device``: with streams on a GPU, or wherever a ``runtime`` is given."""
     if runtime is None and torch.device(device).type != "cuda":
         return HostMemory(device)
     return StreamHost(device, runtime if runtime is not None else CudaRuntime(device))

@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 from magis.ops.eager_only import layers_as_eager
 
 _FRAME_SLOTS = 1 << 15
-"""A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
+"""Stack size of a frame that gets a piece of memory of its own. Half of that, 256 KiB, is left to the calls inside."""
 
 
 class TimeSlice:
-    """What a step calls between operators: returns when it is this step's turn (again), and keeps the step's time."""
+    """A step's turns: called between its operators, it returns when it is the step's turn again, and keeps its time."""
 
     def __init__(self, baton: _Baton, which: int, slice_ns: float) -> None:
         self.total_ns = 0
@@ -56,7 +56,7 @@ class TimeSlice:
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """The clock stands still meanwhile."""
+        """Stop the step's clock in the block."""
         self._stop()
         yield
         self._since = time.perf_counter_ns()
@@ -76,7 +76,7 @@ class TimeSlice:
 
 
 Step = Callable[[TimeSlice], object]
-"""One step, which calls the turn between its operators."""
+"""Run a step that calls the turn between its operators."""
 
 
 class TimeSlices:
@@ -99,9 +99,14 @@ class TimeSlices:
         self._worker.close()
 
     def pair(self, leader: int) -> tuple[float, float]:
-        """Run each step once, the `leader` (0 or 1) first; milliseconds of both. Whatever a step raises is raised."""
+        """Run each step once, the `leader` (0 or 1) first; return milliseconds of both. Whatever a step raises is
+        raised."""
+        # turns in the proportion of the steps' times so far, so that both end at about once
+        first, second = self._total_ns
+        share = second / (first + second) if first and second else 0.5
+        slices = 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
         baton = self._baton = _Baton(leader)
-        turns = tuple(TimeSlice(baton, which, slice_ns) for which, slice_ns in enumerate(self._slices()))
+        turns = tuple(TimeSlice(baton, which, slice_ns) for which, slice_ns in enumerate(slices))
         self._worker.start(partial(turns[1].run, self._steps[1]))
         try:
             turns[0].run(self._steps[0])
@@ -114,20 +119,14 @@ class TimeSlices:
             self._total_ns[which] += turn.total_ns
         return turns[0].total_ns / 1e6, turns[1].total_ns / 1e6
 
-    def _slices(self) -> tuple[float, float]:
-        """Nanoseconds of each one's turn: in the proportion of the steps so far, so that both end at about once."""
-        first, second = self._total_ns
-        share = second / (first + second) if first and second else 0.5
-        return 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
-
 
 class Between(Protocol):
-    """What is called between operators: a turn, say."""
+    """A callable that runs between operators: a turn, say."""
 
     def __call__(self, _gradients: object = None) -> None: ...
 
     def rest(self) -> AbstractContextManager[None]:
-        """What goes on meanwhile is no part of the step."""
+        """Leave the block out of the step."""
 
 
 class Watched(TorchFunctionMode):
@@ -150,7 +149,7 @@ class Watched(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
             with self._turn.rest():
-                for node in _nodes(args[0]):
+                for node in _inner_nodes(args[0]):
                     node.register_prehook(self._turn)
         result = func(*args, **(kwargs or {}))
         self._turn()
@@ -173,7 +172,7 @@ class _Worker:
         self._jobs.put(job)
 
     def end(self) -> BaseException | None:
-        """Wait for the job; what it raised."""
+        """Wait for the job; return what it raised."""
         return self._ends.get()
 
     def close(self) -> None:
@@ -192,7 +191,7 @@ class _Worker:
 
 
 class _Baton:
-    """Who may run: one of two threads, until it hands over or is done."""
+    """The right to run: one of two threads has it, until it hands over or is done."""
 
     def __init__(self, leader: int) -> None:
         self._turns: tuple[SimpleQueue[None], SimpleQueue[None]] = (SimpleQueue(), SimpleQueue())
@@ -213,8 +212,8 @@ class _Baton:
         self._turns[1 - which].put(None)
 
 
-def _nodes(result: Tensor) -> Iterator[Any]:
-    """The nodes of the backward pass, but for its leaves, which outlive the step."""
+def _inner_nodes(result: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the backward pass, but for its leaves, which outlive the step."""
     seen = set()
     stack = [result.grad_fn]
     while stack:

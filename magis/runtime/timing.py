@@ -51,7 +51,8 @@ _THREADS = Path("/proc/self/task")
 
 
 def waits(threads: Path = _THREADS) -> dict[str, int]:
-    """Nanoseconds that each thread has been ready without a core so far; empty where the system does not count them."""
+    """Return the nanoseconds that each thread has been ready without a core so far. Empty where the system does not
+    count them."""
     found = {}
     if not threads.is_dir():
         return {}
@@ -64,29 +65,29 @@ def waits(threads: Path = _THREADS) -> dict[str, int]:
 
 
 def longest_wait(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Nanoseconds that the thread waited that waited most; 0 where nothing is known."""
+    """Return the nanoseconds of the thread that waited most; 0 where nothing is known."""
     return max((waited - before.get(name, 0) for name, waited in after.items()), default=0)
 
 
 Clock: TypeAlias = Callable[[Callable[[], object]], float]
-"""Calls something once; returns its milliseconds."""
+"""Call something once; return its milliseconds."""
 
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
 STEADY, SETTLING_GROUPS, SETTLING_SECONDS = 0.02, 15, 10.0
-"""Of a device's clock: when it counts as steady, and how long to wait for that."""
+"""Largest difference of medians under a steady clock, and the limits of waiting for it."""
 MEASURING, DECIDING = (6, 8.0), (12, 20.0)
-"""Times as many pairs at most as there are rounds, and seconds: to know a ratio, and to decide something by it."""
+"""Limits, as a multiple of the rounds and as seconds. The first pair is to know a ratio, the second to decide by it."""
 BRISK_SECONDS = 1.5
-"""Short steps may be timed that long, however many pairs it makes."""
+"""Time for which short steps may be timed, however many pairs that makes."""
 BUSY = 0.1
-"""Of a pair's time: for which share a thread of ours may wait for a core (quiet: 0.001; one busy neighbour: 0.4)."""
+"""Share of a pair's time for which a thread of ours may wait for a core (quiet: 0.001; one busy neighbour: 0.4)."""
 HOPELESS, HOPE = 0.1, 1 / 3
-"""A machine is given up that left us alone in fewer than that share of the pairs, in that share of the seconds."""
+"""A machine is given up that leaves fewer pairs undisturbed than the first share, in the second of the seconds."""
 WIDEST = 0.1
-"""Of an agreed ratio: what two looks tell no better than that is nothing to compare others with."""
+"""Width, as a share of the ratio, of the widest interval that two looks may agree on; wider ones tell nothing."""
 FEWEST = 8
-"""Pairs that give an interval at 0.99."""
+"""Number of pairs that give an interval at 0.99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Timing:
     """Share of each pair's time for which one of our threads waited for a core; empty: not known."""
 
     def undisturbed(self) -> Timing:
-        """The pairs of which a quiet machine would have made the same."""
+        """Return the pairs during which no thread of ours waited long for a core."""
         if not self.waited:
             return self
         kept = [index for index, share in enumerate(self.waited) if share <= BUSY]
@@ -112,11 +113,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class StoppingRule:
-    """How long to time: `rounds` undisturbed pairs, then a third of that at a time while the ratio is too uncertain.
+    """Rule by which timing ends: `rounds` undisturbed pairs, then a third of that at a time until the ratio is certain.
 
     With `bounds` the ratio is certain enough when none of them lies in its interval, without when the interval is at
-    most the share `width` of the ratio. There are at most `most` pairs, and no more after `seconds`; something to
-    decide is worth more of both. A machine that stays busy is given up before.
+    most the share `width` of the ratio. There are at most `most` pairs, and no more after `seconds`; with bounds, where
+    something is decided, the limits are higher. A machine that stays busy is given up before.
     """
 
     rounds: int
@@ -130,7 +131,7 @@ class StoppingRule:
             raise ValueError(f"rounds must be at least 1, not {self.rounds}")
 
     def ends(self, timing: Timing, seconds: float) -> bool:
-        """Whether these pairs, which took so long, are enough."""
+        """Return True if these pairs, which took so many seconds, are enough."""
         most, longest = DECIDING if self.bounds else MEASURING
         longest = longest if self.seconds is None else self.seconds
         undisturbed = timing.undisturbed()
@@ -150,7 +151,7 @@ class StoppingRule:
 
 
 ROUGHLY = StoppingRule(8, width=0.1, seconds=2.5)
-"""Where a ratio is only shown: as few pairs as give an interval."""
+"""Rule for a ratio that is only shown: as few pairs as give an interval."""
 
 
 def interleave(
@@ -160,36 +161,34 @@ def interleave(
     warmup: int = 2,
     device: torch.device | str = "cpu",
 ) -> Timing:
-    """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each.
-
-    The garbage collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady.
-    """
+    """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each. The garbage
+    collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady."""
     clock = clock_of(torch.device(device))
     for _ in range(warmup):
         first()
         second()
-    pair = partial(_one_after_the_other, first, second, clock)
+    pair = partial(_time_pair, first, second, clock)
     with no_collection():
         if clock is not host_clock:
             settle(lambda: sum(pair(0)))
-        return _collected(pair, patience, waits if clock is host_clock else dict[str, int])
+        return _time_pairs(pair, patience, waits if clock is host_clock else dict[str, int])
 
 
 def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *, slice_ms: float = SLICE_MS) -> Timing:
-    """Like `interleave`, but the steps of a pair go on in turn, about `slice_ms` milliseconds each: CPU only.
+    """Time pairs like `interleave`, but the steps go on in turn, about `slice_ms` milliseconds each: CPU only.
 
     What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
     themselves are those of steps that share caches with each other. One pair is run before the timed ones.
     """
     with no_collection(), TimeSlices(first, second, slice_ms) as pairs:
         pairs.pair(0)
-        return _collected(pairs.pair, patience, waits)
+        return _time_pairs(pairs.pair, patience, waits)
 
 
-def _collected(
+def _time_pairs(
     pair: Callable[[int], tuple[float, float]], patience: StoppingRule, waits: Callable[[], dict[str, int]]
 ) -> Timing:
-    """Pairs until patience ends, the leader alternating."""
+    """Time pairs until patience ends, the leader alternating."""
     pairs: list[tuple[float, float]] = []
     waited: list[float] = []
     begun = time.perf_counter_ns()
@@ -207,7 +206,7 @@ def _collected(
 
 
 def alone(step: Callable[[], object], rounds: int, device: torch.device | str = "cpu") -> tuple[float, ...]:
-    """Milliseconds of each of `rounds` calls, after an untimed one; timed as by `interleave`."""
+    """Return the milliseconds of each of `rounds` calls, after an untimed one; timed as by `interleave`."""
     clock = clock_of(torch.device(device))
     step()
     with no_collection():
@@ -216,10 +215,10 @@ def alone(step: Callable[[], object], rounds: int, device: torch.device | str = 
         return tuple(clock(step) for _ in range(rounds))
 
 
-def _one_after_the_other(
+def _time_pair(
     first: Callable[[], object], second: Callable[[], object], clock: Clock, leader: int
 ) -> tuple[float, float]:
-    """Milliseconds of one run of each, the `leader` (0 or 1) first."""
+    """Return the milliseconds of one run of each, the `leader` (0 or 1) first."""
     if leader == 0:
         return clock(first), clock(second)
     after = clock(second)
@@ -227,14 +226,14 @@ def _one_after_the_other(
 
 
 def host_clock(step: Callable[[], object]) -> float:
-    """Milliseconds of a call by the host's clock."""
+    """Return the milliseconds of a call by the host's clock."""
     start = time.perf_counter_ns()
     step()
     return (time.perf_counter_ns() - start) / 1e6
 
 
 def event_clock(make_event: Callable[[], Any], synchronize: Callable[[], object]) -> Clock:
-    """Milliseconds between two events on the device's current stream, around what a call gives to it.
+    """Return a clock of the milliseconds between two events on the device's current stream, around a call.
 
     Nothing else is on the device when the first event is recorded. What the host takes to hand out work counts only
     where the device has to wait for it. Other streams count as far as the current one waits for them.
@@ -253,7 +252,7 @@ def event_clock(make_event: Callable[[], Any], synchronize: Callable[[], object]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """How steps are timed on the device."""
+    """Return the clock that steps on the device are timed by."""
     if device.type != "cuda":
         return host_clock
     return event_clock(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.synchronize, device))
@@ -277,7 +276,7 @@ def settle(once: Callable[[], float], seconds: float = SETTLING_SECONDS) -> int:
 
 
 def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInterval:
-    """Median of the pairs' ratios second / first, and an interval that holds the true median with `confidence`.
+    """Return the median of the pairs' ratios second / first, and an interval that holds it with `confidence`.
 
     The interval runs from the k-th smallest to the k-th largest ratio, k as large as the sign test allows. Where
     even the extremes do not reach the confidence (fewer than 8 pairs at 0.99), nothing is known: 0 to infinity.
@@ -295,7 +294,7 @@ def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInter
 
 
 def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ()) -> RatioInterval:
-    """The ratio that two looks agree on: between their medians, with an interval that holds both of theirs.
+    """Return the ratio that two looks agree on: between their medians, with an interval that holds both of theirs.
 
     What makes a process's ratio differ from another's makes all pairs of a look alike: more pairs would not tell.
 
@@ -320,12 +319,12 @@ def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ())
 
 
 def is_too_busy(timing: Timing) -> bool:
-    """Whether too few pairs were undisturbed to know a ratio, of enough that were timed."""
+    """Return True if enough pairs were timed, but too few were undisturbed to know a ratio."""
     return len(timing.first_ms) >= FEWEST > len(timing.undisturbed().first_ms)
 
 
 def _rank(count: int, confidence: float) -> int:
-    """The largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
+    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
 
     The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`.
     """

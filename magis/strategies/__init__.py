@@ -1,4 +1,4 @@
-"""The ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
+"""Ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
 
 The names load on first use: `magis.strategies.distributed_names` tells a strategy by its name without importing torch.
 """

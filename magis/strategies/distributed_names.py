@@ -36,26 +36,27 @@ DISTRIBUTED: tuple[str, ...] = (
     "pp+zbv",
     "tp+pp",
 )
-"""The plain names, in the order in which reports list them."""
+"""Plain names, in the order in which reports list them."""
 
 _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "tp+sp", "pp", "tp+pp")
 _ACCUMULATED = ("ddp", "oss", "fsdp", "tp", "tp+sp", "pp", "tp+pp")
-"""All others reduce gradients in ways that a second micro-batch would meet again."""
+"""Strategies that take several micro-batches. All others reduce gradients in ways that a second micro-batch would meet
+again."""
 _ACCUMULATES = re.compile(r"accumulate([1-9]\d*)\+")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
 """Examples of strategies whose ranks run plans."""
 _PLANNED = re.compile(r"magis\+(ddp|fsdp|tp\d*(\+sp)?|pp\d*)")
-"""`magis/extensions/ranks/plans/planned_ranks.py` makes them."""
+"""Names of strategies that `magis/extensions/ranks/plans/planned_ranks.py` makes."""
 _GROUPS = re.compile(
     r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*)(?:\+(?P<schedule>interleaved|zbv?))?)?"
 )
 
 
 @dataclass(frozen=True)
-class _Parsed:
+class _ParsedName:
     plain: str
     amp: bool
     tensor: int = 1
@@ -65,17 +66,15 @@ class _Parsed:
     sequence: bool = False
     micro_batches: int | None = None
     schedule: str = ""
-    """Of a pipeline with two stages on each rank."""
+    """Schedule of a pipeline with two stages on each rank."""
 
 
 def distributed_strategy(name: str) -> RankStrategy:
-    """The distributed strategy called ``name``, or what the callable at "package.module:factory" returns.
-
-    Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
-    """
+    """Return the distributed strategy called ``name``, or that of the callable at "package.module:factory". Raises
+    UsageError, with the nearest names, for any other name, and for a factory that cannot be called."""
     if is_own(name):
-        return _own(name)
-    parsed = _parsed(name)
+        return _call_factory(name)
+    parsed = _parse(name)
     if parsed is None:
         every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
         near = difflib.get_close_matches(name, every, n=3, cutoff=0.4) or list(DISTRIBUTED)
@@ -85,16 +84,16 @@ def distributed_strategy(name: str) -> RankStrategy:
         )
     if parsed.micro_batches is not None:
         inner = distributed_strategy(_ACCUMULATES.sub("", name, count=1))
-        return _make("accumulated", inner, parsed.micro_batches)
+        return _load_strategy("accumulated", inner, parsed.micro_batches)
     if parsed.half:
-        return _make("halved", distributed_strategy(name.removeprefix("half+")))
+        return _load_strategy("halved", distributed_strategy(name.removeprefix("half+")))
     if parsed.plain in _REPLICATED:
-        return _make("replicated", parsed.plain, amp=parsed.amp)
+        return _load_strategy("replicated", parsed.plain, amp=parsed.amp)
     if parsed.plain in _PARTITIONED:
-        return _make("partitioned", _PARTITIONED[parsed.plain], amp=parsed.amp)
+        return _load_strategy("partitioned", _PARTITIONED[parsed.plain], amp=parsed.amp)
     if parsed.plain == "fsdp":
-        return _make("fully sharded", amp=parsed.amp)
-    return _make(
+        return _load_strategy("fully sharded", amp=parsed.amp)
+    return _load_strategy(
         "model parallel",
         parsed.tensor,
         parsed.stages,
@@ -104,30 +103,30 @@ def distributed_strategy(name: str) -> RankStrategy:
     )
 
 
-def _make(name: str, *arguments: Any, **keywords: Any) -> RankStrategy:
+def _load_strategy(name: str, *arguments: Any, **keywords: Any) -> RankStrategy:
     made: RankStrategy = registry.load("ranks", name)(*arguments, **keywords)
     return made
 
 
 def is_distributed(name: str) -> bool:
-    """Whether a name is that of a distributed strategy; of a factory, whether it is written as one."""
-    return is_planned(name) or is_own(name) or _parsed(name) is not None
+    """Return True if a name is that of a distributed strategy, or written as a user's factory of one."""
+    return is_planned(name) or is_own(name) or _parse(name) is not None
 
 
-def is_lower(name: str) -> bool:
-    """Whether a name is that of a strategy in mixed or half precision."""
+def is_low_precision(name: str) -> bool:
+    """Return True if a name is that of a strategy in mixed or half precision."""
     return any(part in ("amp", "half") for part in name.split("+"))
 
 
 def is_planned(name: str) -> bool:
-    """Whether a name is that of a strategy whose ranks run a plan: "magis+fsdp"."""
-    return _PLANNED.fullmatch(name) is not None and _parsed(plain_of(name)) is not None
+    """Return True if a name is that of a strategy whose ranks run a plan: "magis+fsdp"."""
+    return _PLANNED.fullmatch(name) is not None and _parse(plain_of(name)) is not None
 
 
 def check_planned(name: str) -> None:
     """Raise UsageError for a distributed strategy that exists, with "magis+" in front, but whose ranks run no plans."""
     plain = plain_of(name)
-    parsed = None if plain == name else _parsed(plain)
+    parsed = None if plain == name else _parse(plain)
     if parsed is None or is_planned(name):
         return
     what = f"strategy {name!r}: ranks of {plain} run no plans"
@@ -138,23 +137,21 @@ def check_planned(name: str) -> None:
 
 
 def plain_of(name: str) -> str:
-    """The strategy whose ranks a planned one plans for: "fsdp" of "magis+fsdp"."""
+    """Return the strategy whose ranks a planned one plans for: "fsdp" of "magis+fsdp"."""
     return name.removeprefix("magis+")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is written as that of a factory of the user's own: "package.module:factory"."""
+    """Return True if a name is written as that of a factory of the user's own: "package.module:factory"."""
     return _OWN.fullmatch(name) is not None
 
 
 def group_of(name: str) -> int:
-    """Ranks of one group of the strategy called ``name``: its worlds are multiples of that. 1 for other names.
-
-    A factory of the user's own is called for it; UsageError where that fails.
-    """
+    """Return the ranks of one group of the strategy called ``name``: its worlds are multiples of that; 1 for other
+    names. A factory of the user's own is called for it; UsageError where that fails."""
     if is_own(name):
-        return _own(name).group
-    parsed = _parsed(plain_of(name))
+        return _call_factory(name).group
+    parsed = _parse(plain_of(name))
     return 1 if parsed is None else parsed.tensor * parsed.stages
 
 
@@ -167,8 +164,9 @@ def check_world(strategy: RankStrategy, size: int) -> None:
         )
 
 
-def _own(name: str) -> RankStrategy:
-    """What the factory of that name returns. UsageError unless it can be imported, called, and makes a strategy."""
+def _call_factory(name: str) -> RankStrategy:
+    """Call the factory of that name and return its strategy. Raises UsageError unless it can be imported, called,
+    and makes a strategy."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
@@ -193,31 +191,31 @@ def _own(name: str) -> RankStrategy:
 
 
 def accumulated(name: str, micro_batches: int) -> str:
-    """The name of a distributed strategy with so many micro-batches a step. UsageError for one that takes none."""
+    """Return the name of a strategy with so many micro-batches a step. UsageError for one that takes none."""
     if micro_batches == 1:
         return name
     found = f"accumulate{micro_batches}+{name}"
-    if _parsed(found) is None:
+    if _parse(found) is None:
         raise UsageError(
             f"strategy {name!r} does not accumulate gradients", hint=f"choose from {', '.join(_ACCUMULATED)}"
         )
     return found
 
 
-def _parsed(name: str) -> _Parsed | None:
+def _parse(name: str) -> _ParsedName | None:
     if (several := _ACCUMULATES.match(name)) is not None:
-        inner = _parsed(name[several.end() :])
+        inner = _parse(name[several.end() :])
         fits = inner is not None and inner.micro_batches is None and inner.plain in _ACCUMULATED
         return replace(inner, micro_batches=int(several[1])) if inner is not None and fits else None
     if name.startswith("half+"):
-        inner = _parsed(name.removeprefix("half+"))
+        inner = _parse(name.removeprefix("half+"))
         plainly = inner is not None and not (inner.amp or inner.half or inner.micro_batches)
         fits = inner is not None and plainly and inner.plain in _HALVED
         return replace(inner, half=True) if inner is not None and fits else None
     plain = name.removeprefix("amp+")
     amp = plain != name
     if plain in _REPLICATED or plain in _PARTITIONED or plain == "fsdp":
-        return _Parsed(plain, amp)
+        return _ParsedName(plain, amp)
     found = _GROUPS.fullmatch(plain)
     if found is None or not plain:
         return None
@@ -228,4 +226,4 @@ def _parsed(name: str) -> _Parsed | None:
     kinds = [kind for kind in sizes if found[kind] is not None]
     sequence = found["sequence"] is not None
     plain, schedule = "+".join(kinds + ["sp"] * sequence), found["schedule"] or ""
-    return _Parsed(plain, amp, sizes["tp"], sizes["pp"], sequence=sequence, schedule=schedule)
+    return _ParsedName(plain, amp, sizes["tp"], sizes["pp"], sequence=sequence, schedule=schedule)

@@ -20,7 +20,7 @@ def check_update(work: Workload, strategy: str) -> None:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether any part draws random numbers: it would not compute what one with another generator does."""
+    """Return True if any part draws random numbers: with another generator it would not compute the same."""
     return any(
         isinstance(value := vars(part).get(name), float) and value > 0 for part in module.modules() for name in _DROPOUT
     )

@@ -1,4 +1,4 @@
-"""What a strategy is: something that makes the training step of a workload on one rank of a world.
+"""Strategies: each makes the training step of a workload on one rank of a world.
 
 Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it,
 the ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
@@ -18,16 +18,16 @@ from magis.capture import Workload
 from magis.errors import UsageError
 
 WARM_STEPS = 2
-"""Of a strategy that does not say: optimizers make their state in the first step, DistributedDataParallel its final
-buckets in the second."""
+"""Steps before the measured one, unless a strategy says otherwise. Optimizers make their state in the first step,
+DistributedDataParallel its final buckets in the second."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, and the place of one of them.
+    """Number of ranks of a run, and one rank among them.
 
-    Whoever makes a world of more than one has set up torch.distributed's default process group: of real ranks, or
-    where nothing is run (``fake``: tensors are fake, too) the "fake" one.
+    Whoever makes a world of more than one has set up torch.distributed's default process group: of real ranks, or where
+    nothing is run (``fake``: tensors are fake, too) the "fake" one.
     """
 
     size: int = 1
@@ -41,40 +41,38 @@ class RankStep(Protocol):
     """One rank's part of a training step; owns its module and optimizer."""
 
     module: nn.Module
-    """What this rank holds of the network."""
+    """Part of the network that this rank holds."""
 
     def prepare(self) -> None:
-        """Everything that happens before the measured window: gradients to None."""
+        """Do what happens before the measured window: set gradients to None."""
 
     def run(self) -> Tensor | None:
-        """One whole step, communication included; returns the mean loss of the rank's share of the batch, None on a
-        rank that sees no loss (all pipeline stages but the last)."""
+        """Run one whole step, communication included; return the mean loss of the rank's share of the batch. None on
+        a rank that sees no loss (all pipeline stages but the last)."""
 
 
 class RankStrategy(Protocol):
-    """A way to run a training step on a number of ranks.
-
-    It may have ``warm_steps``, how many steps run before the one that is measured, else `WARM_STEPS`; and ``stages``,
-    of a pipeline.
-    """
+    """A way to run a training step on a number of ranks. It may have ``warm_steps``, how many steps run before the
+    one that is measured, else `WARM_STEPS`; and ``stages``, of a pipeline."""
 
     @property
     def name(self) -> str:
-        """As it is asked for: "ddp", "amp+zero1", "tp2"."""
+        """Name as it is asked for: "ddp", "amp+zero1", "tp2"."""
 
     @property
     def group(self) -> int:
         """Ranks that work on one share of the batch together; the world's size is a multiple of it."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """The step of ``work`` (whole module, global batch) on this rank. The module may be taken over and changed.
+        """Return the step of ``work`` (whole module, global batch) on this rank.
 
-        Raises UsageError, in one line with the numbers, for a world or a network that the strategy is not for.
+        The module may be taken over and changed. Raises UsageError, in one line with the numbers, for a world or a
+        network that the strategy is not for.
         """
 
 
 class Wrapping:
-    """What a strategy around another one, its ``strategy``, says of itself: what the inner one does."""
+    """A strategy around another one, ``strategy``, with that one's name, group and stages."""
 
     strategy: RankStrategy
 
@@ -92,19 +90,19 @@ class Wrapping:
 
     @property
     def stages(self) -> int:
-        """Of a pipeline; 1: there is none."""
+        """Stages of a pipeline; 1 if there is none."""
         return int(getattr(self.strategy, "stages", 1))
 
 
 def batch_size(work: Workload) -> int:
-    """Samples in the (global) batch of a workload: the length of its first input. UsageError without one."""
+    """Return the samples in the (global) batch, the length of the first input. UsageError without one."""
     if not work.inputs or not work.inputs[0].dim():
         raise UsageError(f"{work.name}: the first input has no dimension along which a batch could be shared out")
     return int(work.inputs[0].shape[0])
 
 
 def samples_of(work: Workload) -> int:
-    """The same; 0 where no batch can be told."""
+    """Return the samples in the batch; 0 where no batch can be told."""
     try:
         return batch_size(work)
     except UsageError:
@@ -112,10 +110,8 @@ def samples_of(work: Workload) -> int:
 
 
 def share_of_batch(work: Workload, index: int, count: int) -> Workload:
-    """The workload with the ``index``-th of ``count`` equal shares of its batch, along the first dimension.
-
-    Tensors with another length than the batch's are shared whole. Raises UsageError where the shares are not equal.
-    """
+    """Return the workload with the ``index``-th of ``count`` equal shares of its batch, along the first dimension.
+    Tensors with another length than the batch's are shared whole. Raises UsageError where the shares are not equal."""
     samples = batch_size(work)
     if samples % count:
         raise UsageError(
@@ -132,16 +128,14 @@ def share_of_batch(work: Workload, index: int, count: int) -> Workload:
 
 
 def split(tensors: Sequence[Tensor], samples: int, count: int) -> list[tuple[Tensor, ...]]:
-    """The micro-batches of these tensors, as views; what is no batch goes to each."""
+    """Return the micro-batches of these tensors, as views; what is no batch goes to each."""
     parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
     return list(zip(*parts, strict=True)) if parts else [()] * count
 
 
 def loss_of_shares(work: Workload, count: int) -> Callable[[], Tensor]:
-    """What ``count`` ranks compute of a batch together: the mean of the losses of its shares, one after the other.
-
-    Of a network with batch norm this is another loss than that of the whole batch, which is normalized as one.
-    """
+    """Return a function of the loss that ``count`` ranks compute together: the mean of the losses of their shares.
+    For a network with batch norm this is another loss than that of the whole batch, which is normalized as one."""
     shares = [share_of_batch(work, index, count) for index in range(count)]
 
     def mean() -> Tensor:

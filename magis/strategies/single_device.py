@@ -41,22 +41,21 @@ SAVED = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""What selective checkpointing keeps: results of what is dear to compute. All else is computed again."""
+"""Operators whose results selective checkpointing keeps, dear to compute. All else is computed again."""
 
 
 @contextmanager
 def checkpointed(
     module: nn.Module, blocks: Sequence[str], *, selective: bool = False, preserve_rng_state: bool = True
 ) -> Iterator[nn.Module]:
-    """The module with the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant).
+    """Run the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant) in the block.
 
-    ``selective``: results of products, convolutions and attention (``SAVED``) are kept, not computed again. The module
-    is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is compiled, which
-    keeps no states.
+    ``selective``: results of products, convolutions and attention (``SAVED``) are kept, not computed again.
+    ``preserve_rng_state`` False is for code that is compiled, which keeps no states.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     wrapped: list[nn.Module] = []
     for path in blocks:
         block = module.get_submodule(path)
@@ -70,24 +69,24 @@ def checkpointed(
             del block.forward
 
 
-def _policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+def _selective_policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 BUDGET = 0.5
-"""What "compile-budget" leaves of the activations that compiled code would keep for the backward."""
+"""Share of the activations that "compile-budget" lets compiled code keep for the backward."""
 CAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
 DEFAULT_CAST = {"cpu": "bfloat16", "cuda": "float16"}
-"""What torch.autocast casts to where it is not told, by device type."""
+"""Data type that torch.autocast casts to where it is not told, by device type."""
 
 
 class Moved:
-    """What is kept on the host while a step is captured on fake tensors: it leaves the device, and comes back as new
-    memory when the backward needs it."""
+    """Host memory for tensors while a step is captured on fake ones. A tensor leaves the device, and comes back as
+    new memory when the backward needs it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Of both directions together."""
+        """Bytes moved in both directions together."""
 
     def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
         self.nbytes += tensor.nbytes
@@ -101,9 +100,11 @@ class Moved:
 
 
 def blocks_of(work: Workload) -> tuple[str, ...]:
-    """Paths of the blocks to checkpoint: those that the workload names, else the children of one class, two at least
-    and made of modules themselves, of the `ModuleList` or `Sequential` whose such children have the most parameters;
-    empty where there are none."""
+    """Return the paths of the blocks to checkpoint: those that the workload names, else those found in the module.
+
+    These are the children of one class, two at least and made of modules themselves, of the `ModuleList` or
+    `Sequential` whose such children have the most parameters; empty where there are none.
+    """
     best: tuple[int, tuple[str, ...]] = (0, ())
     lists = () if work.blocks else work.module.named_modules()
     for path, parent in lists:
@@ -131,29 +132,29 @@ class Local:
     blocks: str = ""
     """ "checkpoint" or "selective-checkpoint"."""
     given: str = ""
-    """What forward and loss are autocast to anyway, by the case's own data type."""
+    """Data type that forward and loss are autocast to anyway, by the case's own data type."""
     offloads: bool = False
-    """Whether tensors kept for the backward wait in host memory."""
+    """True if tensors kept for the backward wait in host memory."""
     compiled: str = ""
     """ "compile", "compile-budget" or "magis+compile"."""
     limits: tuple[tuple[str, float], ...] = ()
-    """Of "magis+compile": options of the backend, ("memory_ratio", 0.8)."""
+    """Options of the backend for "magis+compile": ("memory_ratio", 0.8)."""
 
     group = 1
 
     @property
     def is_captured(self) -> bool:
-        """Whether a step under it can be captured and simulated byte by byte."""
+        """True if a step under it can be captured and simulated byte by byte."""
         return not self.compiled
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients are scaled: those in float16 would vanish."""
+        """True if gradients are scaled: those in float16 would vanish."""
         return self.cast == "float16"
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the step computes eager's numbers bit by bit."""
+        """True if the step computes eager's numbers bit by bit."""
         return not self.cast and not self.compiled
 
     def check(self, work: Workload) -> None:
@@ -163,7 +164,7 @@ class Local:
 
     @contextmanager
     def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
-        """The context in which a capture sees the strategy at work on a device ("cpu" or "cuda")."""
+        """Give a capture the context in which it sees the strategy at work on a device ("cpu" or "cuda")."""
         self.check(work)
         moved = Moved()
         with ExitStack() as stack:
@@ -175,15 +176,15 @@ class Local:
     def wrapped(
         self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
     ) -> AbstractContextManager[object]:
-        """The context in which the module's blocks are under the strategy. Without ``states`` nobody keeps those of
-        the generator, as in compiled code."""
+        """Return the context in which the module's blocks are under the strategy. Without ``states`` nobody keeps
+        those of the generator, as in compiled code."""
         if not self.blocks:
             return nullcontext()
         return checkpointed(module, blocks, selective=self.blocks != "checkpoint", preserve_rng_state=states)
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The context of forward and loss in one run."""
+        """Give forward and loss the context of one run."""
         with ExitStack() as stack:
             if self.cast or self.given:
                 stack.enter_context(torch.autocast(self.device, getattr(torch, self.cast or self.given)))
@@ -196,24 +197,42 @@ class Local:
             yield
 
     def step(self, work: Workload) -> EagerStep:
-        """The step of a workload whose module is ``wrapped``."""
+        """Make the step of a workload whose module is ``wrapped``."""
         return EagerStep(
             *work.parts,
             explicit_attention=work.explicit_attention,
             around=self.around,
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
-            transform=partial(_compiled, self.limits if self.compiled == PLANNED_CODE else None)
-            if self.compiled
-            else None,
+            transform=self._compile if self.compiled else None,
         )
+
+    def _compile(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Compile a function; what the compiler cannot do is one line."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
+        if self.compiled == PLANNED_CODE:  # by its name: the backend is in a layer above this one
+            options: dict[str, Any] = {"inductor": True, **dict(self.limits)}
+            compiled = torch.compile(call, backend="magis", options=options)
+        else:
+            compiled = torch.compile(call)
+
+        def run() -> Any:
+            try:
+                return compiled()
+            except TorchDynamoException as error:
+                first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                raise UsageError(
+                    f"torch.compile does not compile the step: {type(error).__name__}: {first}",
+                    hint="on a CPU inductor needs a C++ compiler (CXX)",
+                ) from None
+
+        return run
 
 
 def local(name: str, device: str, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> Local:
-    """The strategy that a name stands for on a device type ("cpu", "cuda").
-
-    The limits are "magis+compile"'s, others take none. Raises UsageError for parts that are unknown, or exclude each
-    other.
-    """
+    """Return the strategy that a name stands for on a device type ("cpu", "cuda"). The limits are "magis+compile"'s,
+    others take none. Raises UsageError for parts that are unknown, or exclude each other."""
     if name == PLANNED_CODE:
         asked = (("memory_ratio", memory_ratio), ("latency_ratio", latency_ratio))
         limits = tuple((option, limit) for option, limit in asked if limit is not None)
@@ -235,31 +254,6 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
     )
 
 
-def _compiled(limits: tuple[tuple[str, float], ...] | None, call: Callable[[], Any]) -> Callable[[], Any]:
-    torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
-    if limits is not None:  # by its name: the backend is in a layer above this one
-        options: dict[str, Any] = {"inductor": True, **dict(limits)}
-        return _refusing(torch.compile(call, backend="magis", options=options))
-    return _refusing(torch.compile(call))
-
-
-def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same; what the compiler cannot do is one line."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    def compiled() -> Any:
-        try:
-            return call()
-        except TorchDynamoException as error:
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise UsageError(
-                f"torch.compile does not compile the step: {type(error).__name__}: {first}",
-                hint="on a CPU inductor needs a C++ compiler (CXX)",
-            ) from None
-
-    return compiled
-
-
 # What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.
 # What is kept for the backward is what torch.compile's partitioner decides with inductor's decompositions, budget
 # included. The code that inductor makes of it fuses operators, so that some of the tensors counted here never
@@ -267,14 +261,14 @@ def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def window_of_compiled(strategy: Local, work: Workload) -> int:
-    """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
+    """Return the peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
     mode, work = on_fake_tensors(work)
 
     def whole() -> Any:
         return work.loss_fn(work.module(*work.inputs), *work.targets)
 
     torch.compiler.reset()
-    call = torch.compile(whole, backend=_partitioned())
+    call = torch.compile(whole, backend=_partitioner_backend())
     with mode, strategy.wrapped(work.module, work.blocks, states=False):
         _forward_and_backward(strategy, work, call)  # compiles
         nbytes = tensor_peak(partial(_forward_and_backward, strategy, work, call))
@@ -283,10 +277,8 @@ def window_of_compiled(strategy: Local, work: Workload) -> int:
 
 
 def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
-    """The workload on fake tensors, and the mode that these belong to: itself where all are fake, else a copy.
-
-    Where some are fake already, or a mode is in force, the others become fakes of that one.
-    """
+    """Return the workload on fake tensors, and their mode: itself where all are fake, else a copy. Where some are
+    fake already, or a mode is in force, the others become fakes of that one."""
     tensors = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
     fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
     active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
@@ -315,7 +307,7 @@ def _forward_and_backward(strategy: Local, work: Workload, call: Callable[[], An
     loss.backward()
 
 
-def _partitioned() -> Callable[..., Any]:
+def _partitioner_backend() -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition

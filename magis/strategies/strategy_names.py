@@ -1,4 +1,4 @@
-"""The names of strategies, and which family each belongs to. Imports no torch: the plugin lists them.
+"""Names of strategies, and the family that each belongs to. Imports no torch: the plugin lists them.
 
 Strategies of one rank have names made of parts joined by "+", at most one of each kind: "amp+checkpoint".
 """
@@ -47,10 +47,10 @@ BLOCK = "peak"
 """Code that `magis.peak` measured: no step of a network, hence in no list."""
 PLANS = ("magis", "magis+amp")
 SEARCHES = ("magis", "paper")
-"""Whose search plans, ours first."""
+"""Searches that make plans, ours first."""
 RESERVED = "reserved"
 LIMITS_OF = ("peak", RESERVED)
-"""What a memory limit is a share of: bytes that tensors and scratch take, or that a GPU's caching allocator holds."""
+"""Bytes that a memory limit may be a share of: of tensors and scratch, or held by a GPU's caching allocator."""
 PLANNED_CODE = "magis+compile"
 """Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
 KINDS = (
@@ -59,18 +59,18 @@ KINDS = (
     ("offload",),
     ("compile", "compile-budget"),
 )
-"""The parts of names, of which those in a row exclude each other."""
+"""Parts of names; those in a row exclude each other."""
 _LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "compile-budget")
 
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
-"""ONNX Runtime: "ort", "amp+ort-unoptimized", "ort-inference"."""
+"""Names of ONNX Runtime's strategies: "ort", "amp+ort-unoptimized", "ort-inference"."""
 
 LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
-"""What "all" stands for; further combinations have names, too."""
+"""Names that "all" stands for; further combinations have names, too."""
 
 
 def is_local(name: str) -> bool:
-    """Whether all parts of a name are strategies of one rank."""
+    """Return True if all parts of a name are strategies of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
 
@@ -99,7 +99,7 @@ def check_parts(name: str) -> None:
 
 
 class OrtName(NamedTuple):
-    """What the name of a strategy of ONNX Runtime says."""
+    """Settings in the name of a strategy of ONNX Runtime."""
 
     precision: str
     optimized: bool
@@ -107,7 +107,7 @@ class OrtName(NamedTuple):
 
 
 def ort_name(name: str) -> OrtName:
-    """The parts of a name of the family "ort"; ValueError for any other one."""
+    """Return the settings in a name of the family "ort"; ValueError for any other one."""
     found = _ORT.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no strategy of ONNX Runtime")
@@ -125,7 +125,7 @@ def check_installed(strategy: str, search: str) -> None:
 
 
 def family(name: str) -> str | None:
-    """What runs a strategy: "original", "plan", "local", "ort" or "distributed"; None for no name of ours."""
+    """Return the kind of a strategy: "original", "plan", "local", "ort" or "distributed"; None for no name of ours."""
     if name == ORIGINAL:
         return "original"
     if name in PLANS:

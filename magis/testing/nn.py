@@ -50,7 +50,7 @@ class Pictures(Protocol):
 
 
 class GrowingPictures(Protocol):
-    """The same of one whose layers add channels."""
+    """A builder of a network that reads pictures and whose layers add channels."""
 
     def __call__(self, batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built: ...
 
@@ -61,7 +61,7 @@ def _resnet(name: str, text: str) -> Pictures:
         return _describe(name, convnets.resnet, config, "class logits")
 
     build.__name__ = name
-    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; `width` channels in the stem."
+    build.__doc__ = f"Describe {text} over [batch_size, 3, image_size, image_size]; `width` channels in the stem."
     return build
 
 
@@ -71,7 +71,9 @@ def _vgg(name: str, text: str) -> Pictures:
         return _describe(name, convnets.vgg, config, "class logits")
 
     build.__name__ = name
-    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."
+    build.__doc__ = (
+        f"Describe {text} over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."
+    )
     return build
 
 
@@ -81,7 +83,7 @@ def _densenet(name: str, text: str) -> GrowingPictures:
         return _describe(name, convnets.densenet, config, "class logits")
 
     build.__name__ = name
-    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."
+    build.__doc__ = f"Describe {text} over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."
     return build
 
 
@@ -106,24 +108,24 @@ densenet201 = _densenet("densenet201", "DenseNet-201")
 
 
 def mlp(batch_size: int = 16384, inputs: int = 1024, hidden: int = 1024, layers: int = 12) -> Built:
-    """Perceptron of `layers` hidden layers over [batch_size, inputs]."""
+    """Describe a perceptron of `layers` hidden layers over [batch_size, inputs]."""
     return _describe("mlp", make_mlp, MlpConfig(batch_size, inputs, hidden, layers), "class logits")
 
 
 def unet(batch_size: int = 32, image_size: int = 256, width: int = 64, levels: int = 4) -> Built:
-    """U-Net over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
+    """Describe a U-Net over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
     config = unets.UNetConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
     return _describe("unet", unets.unet, config, "pixel logits")
 
 
 def unetpp(batch_size: int = 16, image_size: int = 256, width: int = 32, levels: int = 4) -> Built:
-    """U-Net++ over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
+    """Describe a U-Net++ over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
     config = unets.UNetPlusPlusConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
     return _describe("unetpp", unets.unetpp, config, "pixel logits")
 
 
 def bert(size: str = "base", batch_size: int = 32, seq_len: int = 512, vocab_size: int = 30522) -> Built:
-    """BERT "tiny", "mini", "small", "medium", "base" or "large" over [batch_size, seq_len] tokens."""
+    """Describe a BERT "tiny", "mini", "small", "medium", "base" or "large" over [batch_size, seq_len] tokens."""
     layers, width, heads = choose("bert", "size", encoders.BERT_SIZES, size)
     # the seed's net has no position table that would bound the length
     config = encoders.BertConfig(batch_size, seq_len, layers, width, heads, vocab_size, max_positions=seq_len)
@@ -131,7 +133,8 @@ def bert(size: str = "base", batch_size: int = 32, seq_len: int = 512, vocab_siz
 
 
 def vit(size: str = "base-16", batch_size: int = 64, image_size: int = 224, classes: int = 1000) -> Built:
-    """ViT of a size out of `VIT_SIZES` ("base-16": base with 16-pixel patches), [batch_size, 3, image_size, ...]."""
+    """Describe a ViT of a size out of `VIT_SIZES` ("base-16": 16-pixel patches) over [batch_size, 3, image_size,
+    ...]."""
     layers, width, inner, heads, patch = choose("vit", "size", encoders.VIT_SIZES, size)
     config = encoders.VitConfig(batch_size, image_size, patch, layers, width, inner, heads, classes)
     return _describe(f"vit-{size}", encoders.vit, config, "class logits")
@@ -145,7 +148,7 @@ def gpt(
     heads: int = 32,
     vocab_size: int = 50304,
 ) -> Built:
-    """GPT-2-like decoder over [batch_size, seq_len] tokens; the defaults have 1.3 billion parameters."""
+    """Describe a GPT-2-like decoder over [batch_size, seq_len] tokens; the defaults have 1.3 billion parameters."""
     config = decoders.GptConfig(batch_size, seq_len, layers, width, heads, vocab_size, max_positions=seq_len)
     return _describe("gpt", decoders.gpt, config, "token logits")
 
@@ -158,7 +161,7 @@ def gpt_neo(
     heads: int = 16,
     vocab_size: int = 50257,
 ) -> Built:
-    """GPT-Neo over [batch_size, seq_len] tokens; the defaults are GPT-Neo-1.3B."""
+    """Describe a GPT-Neo over [batch_size, seq_len] tokens; the defaults are GPT-Neo-1.3B."""
     config = decoders.GptNeoConfig(
         batch_size, seq_len, layers, width, heads, vocab_size=vocab_size, max_positions=seq_len
     )
@@ -174,6 +177,6 @@ def btlm(
     inner: int = 6826,
     vocab_size: int = 50257,
 ) -> Built:
-    """BTLM over [batch_size, seq_len] tokens, `inner` wide in its feed-forward; the defaults are BTLM-3B."""
+    """Describe a BTLM over [batch_size, seq_len] tokens, `inner` wide in its feed-forward. The defaults: BTLM-3B."""
     config = decoders.BtlmConfig(batch_size, seq_len, layers, width, inner, heads, vocab_size)
     return _describe("btlm", decoders.btlm, config, "token logits")

@@ -28,14 +28,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """A network with what a training step does to it. Nothing is built yet."""
+    """A network and how a training step updates it. Nothing is built yet."""
 
     graph: SeedGraph
     update_weight: bool
     inplace: bool
 
     def make(self, seed: int) -> Workload:
-        """The workload: with the seed's plain weight update, or gradients only."""
+        """Build the workload: with the seed's plain weight update, or gradients only."""
         work = self.graph.make(seed)
         return work if self.update_weight else replace(work, optimizer=OptimizerSpec("gradients"))
 

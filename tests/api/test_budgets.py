@@ -13,9 +13,9 @@ from magis.cases.run_case import run_case
 from magis.graph import verify
 from magis.planner import planning, plans
 from magis.planner.bench import Bench
-from magis.planner.fission_plan import divided
+from magis.planner.fission_plan import plan_with_fission
 from magis.planner.planning import better, plan, plan_whole
-from magis.planner.plans import ENOUGH, Begun, Plan, PlanScratch
+from magis.planner.plans import ENOUGH, Plan, PlanScratch, SearchesFromNothing
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, PlanRequest
@@ -175,7 +175,7 @@ def test_loops_come_before_the_front(little: int) -> None:
 
 
 def test_what_was_begun_is_not_searched_for_again() -> None:
-    subject, begun = shared(BLOCKS, "sim:rtx3090"), Begun()
+    subject, begun = shared(BLOCKS, "sim:rtx3090"), SearchesFromNothing()
     goal = Objective(memory_limit=int(0.4 * subject.original.peak_bytes))
     of = partial(plan_whole, PlanScratch(subject, None), goal, budget=300, begun=begun)
     first, again = of(), of()
@@ -247,11 +247,11 @@ def test_a_plan_with_loops_wins_by_a_nanosecond_and_not_when_it_is_as_good() -> 
     wanted = PlanRequest(Objective(memory_limit=limit), 0, 1000)
     plain = replace(planned(subject, 1.0, 1, None), fission="")
     assert not plain.feasible or plain.peak > limit
-    cut = divided(scratch, wanted, replace(plain, feasible=False))
+    cut = plan_with_fission(scratch, wanted, replace(plain, feasible=False))
     assert cut.fission
     for more, wins in ((0, False), (1, True)):
         as_good = replace(plain, planned=cut.planned, latency_ns=cut.latency_ns + more, feasible=cut.feasible)
-        assert bool(divided(scratch, wanted, as_good).fission) == wins
+        assert bool(plan_with_fission(scratch, wanted, as_good).fission) == wins
 
 
 def test_an_interrupt_leaves_nothing_half_made(clocked: Callable[..., Clock]) -> None:

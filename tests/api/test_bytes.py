@@ -195,13 +195,13 @@ def test_where_bytes_part_is_told() -> None:
     for _ in range(2):
         step.prepare()
         step.run()
-    assert Replayed(subject, graph).parting(step.run) is None
+    assert Replayed(subject, graph).first_difference(step.run) is None
     wrong = next(op for op in graph.ops if op.target == "aten.tanh.default")
     table = subject.scratches.known
     key = next(key for key in table if key.startswith("aten.tanh.default("))
     table[key] += 1000
     step.prepare()
-    found = Replayed(subject, graph).parting(step.run)
+    found = Replayed(subject, graph).first_difference(step.run)
     assert found is not None
     assert (found.op, found.simulated - found.measured) == (wrong, 1000)
     assert "aten.tanh.default in the forward of the loss" in str(found)

@@ -41,7 +41,7 @@ def unsearched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def searched(*_args: object) -> Plan:
         raise AssertionError("searched again")
 
-    return lambda: monkeypatch.setattr(planning, "_searched", searched)
+    return lambda: monkeypatch.setattr(planning, "_search_all", searched)
 
 
 def timeless(result: CaseResult) -> CaseResult:
@@ -110,7 +110,7 @@ def shelf(subject: Subject, tmp_path: Path) -> Shelf:
     plans, scratch = KeptPlans(kept), PlanScratch(subject, None)
     goal = Objective(memory_limit=int(0.7 * subject.original.peak_bytes))
     key = plans.key(subject, goal, "magis", 300, 0, None)
-    found = planning._searched(scratch, goal, 300, None, 0, lambda _stage: None)
+    found = planning._search_all(scratch, goal, 300, None, 0, lambda _stage: None)
     plans.save(key, found, scratch, goal)
     text: list[str] = []
     kept.load(key, text.append)

@@ -11,7 +11,7 @@ from magis.cost.signature import parse, signature
 from magis.graph.nodes import Op, Ref, Scalar, Value
 from magis.runtime import scratch
 from magis.runtime.measure import window_peak
-from magis.runtime.scratch import Needs, make_tensors, measure_workspaces, measured_aside, needs
+from magis.runtime.scratch import Needs, make_tensors, measure_aside, measure_workspaces, needs
 from tests.cost.recording import Recording, steps
 
 
@@ -169,12 +169,12 @@ def test_what_must_not_be_made_up_is_left_out() -> None:
 
 def test_a_call_that_ends_its_process_is_left_out_and_nothing_else() -> None:
     bad = "aten.mm.default(float32[2,3]{3,1}, float32[2,3]{3,1})"
-    found = measured_aside([ADD, DEADLY, bad, BAGS])
+    found = measure_aside([ADD, DEADLY, bad, BAGS])
     assert found.keys() == {ADD, BAGS}
     assert found[ADD] == 12
 
 
 def test_a_call_that_never_comes_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "PATIENCE_SECONDS", 0.0)
-    assert measured_aside([ADD]) == {}
+    assert measure_aside([ADD]) == {}
     assert torch.ones(1).item() == 1.0

@@ -15,7 +15,7 @@ from magis.fission.loss_suffix import pieces
 from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
-from magis.planner.fission_plan import Divided, divide, replan, to_the_end
+from magis.planner.fission_plan import Divided, divide, improve_body, replan
 from magis.runtime.swap_streams import HostMemory, Stored
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
 from magis.search.fission_pareto import DivisibleStep, least_ns_at, numbers_of_parts, work_of
@@ -102,7 +102,7 @@ def test_a_leaner_body_takes_what_is_left_of_the_time(left: float) -> None:
         assert point.cut is not None
         start = point.solution()
         limit = int((1 + left) * start.latency_ns)
-        found = to_the_end(point.level, start, replace(wanted, goal=Objective(latency_limit_ns=limit)))
+        found = improve_body(point.level, start, replace(wanted, goal=Objective(latency_limit_ns=limit)))
         assert found.latency_ns <= limit
         realized(given, Divided((point.cut,), point.level, found))
         leaner += found.peak < start.peak
@@ -113,7 +113,7 @@ def test_a_plan_that_is_too_slow_already_is_left_as_it_is() -> None:
     point = front_of(step("seed-unet")).points[0]
     start = point.solution()
     wanted = PlanRequest(Objective(latency_limit_ns=start.latency_ns - 1), 0, BUDGET)
-    found = to_the_end(point.level, start, wanted)
+    found = improve_body(point.level, start, wanted)
     assert (found.peak, found.latency_ns, found.states) == (start.peak, start.latency_ns, 0)
 
 

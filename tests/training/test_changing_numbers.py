@@ -249,8 +249,8 @@ def test_steps_of_other_sizes_take_decisions_over(monkeypatch: pytest.MonkeyPatc
     from magis.planner import planning
 
     searches: list[int] = []
-    search = planning._searched
-    monkeypatch.setattr(planning, "_searched", lambda *args, **names: searches.append(1) or search(*args, **names))
+    search = planning._search_all
+    monkeypatch.setattr(planning, "_search_all", lambda *args, **names: searches.append(1) or search(*args, **names))
     loops = Loops(
         nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(32, 32), nn.Tanh()))), None, memory_ratio=0.9
     )

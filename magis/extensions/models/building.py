@@ -1,4 +1,4 @@
-"""What the networks share: size checks, seeds, batches, losses, initial weights, the seed's style, attention."""
+"""Parts that networks share: size checks, batches, losses, initial weights, the seed's style, attention."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 def images(batch: int, size: int) -> Tensor:
-    """Normal noise [batch, 3, size, size]."""
+    """Return normal noise [batch, 3, size, size]."""
     return torch.randn(batch, 3, size, size)
 
 
 def labels(classes: int, *shape: int) -> Tensor:
-    """Uniform class numbers, int64, of the given shape."""
+    """Return uniform class numbers, int64, of the given shape."""
     return torch.randint(0, classes, shape)
 
 
 def image_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits [batch, classes, ...] against class numbers [batch, ...]."""
+    """Return the cross-entropy of logits [batch, classes, ...] against class numbers [batch, ...]."""
     return functional.cross_entropy(logits, target)
 
 
 def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits [batch, classes, height, width] against class numbers [batch, height, width].
+    """Return the cross-entropy of logits [batch, classes, height, width] against class numbers [batch, height, width].
 
     In float32 whatever the network's data type: the number of pixels overflows float16, which makes the mean 0.
     """
@@ -44,16 +44,13 @@ def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy over all tokens of logits [batch, length, vocabulary] against token numbers [batch,
-    length].
-
-    No target is ever the ignored index, so the mean is over a number of tokens known beforehand.
-    """
+    """Return the cross-entropy over all tokens of logits [batch, length, vocabulary] against [batch, length]. No
+    target is ever the ignored index, so the mean is over a number of tokens known beforehand."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def init_transformer(module: nn.Module, std: float = 0.02) -> None:
-    """Normal weights of the given standard deviation for linear layers and embeddings, zero biases."""
+    """Draw normal weights of the given standard deviation for linear layers and embeddings; zero biases."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.Embedding)):
             nn.init.normal_(part.weight, std=std)
@@ -62,7 +59,7 @@ def init_transformer(module: nn.Module, std: float = 0.02) -> None:
 
 
 def init_convolutions(module: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") -> None:
-    """He initialization of all convolutions, zero biases."""
+    """Draw He initialization for all convolutions; zero biases."""
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)):
             nn.init.kaiming_normal_(part.weight, mode=mode, nonlinearity="relu")
@@ -80,22 +77,20 @@ class SizeError(UsageError):
 
 
 def check_sizes(model: str, config: DataclassInstance) -> None:
-    """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1.
-
-    Sizes are the fields annotated `int` or `tuple[int, ...]`.
-    """
+    """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1. Sizes are
+    the fields annotated `int` or `tuple[int, ...]`."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type == "int":
-            _check_one(model, field.name, value)
+            _check_size(model, field.name, value)
         elif field.type == "tuple[int, ...]":
             if not isinstance(value, tuple) or not value:
                 raise SizeError(f"{model}: {field.name} must be a tuple of whole numbers, not {value!r}")
             for item in value:
-                _check_one(model, field.name, item)
+                _check_size(model, field.name, item)
 
 
-def _check_one(model: str, name: str, value: object) -> None:
+def _check_size(model: str, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SizeError(f"{model}: {name} must be a whole number of at least 1, not {value!r}")
 
@@ -107,7 +102,7 @@ def check_divides(model: str, what: str, value: int, divisor_name: str, divisor:
 
 
 def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
-    """`table[key]`; raises SizeError that lists the choices."""
+    """Return `table[key]`; raise SizeError that lists the choices."""
     if not isinstance(key, str) or key not in table:
         raise SizeError(f"{model}: unknown {what} {key!r}", hint=f"choose one of {', '.join(table)}")
     return table[key]
@@ -125,10 +120,8 @@ def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
 
 @dataclass(frozen=True)
 class Style:
-    """Makes the layers of one variant; `seed` chooses the column of the table above.
-
-    `written_out`: attention as the seed's has it, the rest as it is: as networks were written before fused kernels.
-    """
+    """Layers of one variant; `seed` chooses the column of the table above. `written_out`: attention as the seed's
+    has it, the rest as it is: as networks were written before fused kernels."""
 
     seed: bool
     written_out: bool = False
@@ -139,7 +132,7 @@ class Style:
 
     @property
     def positions(self) -> bool:
-        """Whether positions are embedded (learned tables, ALiBi)."""
+        """True if positions are embedded (learned tables, ALiBi)."""
         return not self.seed
 
     @property
@@ -147,15 +140,15 @@ class Style:
         return self.seed or self.written_out
 
     def bias(self, wanted: bool = True) -> bool:
-        """Whether a layer has a bias, given whether the original one has."""
+        """Return True if a layer has a bias, given whether the original one has."""
         return wanted and not self.seed
 
     def linear(self, inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
-        """Linear layer [..., inputs] -> [..., outputs]."""
+        """Make a linear layer [..., inputs] -> [..., outputs]."""
         return nn.Linear(inputs, outputs, bias=self.bias(bias))
 
     def conv(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-        """Convolution with padding kernel // 2 over [batch, inputs, height, width]."""
+        """Make a convolution with padding kernel // 2 over [batch, inputs, height, width]."""
         return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=self.bias(bias))
 
     def batch_norm(self, channels: int) -> nn.Module:
@@ -165,7 +158,7 @@ class Style:
         return nn.LayerNorm(width, eps=eps, elementwise_affine=not self.seed)
 
     def relu(self) -> nn.ReLU:
-        """In place in the real networks, as their originals have it; a fresh tensor in the seed's."""
+        """Make a ReLU: in place in the real networks, as their originals have it; a fresh tensor in the seed's."""
         return nn.ReLU(inplace=not self.seed)
 
     def gelu(self, approximate: str = "none") -> nn.Module:
@@ -185,15 +178,13 @@ Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def image_batch(batch: int, size: int, classes: int) -> Batch:
-    """Noise images and a random class for each."""
+    """Return noise images and a random class for each."""
     return (images(batch, size),), (labels(classes, batch),)
 
 
 def token_batch(batch: int, length: int, vocabulary: int) -> Batch:
-    """Token numbers and, as the target of each, the next token; int64 [batch, length] both.
-
-    One sequence longer by one is cut twice, so that the logits need not be shifted, which would copy them.
-    """
+    """Return token numbers and, as the target of each, the next token; int64 [batch, length] both. One sequence
+    longer by one is cut twice, so that the logits need not be shifted, which would copy them."""
     text = torch.randint(0, vocabulary, (batch, length + 1))
     return (text[:, :-1].contiguous(),), (text[:, 1:].contiguous(),)
 
@@ -208,7 +199,7 @@ def training_step(
     blocks: Iterable[str],
     optimizer: OptimizerSpec | None = None,
 ) -> Workload:
-    """A network with its batch, made in this order from the seed; `blocks` are names of its modules. Without an
+    """Make a network and its batch, in this order, from the seed; `blocks` are names of its modules. Without an
     optimizer, that of the style."""
     with seeded(seed):
         module = make()
@@ -226,7 +217,7 @@ def training_step(
 
 
 def numbered(group: str, count: int) -> Iterator[str]:
-    """The names of the modules in a list."""
+    """Yield the names of the modules in a list."""
     return (f"{group}.{number}" for number in range(count))
 
 
@@ -270,16 +261,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         heads = (self.heads, self.head_width)
-        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self._project(x))
+        parts = (self.query(x), self.key(x), self.value(x)) if self.qkv is None else self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)
         mixed = self._explicit(q, k, v, mask) if self.explicit else self._fused(q, k, v, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
-
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.qkv is None:
-            return self.query(x), self.key(x), self.value(x)
-        packed: Tensor = self.qkv(x)
-        return packed.chunk(3, dim=-1)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return functional.scaled_dot_product_attention(
@@ -358,10 +344,8 @@ class PreNormLayer(nn.Module):
 
 
 def causal_mask(length: int, window: int | None = None) -> Tensor:
-    """Additive mask [length, length]: 0 where a token (row) sees another (column), -inf elsewhere.
-
-    A token sees itself and the tokens before it; with a `window`, only the nearest `window` of those.
-    """
+    """Return an additive mask [length, length]: 0 where a token (row) sees another (column), -inf elsewhere. A token
+    sees itself and the tokens before it; with a `window`, only the nearest `window` of those."""
     position = torch.arange(length)
     distance = position[:, None] - position[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -369,8 +353,8 @@ def causal_mask(length: int, window: int | None = None) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """ALiBi's slope of each head (Press et al. 2022): a geometric series, for a head count that is no power
-    of two filled up with every other slope of the next power's series."""
+    """Return ALiBi's slope of each head (Press et al. 2022), a geometric series. For a head count that is no power
+    of two it is filled up with every other slope of the next power's series."""
     nearest = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / nearest) for i in range(nearest)]
     return slopes + [2 ** (-4 * (2 * i + 1) / nearest) for i in range(heads - nearest)]

@@ -53,10 +53,8 @@ class ResNetConfig:
 
 
 class Block(nn.Module):
-    """Residual block [batch, inputs, h, w] -> [batch, channels x expansion, h / stride, w / stride].
-
-    Basic (two 3x3 convolutions) if the expansion is 1, else bottleneck (1x1, 3x3, 1x1).
-    """
+    """Residual block [batch, inputs, h, w] -> [batch, channels x expansion, h / stride, w / stride]. Basic (two 3x3
+    convolutions) if the expansion is 1, else bottleneck (1x1, 3x3, 1x1)."""
 
     def __init__(self, config: ResNetConfig, style: Style, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ def _classifier(
     seed: int,
     blocks: Iterable[str],
 ) -> Workload:
-    """A network of images with a batch of noise and random classes."""
+    """Make a network of images with a batch of noise and random classes."""
     batch = config.batch_size, config.image_size, config.classes
     return training_step(
         name, style, seed, lambda: network(config, style), lambda: image_batch(*batch), image_loss, blocks
@@ -137,9 +135,8 @@ def _classifier(
 
 
 def resnet(config: ResNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """A ResNet with a batch of noise images and random classes."""
-    blocks = numbered("blocks", sum(config.stages))
-    return _classifier(ResNet, config, style, name, seed, blocks)
+    """Make a ResNet with a batch of noise images and random classes."""
+    return _classifier(ResNet, config, style, name, seed, numbered("blocks", sum(config.stages)))
 
 
 # VGG (Simonyan and Zisserman 2015), without BatchNorm as published.
@@ -209,9 +206,8 @@ class Vgg(nn.Module):
 
 
 def vgg(config: VggConfig, style: Style, name: str, seed: int) -> Workload:
-    """A VGG with a batch of noise images and random classes."""
-    blocks = numbered("stages", len(config.stages))
-    return _classifier(Vgg, config, style, name, seed, blocks)
+    """Make a VGG with a batch of noise images and random classes."""
+    return _classifier(Vgg, config, style, name, seed, numbered("stages", len(config.stages)))
 
 
 # DenseNet-BC (Huang et al. 2017), as in torchvision.
@@ -306,7 +302,7 @@ class DenseNet(nn.Module):
 
 
 def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """A DenseNet with a batch of noise images and random classes."""
+    """Make a DenseNet with a batch of noise images and random classes."""
     blocks = (f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count))
     return _classifier(DenseNet, config, style, name, seed, blocks)
 
@@ -360,7 +356,7 @@ class Mlp(nn.Module):
 
 
 def mlp(config: MlpConfig, style: Style, name: str, seed: int) -> Workload:
-    """A perceptron with a batch of noise and random classes."""
+    """Make a perceptron with a batch of noise and random classes."""
     return training_step(
         name,
         style,

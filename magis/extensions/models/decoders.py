@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         self.norm = style.layer_norm(config.width)
 
     def mask_of(self, layer: int) -> Tensor | None:
-        """What a layer's attention adds to the scores; None: the fused kernel masks by itself."""
+        """Return the mask that a layer's attention adds to the scores; None: the fused kernel masks by itself."""
         raise NotImplementedError
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _layer(config: GptConfig | GptNeoConfig, style: Style, gelu: str, attention:
 
 
 class Gpt(Decoder):
-    """Of layers that see all tokens before their own."""
+    """A decoder whose layers see all tokens before their own."""
 
     mask: Tensor | None
 
@@ -107,7 +107,7 @@ class Gpt(Decoder):
 
 
 def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
-    """GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: as all of those)."""
+    """Make a GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: with SGD)."""
     optimizer = None if style.seed else OptimizerSpec("adam", lr=1e-4)
     return _language_model(Gpt, config, style, name, seed, optimizer)
 
@@ -120,7 +120,7 @@ def _language_model(
     seed: int,
     optimizer: OptimizerSpec | None = None,
 ) -> Workload:
-    """A decoder with a batch of random tokens; its `layers` are the blocks."""
+    """Make a decoder with a batch of random tokens; its `layers` are the blocks."""
     batch = config.batch_size, config.seq_len, config.vocab_size
     blocks = numbered("layers", config.layers)
     return training_step(
@@ -153,7 +153,7 @@ class GptNeoConfig:
 
 
 class GptNeo(Decoder):
-    """Of layers that see all tokens before their own and ones that see the nearest, in turn; scores are not scaled."""
+    """A decoder of layers that see all tokens before their own or only the nearest, in turn; scores are not scaled."""
 
     local_mask: Tensor
     global_mask: Tensor | None
@@ -171,7 +171,7 @@ class GptNeo(Decoder):
 
 
 def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workload:
-    """GPT-Neo with a batch of random tokens."""
+    """Make a GPT-Neo with a batch of random tokens."""
     return _language_model(GptNeo, config, style, name, seed)
 
 
@@ -220,10 +220,8 @@ class BtlmLayer(nn.Module):
 
 
 class Btlm(nn.Module):
-    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is tied.
-
-    The seed's variant masks causally but has no ALiBi, and keeps SwiGLU.
-    """
+    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is tied. The
+    seed's variant masks causally but has no ALiBi, and keeps SwiGLU."""
 
     mask: Tensor
 
@@ -249,15 +247,13 @@ class Btlm(nn.Module):
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
-    """What ALiBi adds to the scores: minus slope x distance, [1, heads, length, length].
-
-    The fused kernels take masks of two or four dimensions; others fall back to attention written out.
-    """
+    """Return ALiBi's bias of the scores: minus slope x distance, [1, heads, length, length]. The fused kernels take
+    masks of two or four dimensions; others fall back to attention written out."""
     position = torch.arange(length)
     distance = (position[:, None] - position[None, :]).abs()
     return torch.tensor(alibi_slopes(heads))[None, :, None, None] * -distance
 
 
 def btlm(config: BtlmConfig, style: Style, name: str, seed: int) -> Workload:
-    """BTLM with a batch of random tokens."""
+    """Make a BTLM with a batch of random tokens."""
     return _language_model(Btlm, config, style, name, seed)

@@ -124,12 +124,12 @@ class Bert(nn.Module):
 
 
 def pretraining_loss(output: tuple[Tensor, Tensor], token_labels: Tensor, sentence_labels: Tensor) -> Tensor:
-    """Cross-entropy of the token logits at all positions plus that of the sentence logits."""
+    """Return the cross-entropy of the token logits at all positions plus that of the sentence logits."""
     return token_loss(output[0], token_labels) + functional.cross_entropy(output[1], sentence_labels)
 
 
 def bert(config: BertConfig, style: Style, name: str, seed: int) -> Workload:
-    """BERT with a batch of random sentence pairs, the second of each starting in the middle."""
+    """Make a BERT with a batch of random sentence pairs, the second of each starting in the middle."""
     shape = (config.batch_size, config.seq_len)
 
     def batch() -> Batch:
@@ -157,10 +157,8 @@ VIT_SIZES = {
 
 @dataclass(frozen=True)
 class VitConfig:
-    """Sizes of one ViT and its batch; the defaults are ViT-base/16 of the paper's Table 2.
-
-    Without dropout, like the released configurations and torchvision's.
-    """
+    """Sizes of one ViT and its batch; the defaults are ViT-base/16 of the paper's Table 2. Without dropout, like the
+    released configurations and torchvision's."""
 
     batch_size: int = 64
     image_size: int = 224
@@ -179,7 +177,7 @@ class VitConfig:
 
 
 def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
-    """One layer of the encoder."""
+    """Make one layer of the encoder."""
     attention = SelfAttention(style, config.width, config.heads, packed=True)
     feed_forward = FeedForward(
         style, config.width, config.inner, activation=style.gelu(), dropout=config.dropout, inside=True
@@ -218,7 +216,7 @@ class Vit(nn.Module):
 
 
 def vit(config: VitConfig, style: Style, name: str, seed: int) -> Workload:
-    """ViT with a batch of noise images and random classes."""
+    """Make a ViT with a batch of noise images and random classes."""
     batch = config.batch_size, config.image_size, config.classes
     blocks = numbered("layers", config.layers)
     return training_step(name, style, seed, lambda: Vit(config, style), lambda: image_batch(*batch), image_loss, blocks)

@@ -1,4 +1,4 @@
-"""The networks' names, and which network each stands for. Start-up checks names: torch is loaded by the first build."""
+"""Names of networks, and the network that each stands for. Imports no torch: that is loaded by the first build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from magis.capture.workload import Workload
 
 GATE_NAMES = ("resnet50", "bert", "vit", "unet", "unetpp", "gpt_neo", "btlm")
-"""The workloads of the paper's Table 2; what "all" stands for."""
+"""Workloads of the paper's Table 2; "all" stands for these."""
 
 REAL_NAMES = (
     *GATE_NAMES,
@@ -33,7 +33,7 @@ REAL_NAMES = (
 )
 
 SEED_NAMES = tuple(f"seed-{name}" for name in GATE_NAMES)
-"""The seed variants of the gate's networks; what "seed" stands for."""
+"""Seed variants of the gate's networks; "seed" stands for these."""
 
 # trained in bfloat16 in the paper; all other networks in float32
 _BFLOAT16 = ("gpt_neo", "btlm")

@@ -35,7 +35,7 @@ Make = Callable[[Style, str, int], Workload]
 
 
 def recipe(name: str, preset: str) -> Callable[[int], Workload]:
-    """`make(seed)` of the registered `name` at `preset`, "paper" or "small"; KeyError for anything else."""
+    """Return `make(seed)` of the registered `name` at `preset`, "paper" or "small"; KeyError for anything else."""
     plain = name.removeprefix("seed-")
     paper, small = _sizes(plain)
     make = {"paper": paper, "small": small}[preset]

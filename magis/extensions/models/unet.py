@@ -60,13 +60,13 @@ class DoubleConv(nn.Module):
 
 
 def down(style: Style, inputs: int, outputs: int, *, bias: bool = False) -> nn.Sequential:
-    """Half the resolution: [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
+    """Halve the resolution: [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
     convs = DoubleConv(style, inputs, outputs, bias=bias)
     return nn.Sequential(OrderedDict[str, nn.Module](pool=nn.MaxPool2d(2), convs=convs))
 
 
 class Up(nn.Module):
-    """Double the resolution of [batch, c, h, w], join [batch, c/2, 2h, 2w] of the encoder, halve c."""
+    """Doubles the resolution of [batch, c, h, w], joins [batch, c/2, 2h, 2w] of the encoder, halves c."""
 
     def __init__(self, style: Style, inputs: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class UNet(nn.Module):
 
 
 def unet(config: UNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """U-Net with a batch of noise images and random pixel classes, cross-entropy per pixel."""
+    """Make a U-Net with a batch of noise images and random pixel classes, cross-entropy per pixel."""
     levels, pixels = config.levels, (config.image_size, config.image_size)
 
     def batch() -> Batch:
@@ -171,7 +171,7 @@ class UNetPlusPlus(nn.Module):
 
 
 def unetpp(config: UNetPlusPlusConfig, style: Style, name: str, seed: int) -> Workload:
-    """U-Net++ with a batch of noise images and a random binary mask, binary cross-entropy per pixel."""
+    """Make a U-Net++ with a batch of noise images and a random binary mask, binary cross-entropy per pixel."""
     batch, size, levels = config.batch_size, config.image_size, config.levels
 
     def made() -> Batch:

@@ -10,8 +10,8 @@ from magis.errors import VerifyError
 from magis.extensions.paper.coordinated_search import STATES, PaperSearch
 from magis.extensions.paper.ftree import LEVELS
 from magis.fission.proof import verify_fission
-from magis.planner.fission_plan import described, listed
-from magis.planner.plans import Plan, PlanScratch, Searched, approached, searched
+from magis.planner.fission_plan import describe_loop, name_loops
+from magis.planner.plans import Plan, PlanScratch, Searched, approached
 from magis.search.budgeted_evaluator import Objective
 
 
@@ -23,8 +23,8 @@ def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, se
     """
     started, states = time.perf_counter(), STATES if budget is None else budget
     subject = scratch.subject
-    step, around = subject.untangled, searched(subject.untangled)
-    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
+    step = subject.untangled
+    costs = subject.costs(scratch.known_to_search(step))
 
     def over() -> bool:
         return seconds is not None and time.perf_counter() - started >= seconds
@@ -37,15 +37,15 @@ def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, se
         graph = found.realized()
         if found.loops:
             verify_fission(graph)
-        loops = [described(op) for op in graph.ops if op.body is not None]
+        loops = [describe_loop(op) for op in graph.ops if op.body is not None]
         return scratch.plan(
             graph,
-            around,
+            step,
             found.figures.latency_ns,
             states=found.states,
             stopped_by_seconds=found.stopped,
             feasible=aim.met(found.figures.peak, found.figures.latency_ns),
-            fission=listed(loops) if loops else "",
+            fission=name_loops(loops) if loops else "",
             searched=Searched(found.frame.nest, found.figures.peak),
         )
 

@@ -18,7 +18,7 @@ from magis.extensions.ranks.prediction.step_time import predict_step
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
-from magis.strategies.distributed_names import check_world, distributed_strategy, is_lower, is_own
+from magis.strategies.distributed_names import check_world, distributed_strategy, is_low_precision, is_own
 from magis.strategies.prepared_work import without_dropout
 from magis.strategies.rank_step import RankStrategy
 from magis.strategies.single_device import on_fake_tensors
@@ -145,7 +145,7 @@ class _RankedCase:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
         parts = int(getattr(self.strategy, "micro_batches", None) or 1)
         normalizes = self.case.ranks * parts > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
-        lower = is_lower(self.strategy.name)
+        lower = is_low_precision(self.strategy.name)
         if normalizes and (getattr(self.strategy, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
         if normalizes and lower:

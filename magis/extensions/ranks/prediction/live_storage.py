@@ -59,7 +59,7 @@ class LiveStorage(StorageLedger):
         self._lent = set()
         self._window_from = next(self._serial)
         self.peak_bytes = self._most
-        self._note()
+        self._on_peak()
 
     def close_window(self) -> None:
         """What comes from now on does not count."""
@@ -127,30 +127,30 @@ class LiveStorage(StorageLedger):
             self._lent.update(serial for serial in serials if serial > self._window_from)
         return result
 
-    def _begin(self, serial: int) -> None:
+    def _on_new_storage(self, serial: int) -> None:
         purpose = KIND.get()
         if purpose is not None:
             self._kinds[serial] = purpose
 
-    def _exceeds(self) -> bool:
-        exceeds = self._watching and super()._exceeds()
+    def _is_above_peak(self) -> bool:
+        exceeds = self._watching and super()._is_above_peak()
         if exceeds and self._let_threads_rest is not None and self._lent:
             self._let_threads_rest()
-            return super()._exceeds()
+            return super()._is_above_peak()
         return exceeds
 
-    def _sized(self, serial: int, nbytes: int) -> None:
+    def _on_size(self, serial: int, nbytes: int) -> None:
         if self.allocator is not None:
             self.allocator.release(serial)
             self.allocator.allocate(serial, nbytes)
 
-    def _forget(self, serial: int) -> None:
+    def _on_freed(self, serial: int) -> None:
         self._lent.discard(serial)
-        self._sized(serial, 0)
+        self._on_size(serial, 0)
         if serial not in self._peak:
             self._kinds.pop(serial, None)
 
-    def _note(self) -> None:
+    def _on_peak(self) -> None:
         self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}  # none is gone: after a purge
 
 

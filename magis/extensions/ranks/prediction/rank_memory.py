@@ -23,7 +23,7 @@ from magis.extensions.ranks.strategies.distributed import forget_meshes, local, 
 from magis.ops.collectives import propagated_apart
 from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
-from magis.strategies.distributed_names import check_world, is_lower
+from magis.strategies.distributed_names import check_world, is_low_precision
 from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 
 _SCALING = 3
@@ -109,7 +109,7 @@ def _shut(watch: Watch | None) -> Iterator[Watch]:
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
     """Steps after which a strategy's next one is like all later ones."""
     steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
-    scaled = world.device == "cuda" and not world.fake and is_lower(strategy.name)
+    scaled = world.device == "cuda" and not world.fake and is_low_precision(strategy.name)
     return steps + (_SCALING if scaled else 0)
 
 
