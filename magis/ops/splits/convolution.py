@@ -83,7 +83,7 @@ def convolution(call: LabelledCall) -> Labels | str:
 
 
 def convolution_backward(call: LabelledCall) -> Labels | str:
-    """The same labels; what a gradient lacks, it is a sum over."""
+    """The labels of `convolution`; a gradient is a sum over every label that it lacks."""
     gradient, image, weight = call.shape(0), call.shape(1), call.shape(2)
     if len(image) != len(weight):
         return "not (sample, channel, place)"
@@ -143,7 +143,7 @@ def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
 
 
 def _rank(call: LabelledCall) -> int:
-    """How many place dimensions the operator's name says that it has: 2 for `avg_pool2d_backward`."""
+    """Return the number of place dimensions by the operator's name: 2 for `avg_pool2d_backward`."""
     return int(next(word for word in call.name.split("_") if word[-2:] in ("1d", "2d", "3d"))[-2])
 
 
