@@ -187,7 +187,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a ``magis.loop`` runs ``parts`` times: fission (paper, F-Trans), on one stretch of its inputs after another.
+    """The body of a ``magis.loop``, run ``parts`` times on one stretch of its inputs after another (paper, F-Trans).
 
     The inputs of ``graph`` stand for the loop's inputs, in order, and then for the tensors that it makes: these are
     allocated before the first part runs. Operators of our own tie the parts to the whole, all with equal stretches:

@@ -159,7 +159,7 @@ class Traced:
 
 
 def trace(captured: Captured) -> Traced:
-    """Trace the step without in-place operators; raises UsageError if inputs that it writes share memory with others."""
+    """Trace the step without in-place operators; raises UsageError if inputs that it writes share memory."""
     graph = captured.graph
     marks = optimizers.sentinels(captured.rule)
     values = [graph.values[value] for value in graph.inputs]

@@ -308,9 +308,10 @@ def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelPro
 
 
 def _shapes_in_float(graph: onnx.GraphProto, before: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """Yield the shapes of float32 values that ONNX Runtime's own operators make where they have no half-precision kernel.
+    """Yield the shapes of float32 values that ONNX Runtime's own operators make in place of half-precision ones.
 
-    ONNX does not know these operators; such a value is named after the one in half precision, of the same shape.
+    They do so where they have no kernel in half precision. ONNX does not know these operators; such a value is named
+    after the one in half precision, of the same shape.
     """
     known = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
     half = {_UNCAST + value.name: value for value in (*before.output, *before.value_info)}

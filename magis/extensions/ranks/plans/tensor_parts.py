@@ -1,7 +1,7 @@
-"""Blocks shared by tensor parallelism, held as plain parameters: each rank has its part, modules meet distributed ones.
+"""Parameters shared by tensor parallelism: the rank holds a plain part, modules use a distributed tensor around it.
 
-    held by the rank     part [n / ranks, k], trained by the step's own update
-    met by the modules   DTensor [n, k] around that very part, from which torch takes its operators and messages
+    held by the rank      part [n / ranks, k], trained by the step's own update
+    used by the modules   DTensor [n, k] around that very part, from which torch takes its operators and messages
 
 So a step is captured with the operators on the parts and with torch's messages, and its weights are this rank's own.
 """
@@ -19,8 +19,10 @@ from magis.extensions.ranks.strategies.distributed import quiet
 
 
 def hold_parts(module: nn.Module) -> Looks:
-    """Have the modules hold this rank's parts of their distributed parameters, under the same names; returns how each
-    becomes a distributed tensor again."""
+    """Replace the modules' distributed parameters by this rank's parts, under the same names.
+
+    Returns, by part, the function that makes the distributed tensor again.
+    """
     parts: dict[nn.Parameter, nn.Parameter] = {}
     looks: Looks = {}
     for holder in module.modules():
@@ -28,22 +30,18 @@ def hold_parts(module: nn.Module) -> Looks:
             if whole is None or not isinstance(whole.data, DTensor):
                 continue
             if whole not in parts:
-                part = nn.Parameter(_own(whole.data), whole.requires_grad)
+                own = whole.data.to_local().detach()
+                if not own.is_contiguous() or own.untyped_storage().nbytes() != own.nbytes:
+                    own = own.clone()  # in memory of its own
+                part = nn.Parameter(own, whole.requires_grad)
                 parts[whole] = part
-                looks[part] = partial(_around, whole.data._spec)
+                looks[part] = partial(_distributed, whole.data._spec)
             holder._parameters[name] = parts[whole]
     return looks
 
 
-def _own(whole: DTensor) -> Tensor:
-    """This rank's part, in memory of its own."""
-    part = whole.to_local().detach()
-    alone = part.is_contiguous() and part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    return part if alone else part.clone()
-
-
-def _around(spec: DTensorSpec, part: Tensor) -> Tensor:
-    """The distributed tensor of which this rank has that part."""
+def _distributed(spec: DTensorSpec, part: Tensor) -> Tensor:
+    """Return the distributed tensor of which this rank has that part."""
     with quiet():
         return DTensor.from_local(
             part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
