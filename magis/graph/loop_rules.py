@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.graph.nodes import Arg, Graph, Op, Ref, Storage, Value, side_by_side
+from magis.graph.nodes import Arg, Graph, Loop, Op, Ref, Storage, Value, side_by_side
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
@@ -44,16 +44,13 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         return  # said by the rules of every graph, as are the next ones
     if not set(body.inputs) <= set(body.values) or any(graph.values[v].storage not in graph.storages for v in outside):
         return
-    yield from _pairing_problems(graph, op, where)
+    yield from _pairing_problems(graph, op, body, where)
     yield from _made_problems(graph, op, where)
-    yield from _body_problems(op, where)
+    yield from _body_problems(op, op.body, where)
 
 
-def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+def _pairing_problems(graph: Graph, op: Op, body: Graph, where: str) -> Iterator[str]:
     """Yield where an input of the body does not show the memory of the loop's tensor that it stands for."""
-    if op.body is None:
-        return
-    body = op.body.graph
     inner_of: dict[int, int] = {}
     outer_of: dict[int, int] = {}
     for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
@@ -68,7 +65,7 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
     for storage in body.storages.values():
         if storage.kind == "outer" and storage.id not in outer_of:
             yield f"{where}: storage {storage.id} of the body is nobody's outside"
-    written = {inner for _, inner in _outer_writes(op)}
+    written = _outer_writes(body)
     made = {graph.values[value].storage for value in op.made()}
     expected = {outer_of[inner] for inner in written if inner in outer_of} - (made - taken_over(graph, op))
     if expected != {storage for storage, _ in op.writes}:
@@ -116,20 +113,15 @@ def _geometry(value: Value) -> tuple[object, ...]:
     return value.shape, value.stride, value.dtype, value.offset, *value.bits
 
 
-def _outer_writes(op: Op) -> list[tuple[Op, int]]:
-    """Return the operators of the body that write storages from outside, with these storages."""
-    if op.body is None:
-        return []
-    graph = op.body.graph
-    outer = {storage.id for storage in graph.storages.values() if storage.kind == "outer"}
-    return [(each, storage) for each in graph.ops for storage, _ in each.writes if storage in outer]
+def _outer_writes(body: Graph) -> set[int]:
+    """Return the storages from outside that operators of the body write."""
+    outer = {storage.id for storage in body.storages.values() if storage.kind == "outer"}
+    return outer.intersection(storage for op in body.ops for storage, _ in op.writes)
 
 
-def _body_problems(op: Op, where: str) -> Iterator[str]:
+def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
     """Yield operators of the body that draw random numbers, or read or merge tensors in ways that parts may not."""
-    if op.body is None:
-        return
-    body = op.body.graph
+    body = loop.graph
     wholes = set(body.inputs[len(op.inputs()) :])
     finished: list[int] = []
     known = {body.values[value].storage for value in body.inputs}
@@ -139,33 +131,29 @@ def _body_problems(op: Op, where: str) -> Iterator[str]:
             yield f"{inside}: draws random numbers, which would be others than those of the whole"
         values = [value for value in each.inputs() if value in body.values]
         if each.target in (JOIN, REDUCE):
-            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, op.body.parts))
+            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, loop.parts))
             finished += values[:1]
             values = values[1:]
         elif each.target == PART:
-            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts, known))
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, loop.parts, known))
         if any(value in wholes for value in values):
             yield f"{inside}: takes a tensor that the loop is still making"
         known.update(body.values[value].storage for value in each.made() if value in body.values)
     if sorted(finished) != sorted(wholes):
         yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
-    yield from _write_problems(op, where)
+    yield from _write_problems(op, body, where)
 
 
-def _write_problems(op: Op, where: str) -> Iterator[str]:
+def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
     """Yield operators that read or write outer memory beyond their part's stretch, where parts write that memory.
 
     Every part must find what the whole call would find: no part may meet what another one has written or freed.
     Storages of tensors that the loop makes are exempt.
     """
-    if op.body is None:
-        return
-    body = op.body.graph
     count = len(op.inputs())
     given = {body.values[value].storage for value in body.inputs[:count]}
-    written = {s for _, s in _outer_writes(op)} - (
-        {body.values[value].storage for value in body.inputs[count:]} - given
-    )
+    made = {body.values[value].storage for value in body.inputs[count:]}
+    written = _outer_writes(body) - (made - given)
     finished: set[int] = set()
     cuts: dict[int, set[object]] = {}
     stretches: set[int] = set()

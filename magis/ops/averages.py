@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from magis.errors import CaptureError
 from magis.graph import Graph
+from magis.ops.optimizers import sentinel
 
 _NAME = "average"
-_SENTINEL = 0.00390625
 _COUNTER = "num_batches_tracked"
 
 
@@ -48,7 +48,7 @@ def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> 
 
     def next_share(each: _Average) -> None:
         each.calls += 1
-        each.part.momentum = _SENTINEL * (1 + (0x3A5F1 + len(sentinels)) * 2.0**-47)
+        each.part.momentum = sentinel(0.00390625, len(sentinels))
         sentinels[each.part.momentum] = f"{_NAME}_{each.number}_{each.calls}"
 
     def check(graph: Graph) -> None:

@@ -88,7 +88,11 @@ def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | 
     """Return the results of a CTC loss, forward or backward, which has no fake kernel; None for other operators."""
     match str(func):
         case "aten._ctc_loss.default" | "aten._ctc_loss.Tensor":
-            scores, lengths = args[0], _known_lengths(args[3], read)
+            scores, lengths = args[0], args[3]
+            if isinstance(lengths, Tensor):
+                read(lengths)
+                with _disable_current_modes():
+                    lengths = lengths.tolist()
             steps, batch = scores.shape[0], scores.shape[1]
             states = (batch, steps, 2 * max(lengths, default=0) + 1)
             return torch.empty(batch, dtype=scores.dtype), torch.empty(states, dtype=scores.dtype)
@@ -114,14 +118,6 @@ def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iter
         with _disable_current_modes():
             rows = torch.zeros((*padded.shape[:2], 1))
             yield made[1], torch._VF._pack_padded_sequence(rows, lengths, batch_first)[1]
-
-
-def _known_lengths(lengths: Any, read: Read) -> Sequence[int]:
-    if not isinstance(lengths, Tensor):
-        return lengths  # type: ignore[no-any-return]
-    read(lengths)
-    with _disable_current_modes():
-        return lengths.tolist()
 
 
 # Kernels of recurrent layers: they pack bytes for their own backward, and only they know how many.
@@ -185,7 +181,11 @@ def _packed_bytes(target: str, given: tuple[Any, ...]) -> int:
         args: list[Any] = []
         for arg in given:
             if isinstance(arg, tuple) and arg and isinstance(arg[-1], torch.dtype):  # a tensor
-                args.append(torch.empty_strided(arg[0], arg[1], dtype=arg[2]).zero_())
+                args.append(_zeros(*arg))
             else:
                 args.append(list(arg) if isinstance(arg, tuple) else arg)
         return int(resolve(target)(*args)[-1].numel())
+
+
+def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype).zero_()

@@ -219,17 +219,18 @@ class OptimizerSpec:
 
 OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "gradients", "none")
 SCALAR_NAMES = ("neg_lr", "neg_step_size", "decay", "bias_correction2_sqrt", "lr", "undampened")
-_SENTINEL_BASE = 0.0078125
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def sentinels(rule: OptimizerSpec) -> dict[str, float]:
-    """Return stand-ins for the step-dependent scalars during capture, by name.
+def sentinel(base: float, index: int) -> float:
+    """Return a number near `base` that no module uses by accident: its last bits spell out an index."""
+    return base * (1 + (0x3A5F1 + index) * 2.0**-47)
 
-    No module uses these numbers by accident: their last bits spell out an index.
-    """
+
+def sentinels(rule: OptimizerSpec) -> dict[str, float]:
+    """Return stand-ins for the step-dependent scalars during capture, by name."""
     names = [_of_group(name, number) for number in range(len(rule.groups) + 1) for name in SCALAR_NAMES]
-    return {name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(names)}
+    return {name: sentinel(0.0078125, index) for index, name in enumerate(names)}
 
 
 def _of_group(name: str, number: int) -> str:

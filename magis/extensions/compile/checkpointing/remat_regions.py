@@ -112,7 +112,7 @@ def leaves(block: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def _forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
+def forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
     """Replace a module's forward for the duration of a block."""
     own = vars(part).get("forward")
     part.forward = forward
@@ -134,7 +134,7 @@ def _saving_calls(remat: Any, part: nn.Module, name: str) -> Any:
         remat.recompute_needs_tensor(out)
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)
 
 
 def _telling_calls(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
@@ -147,4 +147,4 @@ def _telling_calls(part: nn.Module, name: str, seen: Callable[[str], object]) ->
         seen(name if isinstance(out, Tensor) else "")
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)

@@ -125,18 +125,13 @@ def _neo_finish(net: GptNeo | Gpt, x: Tensor) -> Tensor:
     return functional.linear(net.norm(x), net.word.weight)
 
 
-def _gpt_block(net: Gpt, index: int, x: Tensor) -> Tensor:
+def _masked_block(net: Gpt | Btlm, index: int, x: Tensor) -> Tensor:
     out: Tensor = net.layers[index](x, net.mask)
     return out
 
 
 def _btlm_start(net: Btlm, inputs: tuple[Tensor, ...]) -> Tensor:
     out: Tensor = net.word(inputs[0]) * net.embedding_scale
-    return out
-
-
-def _btlm_block(net: Btlm, index: int, x: Tensor) -> Tensor:
-    out: Tensor = net.layers[index](x, net.mask)
     return out
 
 
@@ -166,8 +161,8 @@ def _plain_block(net: Any, index: int, x: Tensor) -> Tensor:
 _CUTS: dict[type[nn.Module], StageCut] = {
     Bert: StageCut(_bert_start, _plain_block, _bert_finish, ("embeddings.",), "embeddings.word.weight"),
     GptNeo: StageCut(_neo_start, _neo_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Gpt: StageCut(_neo_start, _gpt_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Btlm: StageCut(_btlm_start, _btlm_block, _btlm_finish, ("word.",), "word.weight"),
+    Gpt: StageCut(_neo_start, _masked_block, _neo_finish, ("word.", "position."), "word.weight"),
+    Btlm: StageCut(_btlm_start, _masked_block, _btlm_finish, ("word.",), "word.weight"),
     Vit: StageCut(_vit_start, _plain_block, _vit_finish, ("patches.", "class_token", "positions")),
 }
 
