@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-def by_lists(rule: OptimizerSpec, device: str) -> bool:
+def updates_by_lists(rule: OptimizerSpec, device: str) -> bool:
     """Return True if torch updates weights list by list on the device ("cpu" or "cuda"); planned steps never do."""
     return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
 

@@ -63,7 +63,7 @@ class OwnOptimizer:
             for _, tensor in named_tensors(entries):
                 # counters stay on the host
                 where = like.device if tensor.dim() else tensor.device
-                twins[id(tensor)] = torch.empty_like(tensor, dtype=refitted(tensor, parameter, like), device=where)
+                twins[id(tensor)] = torch.empty_like(tensor, dtype=state_dtype(tensor, parameter, like), device=where)
                 twins[id(tensor)].copy_(tensor.detach())
         return copied(self.optimizer, twins)
 
@@ -77,7 +77,7 @@ class OwnOptimizer:
         return f"{kind.__module__}.{kind.__qualname__}({numbers})"
 
 
-def refitted(tensor: Tensor, parameter: Any, like: Any) -> torch.dtype:
+def state_dtype(tensor: Tensor, parameter: Any, like: Any) -> torch.dtype:
     """Return the data type of a state tensor for a parameter like `like`, by the rule of `load_state_dict`."""
     follows = isinstance(parameter, Tensor) and tensor.dim() and tensor.dtype == parameter.dtype
     return like.dtype if follows else tensor.dtype

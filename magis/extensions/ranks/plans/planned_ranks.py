@@ -134,8 +134,8 @@ def _tensor_parallel(work: Workload, world: World, tensor: int, *, sequence: boo
     own = ranks["tp"]
     name_group(own, "tp")
     work = share_network(work, own, sequence=sequence)
-    looks = hold_parts(work.module)
-    average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
+    wrappers = hold_parts(work.module)
+    average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), wrappers)
     return work
 
 

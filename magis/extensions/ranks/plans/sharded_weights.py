@@ -34,7 +34,7 @@ class ShardedParameter:
     """Paths of modules, from the unit's, and the names that the parameter has there; tied ones have several."""
     shape: tuple[int, ...]
     trained: bool
-    look: Callable[[Tensor], Tensor] | None = None
+    wrap: Callable[[Tensor], Tensor] | None = None
     """Function from the shown tensor to the one that modules use; None: they use the shown one."""
     dtype: torch.dtype | None = None
     """Data type to which gradients are cast in the end; None: they are not."""
@@ -70,7 +70,7 @@ class Unit:
         first = (piece.owners[0] for piece in self.pieces)
         held = (module.get_submodule(path)._parameters[name] for path, name in first)
         for piece, tensor in zip(self.pieces, _Shown.apply(self, *held), strict=True):  # type: ignore[no-untyped-call]
-            met = tensor if piece.look is None else piece.look(tensor)
+            met = tensor if piece.wrap is None else piece.wrap(tensor)
             for path, name in piece.owners:
                 module.get_submodule(path).__dict__[name] = met
 
@@ -180,16 +180,16 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
 
 
 def average_weights(
-    module: nn.Module, blocks: Sequence[str], ranks: int, group: str, looks: Looks | None = None
+    module: nn.Module, blocks: Sequence[str], ranks: int, group: str, wrappers: Wrappers | None = None
 ) -> None:
     """Average the gradients of a module over the ranks of a group: of each block together, and of the rest.
 
-    Modules use parameters as ``looks`` makes them.
+    Modules use parameters as ``wrappers`` return them.
     """
     for part, named in units(module, blocks):
         pieces = (_sharded(parameter, owners) for parameter, owners in named.items())
-        looking = [replace(piece, look=(looks or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
-        hook_unit(part, Replica(tuple(looking), ranks, group))
+        wrapped = [replace(piece, wrap=(wrappers or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
+        hook_unit(part, Replica(tuple(wrapped), ranks, group))
 
 
 def hook_unit(part: nn.Module, unit: Unit, *, first: bool = False) -> None:
@@ -203,7 +203,7 @@ def _sharded(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> Shar
 
 
 Owners: TypeAlias = "dict[nn.Parameter, list[tuple[str, str]]]"
-Looks: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
+Wrappers: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
 """Parameter that a rank holds -> function that makes the tensor that modules use."""
 
 

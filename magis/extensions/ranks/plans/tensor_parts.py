@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from magis.extensions.ranks.plans.sharded_weights import Looks
+from magis.extensions.ranks.plans.sharded_weights import Wrappers
 from magis.extensions.ranks.strategies.distributed import quiet
 
 
-def hold_parts(module: nn.Module) -> Looks:
+def hold_parts(module: nn.Module) -> Wrappers:
     """Replace the modules' distributed parameters by this rank's parts, under the same names.
 
     Returns, by part, the function that makes the distributed tensor again.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    looks: Looks = {}
+    wrappers: Wrappers = {}
     for holder in module.modules():
         for name, whole in list(holder._parameters.items()):
             if whole is None or not isinstance(whole.data, DTensor):
@@ -35,9 +35,9 @@ def hold_parts(module: nn.Module) -> Looks:
                     own = own.clone()  # in memory of its own
                 part = nn.Parameter(own, whole.requires_grad)
                 parts[whole] = part
-                looks[part] = partial(_distributed, whole.data._spec)
+                wrappers[part] = partial(_distributed, whole.data._spec)
             holder._parameters[name] = parts[whole]
-    return looks
+    return wrappers
 
 
 def _distributed(spec: DTensorSpec, part: Tensor) -> Tensor:

@@ -91,24 +91,24 @@ def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
     return replace(work, inputs=tuple(map(lower, work.inputs)), targets=tuple(map(lower, work.targets)))
 
 
-def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
+def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[FlatBuffer]:
     named = trained(work.module)
     if strategy.stage < 3:
-        return [Flat(named, dtype)]
+        return [FlatBuffer(named, dtype)]
     small = {name: p for name, p in named.items() if p.numel() < strategy.persistent}
-    units = [Flat(small, dtype)] if small else []
+    units = [FlatBuffer(small, dtype)] if small else []
     taken = set(small)
     inside = [{n: p for n, p in named.items() if n.startswith(f"{block}.") and n not in small} for block in work.blocks]
     taken.update(*inside)
     rest = {name: p for name, p in named.items() if name not in taken}
-    return [*units, *(Flat(unit, dtype, sharded=True) for unit in (*inside, rest) if unit)]
+    return [*units, *(FlatBuffer(unit, dtype, sharded=True) for unit in (*inside, rest) if unit)]
 
 
 Piece = tuple[str, int, int, int]
 """Parameter's name, start of the piece in the parameter, start in the rank's part, number of elements."""
 
 
-class Flat:
+class FlatBuffer:
     """Parameters as views of one buffer, padded to a multiple of the ranks; each rank owns one part of it.
 
     ``dtype`` is the type of weights and gradients; where it is not the parameters' own, ``master`` is this rank's part
@@ -206,7 +206,7 @@ class Flat:
 class _Partitioned:
     """The flat buffers of one rank, with the hooks that move gradients into them."""
 
-    def __init__(self, strategy: Zero, work: Workload, flats: list[Flat]) -> None:
+    def __init__(self, strategy: Zero, work: Workload, flats: list[FlatBuffer]) -> None:
         self._strategy = strategy
         self._module = work.module
         self._work = work
@@ -275,7 +275,7 @@ class _Partitioned:
 
         return start
 
-    def _hook_unit(self, number: int, flat: Flat) -> None:
+    def _hook_unit(self, number: int, flat: FlatBuffer) -> None:
         missing: set[str] = set(flat.named)
 
         def arrived(name: str) -> None:
@@ -301,7 +301,7 @@ class _Partitioned:
                 self._reduce(number)
 
 
-def _hook_block(block: nn.Module, flat: Flat) -> None:
+def _hook_block(block: nn.Module, flat: FlatBuffer) -> None:
     def again(grad: Tensor) -> Tensor:
         flat.gather()
         return grad
@@ -319,7 +319,7 @@ def _hook_block(block: nn.Module, flat: Flat) -> None:
 class _Buckets:
     """Stages 1 and 2: gradients move through one bucket as they arrive during the backward."""
 
-    def __init__(self, flat: Flat, strategy: Zero, parts: dict[int, Tensor]) -> None:
+    def __init__(self, flat: FlatBuffer, strategy: Zero, parts: dict[int, Tensor]) -> None:
         self._flat = flat
         self._shards = strategy.stage == 2
         self._parts = parts
@@ -402,7 +402,7 @@ def _owners(start: int, count: int, length: int) -> Iterator[tuple[int, int, int
 
 @dataclass
 class _ZeroStep(PlainStep):
-    flats: Sequence[Flat] = ()
+    flats: Sequence[FlatBuffer] = ()
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self) -> None:
