@@ -153,15 +153,15 @@ class Op:
         object.__setattr__(self, "_made", tuple(value for value in self.outputs if value is not None))
 
     def inputs(self) -> tuple[int, ...]:
-        """Value ids that the call takes, in order, repeats kept."""
+        """Return the value ids that the call takes, in order, repeats kept."""
         return self._taken
 
     def made(self) -> tuple[int, ...]:
-        """Value ids that the call makes."""
+        """Return the value ids that the call makes."""
         return self._made
 
     def scalars(self) -> tuple[str, ...]:
-        """Names of the numbers that the call takes when the step runs, in order, each once."""
+        """Return the names of the numbers that the call takes when the step runs, in order, each once."""
         return tuple(dict.fromkeys(_scalars((self.args, tuple(arg for _, arg in self.kwargs)))))
 
 

@@ -258,7 +258,7 @@ class _Recorded(torch.Generator):
         return self.seeded(seed)
 
     def seeded(self, seed: int) -> torch.Generator:
-        """As ``torch.manual_seed`` does it, for every device."""
+        """Seed the generators of all devices, as ``torch.manual_seed`` does."""
         torch.ops.magis.seed(as_seed(seed), device=torch.device("cpu"))
         return self
 

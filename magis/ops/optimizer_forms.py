@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 def updates_by_lists(rule: OptimizerSpec, device: str) -> bool:
-    """Return True if torch updates weights list by list on the device ("cpu" or "cuda"); planned steps never do."""
+    """Return True if torch updates weights by whole lists on the device ("cpu" or "cuda"), as no planned step does."""
     return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
 
 

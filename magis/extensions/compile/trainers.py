@@ -107,7 +107,7 @@ class StepPeaks:
             _tell(f"{self._shown}: step {self._begun} {why}{cause}; it was not measured")
 
     def _training_ends(self) -> None:
-        """In a pytest test, compare the peaks with their baselines; elsewhere say which are missing."""
+        """Compare the peaks with their baselines in a pytest test; elsewhere say which are missing."""
         __tracebackhide__ = True
         self._step_fails(None)
         missing = [step for step in self.steps if step not in self.peaks]

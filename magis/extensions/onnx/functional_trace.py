@@ -29,14 +29,14 @@ _aten: Any = torch.ops.aten
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """The two formulas of torch's kernel; torch's decomposition computes both and chooses per element."""
+    """Interpolate by the one formula of torch's kernel that the weight selects; torch's decomposition computes both."""
     if abs(weight) < 0.5:
         return start + (end - start) * weight
     return end - (end - start) * (1 - weight)
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax that is 0 where a whole row is masked, which the row's maximum tells."""
+    """Return a softmax that is 0 where a whole row is masked, which the row's maximum tells."""
     x = x if dtype is None else x.to(dtype)
     masked = x.amax(dim, keepdim=True) == -torch.inf
     return torch.where(masked, 0.0, torch.softmax(x, dim))

@@ -110,15 +110,12 @@ def _with_measurements(
     shown = [each for each in reports if result.ranks[each.rank].predicted == result.optimized.simulated]
     worst = max(shown, key=lambda report: report.memory.tensor_bytes)
     ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
-    off = [each.rank for each in ranks if not _as_planned(each)]
+    planned = [result.ranks[each.rank].predicted for each in reports]
+    pairs = zip(reports, planned, strict=True)
+    off = [each.rank for each, own in pairs if own is None or own.tensor_bytes != each.memory.tensor_bytes]
     note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else result.note
     figures = replace(result.optimized, measured=worst.memory, times_ms=slowest_ms(reports))
     return replace(result, optimized=figures, ranks=ranks, numbers=numbers_of(reports, before, loops=loops), note=note)
-
-
-def _as_planned(rank: RankMemory) -> bool:
-    one, other = rank.predicted, rank.measured
-    return one is not None and other is not None and one.tensor_bytes == other.tensor_bytes
 
 
 def numbers_of(reports: Sequence[RankReport], before: Sequence[RankReport], *, loops: bool) -> str:

@@ -212,20 +212,17 @@ def adaptive_pool(call: LabelledCall) -> Labels | str:
 def resize(call: LabelledCall) -> Labels | str:
     """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
     rank = _rank(call)
-    if call.name.endswith("_backward"):
-        return _resize_backward(call, rank)
-    labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
-    return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
-
-
-def _resize_backward(call: LabelledCall, rank: int) -> Labels:
-    """The same; the sizes before are literals too."""
-    places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
+    literals: dict[Path, str]
+    if call.name.endswith("_backward"):  # the sizes before are literals, too
+        places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
+        literals = {(2, 0): "n", (2, 1): "c"}
+        for index, label in enumerate(places):
+            if label is not None:
+                literals |= {(1, index): label, (2, index + 2): label}
+    else:
+        places = _repeated(call, call.shape(0), call.shape_of_output(), rank, 2)
+        literals = {(1, index): f"s{index}" for index in range(rank)}
     labels: Dims = ["n", "c", *places]
-    literals: dict[Path, str] = {(2, 0): "n", (2, 1): "c"}
-    for index, label in enumerate(places):
-        if label is not None:
-            literals |= {(1, index): label, (2, index + 2): label}
     return Labels({(0,): labels}, [labels], literals)
 
 

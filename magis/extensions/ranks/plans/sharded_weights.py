@@ -173,7 +173,11 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
                     f"{'.'.join(owners[0]).strip('.')} is one number, which cannot be cut into shards",
                     hint="make it a tensor of one element, as torch's fully_shard wants it, too",
                 )
-            shard = nn.Parameter(_shard(parameter.detach(), piece.rows(ranks), rank), parameter.requires_grad)
+            whole, rows = parameter.detach(), piece.rows(ranks)
+            own = whole[min(rank * rows, len(whole)) :][:rows]
+            padded = whole.new_zeros(rows, *whole.shape[1:])
+            padded[: len(own)].copy_(own)
+            shard = nn.Parameter(padded, parameter.requires_grad)
             for owner, name in owners:
                 part.get_submodule(owner)._parameters[name] = shard
         hook_unit(part, GatheredUnit(pieces, ranks, group))
@@ -229,11 +233,3 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path, module
-
-
-def _shard(whole: Tensor, rows: int, rank: int) -> Tensor:
-    low = min(rank * rows, whole.shape[0])
-    own = whole[low : low + rows]
-    shard = whole.new_zeros(rows, *whole.shape[1:])
-    shard[: own.shape[0]].copy_(own)
-    return shard

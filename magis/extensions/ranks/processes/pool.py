@@ -96,11 +96,11 @@ class Rank:
 def failure(ranks: Sequence[Rank]) -> MagisError:
     """Return the error for a job in which ranks failed: that of the one that probably failed first."""
 
-    def is_later(rank: Rank) -> tuple[bool, bool, int]:
+    def blame_order(rank: Rank) -> tuple[bool, bool, int]:
         raised = rank.error is not None and not rank.hit_by_another
         return not rank.death and not raised, rank.hit_by_another, rank.progress
 
-    first = min((rank for rank in ranks if rank.failed), key=is_later)
+    first = min((rank for rank in ranks if rank.failed), key=blame_order)
     if first.refused:
         return UsageError(first.said)
     who = f"rank {first.number} of {len(ranks)}"

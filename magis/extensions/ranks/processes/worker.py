@@ -86,7 +86,7 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 place.say({"report": to_plain(report)})
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
         # first of all: the others may be waiting for this rank, and leaving the process group would wait for them
-        place.say({"error": _one_line(error), "phase": place.phase, **_facts(error)})
+        place.say({"phase": place.phase, **_described(error)})
         refused = isinstance(error, UsageError)
     else:
         return
@@ -146,16 +146,11 @@ def _take_device(place: _Place) -> None:
     torch.cuda.set_device(local)
 
 
-def _one_line(error: BaseException) -> str:
-    """Return an error's kind and message in one line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, MagisError):
-        return text
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind
-
-
-def _facts(error: BaseException) -> dict[str, Any]:
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return an error's message in one line, its kind, and its stack, innermost frame first."""
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    if not isinstance(error, MagisError):
+        text = f"{kind}: {text}" if text else kind
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -163,8 +158,8 @@ def _facts(error: BaseException) -> dict[str, Any]:
         frames.append(f"{Path(code.co_filename)}:{trace.tb_lineno} in {code.co_name}")
         trace = trace.tb_next
     return {
+        "error": text,
         "usage": isinstance(error, UsageError),
-        "magis": isinstance(error, MagisError),
         "exhausted": is_out_of_memory(error),
         "frames": frames[::-1],
     }
