@@ -1,8 +1,8 @@
 """Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
 
 A rule, named in an operator's row (`magis.ops.operators`), labels the dimensions of a call's tensors and size literals;
-each label gives one way to run the call in equal parts. An operator without a rule is never split. Every rule is tested
-by cutting real tensors.
+each label gives one way to run the call in equal parts; a rule's docstring names the dimensions that can be cut. An
+operator without a rule is never split. Every rule is tested by cutting real tensors.
 The published method cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here the
 backward, losses and weight updates have rules too, since a training step is one graph.
 """

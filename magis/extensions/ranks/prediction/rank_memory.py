@@ -70,11 +70,13 @@ def rank_peak(
     """
     warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
+    watch: Watch = _Blind() if watched_by is None else watched_by
+    watch.watching = False
     with (
         collector_spared(),
         no_collection(),
         propagated_apart(),
-        _not_watching(watched_by) as watch,  # below the ledger, which counts references as if no mode were above it
+        watch,  # below the ledger, which counts references as if no mode were above it
         LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
     ):
         step = strategy.prepare(make_work(), world)
@@ -95,15 +97,6 @@ def rank_peak(
     terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
     reserved = None if ledger.allocator is None else ledger.allocator.reserved
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
-
-
-@contextmanager
-def _not_watching(watch: Watch | None) -> Iterator[Watch]:
-    """Enter a watch that does not watch yet."""
-    watch = _Blind() if watch is None else watch
-    watch.watching = False
-    with watch:
-        yield watch
 
 
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
