@@ -53,7 +53,7 @@ from magis.ops.averages import averages_named
 from magis.ops.collectives import is_message
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
-from magis.ops.optimizer_forms import Weight, by_lists, update
+from magis.ops.optimizer_forms import Weight, update, updates_by_lists
 from magis.ops.python_objects import find
 
 LISTS = 16
@@ -343,7 +343,7 @@ def _recorded(
         listed, most = None, 0
         weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
         with torch.no_grad():
-            if by_lists(rule, device):
+            if updates_by_lists(rule, device):
                 with recorder.aside():
                     update(rule, weights, numbers, device=device)
                     listed = found()

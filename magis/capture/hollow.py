@@ -46,7 +46,7 @@ from magis.capture.workload import no_reports
 from magis.ops.call import EXPECT, as_mixed
 from magis.ops.collectives import is_message, is_wait, propagated_apart, wrapped
 from magis.ops.eager_only import formulas_as_eager
-from magis.ops.fake_results import as_asked, as_packed, known_results, laid_out, masked, unfaked
+from magis.ops.fake_results import as_packed, has_minimum_size, known_results, laid_out, masked, unfaked
 from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
@@ -290,7 +290,7 @@ class Hollow(TorchDispatchMode):
 
         with _disable_current_modes():
             out = func(*tree_map_only(Tensor, made_up, args), **tree_map_only(Tensor, made_up, kwargs))
-        if dynamic and not as_asked(func, args, out):
+        if dynamic and not has_minimum_size(func, args, out):
             self.read_by(*(tensor for tensor in given if contents_under(tensor).known))
         return tree_map_only(Tensor, self._fake, out)
 

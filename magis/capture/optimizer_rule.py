@@ -32,7 +32,7 @@ from magis.ops.optimizers import (
     ParameterGroup,
     copied,
     named_tensors,
-    refitted,
+    state_dtype,
     state_names,
 )
 from magis.ops.python_objects import PREFIX
@@ -365,4 +365,4 @@ def _state(optimizer: Optimizer, likes: Mapping[int, Tensor]) -> Iterator[tuple[
     """The tensors that an optimizer keeps, and the data type of each where its parameter is like these."""
     for parameter, entries in optimizer.state.items():
         for _, tensor in named_tensors(entries):
-            yield tensor, refitted(tensor, parameter, likes.get(id(parameter), parameter))
+            yield tensor, state_dtype(tensor, parameter, likes.get(id(parameter), parameter))

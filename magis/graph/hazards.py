@@ -1,4 +1,4 @@
-"""What a graph's storages ask of the order of operators: views, hazards beyond data flow, lifetimes.
+"""Order constraints, layouts and lifetimes that follow from a graph's storages.
 
 The order rules are the storage versions of the operators (``magis.graph.nodes``): the writer of version k + 1 comes
 after every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets
@@ -17,7 +17,7 @@ from magis.graph.nodes import side_by_side
 
 
 def is_pure_view(graph: Graph, op: Op) -> bool:
-    """Whether the call only opens windows on memory that it takes: nothing computed, nothing written."""
+    """Return True if the call only makes views of its inputs: it computes and writes nothing."""
     if op.writes or op.random or not op.made():
         return False
     taken = {graph.values[value].storage for value in op.inputs()}
@@ -25,7 +25,7 @@ def is_pure_view(graph: Graph, op: Op) -> bool:
 
 
 def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
-    """Pairs (earlier, later) of positions that follow from storage versions, without duplicates, sorted."""
+    """Return sorted pairs (earlier, later) of positions that storage versions put in this order."""
     writer: dict[tuple[int, int], int] = {}
     readers: dict[tuple[int, int], list[int]] = {}
     for position, op in enumerate(ops):
@@ -45,7 +45,7 @@ def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
 
 
 def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
-    """All order constraints, data flow and versions, as a directed acyclic graph on the positions of the schedule.
+    """Return all order constraints, by data flow and by versions, as a graph on the positions of the schedule.
 
     The schedule itself need not be legal; where no legal one exists, the graph has cycles.
     """
@@ -60,29 +60,23 @@ def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
     return dag
 
 
-# How a value lies on its storage.
-
-
 def fills(value: Value, storage: Storage) -> bool:
-    """Whether the window is the whole storage, each byte once and as it is stored."""
+    """Return True if the value shows each byte of its storage once, as it is stored."""
     return not value.bits and value.offset == 0 and value.nbytes == storage.nbytes and is_dense(value)
 
 
 def is_dense(value: Value) -> bool:
-    """Whether the elements lie side by side without overlap, in some order of the dimensions."""
+    """Return True if the elements lie side by side without overlap, in some order of the dimensions."""
     return side_by_side(value.shape, value.stride)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a dense tensor of that shape whose last dimension is innermost."""
+    """Return the strides, in elements, of a contiguous tensor of that shape."""
     stride, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):
         stride[dim] = step
         step *= max(1, shape[dim])
     return tuple(stride)
-
-
-# When storages and values are needed: the basis of simulation and of the generated code's ``del``.
 
 
 @dataclass(frozen=True)
@@ -98,10 +92,10 @@ class Lifetimes:
 
 
 def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetimes:
-    """Lives of the temporary and host storages.
+    """Return when each temporary and host storage is allocated and freed.
 
-    A storage dies with the last operator that touches any value on it. ``deaths``, where given, overrides that with
-    the number of operators after which eager frees the storage (missing: at the end of the step).
+    A storage is freed after the last operator that touches a value on it, or, with ``deaths``, after the number of
+    operators after which eager frees it (missing there: at the end of the step).
     """
     born: dict[int, int] = {}
     dies: dict[int, int] = {}
@@ -123,7 +117,7 @@ def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetime
 
 
 def last_uses(graph: Graph) -> list[tuple[int, ...]]:
-    """For every position, the values that no later operator takes and the caller does not get: free to forget."""
+    """Return, for every position, the values that no later operator takes and that the step does not return."""
     last: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):

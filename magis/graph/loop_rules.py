@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.graph.nodes import Arg, Graph, Op, Ref, Storage, Value, side_by_side
+from magis.graph.nodes import Arg, Graph, Loop, Op, Ref, Storage, Value, side_by_side
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
 def rows_around(op: Op) -> tuple[int, int]:
-    """How many rows before and behind its stretch a sound ``magis.part`` or ``magis.join`` is about, too."""
+    """Return how many halo rows before and behind its stretch a ``magis.part`` or ``magis.join`` takes or adds."""
     match op.args[1 if op.target == PART else 2 :]:
         case (int(), int(before), int(after)) if op.target in (PART, JOIN):
             return before, after
@@ -23,7 +23,7 @@ def rows_around(op: Op) -> tuple[int, int]:
 
 
 def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """Every broken rule of an operator's loop; nothing for operators that are none."""
+    """Yield every broken rule of an operator's loop; nothing for operators that are no loop."""
     if (op.target == LOOP) != (op.body is not None):
         yield f"{where}: a loop is called {LOOP} and has a body, anything else has none"
     if op.body is None:
@@ -44,22 +44,19 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         return  # said by the rules of every graph, as are the next ones
     if not set(body.inputs) <= set(body.values) or any(graph.values[v].storage not in graph.storages for v in outside):
         return
-    yield from _pairing_problems(graph, op, where)
+    yield from _pairing_problems(graph, op, body, where)
     yield from _made_problems(graph, op, where)
-    yield from _body_problems(op, where)
+    yield from _body_problems(op, op.body, where)
 
 
-def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """An input of the body shows the very memory that the loop's tensor shows."""
-    if op.body is None:
-        return
-    body = op.body.graph
+def _pairing_problems(graph: Graph, op: Op, body: Graph, where: str) -> Iterator[str]:
+    """Yield where an input of the body does not show the memory of the loop's tensor that it stands for."""
     inner_of: dict[int, int] = {}
     outer_of: dict[int, int] = {}
     for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
         theirs, ours = graph.values[outside], body.values[inside]
-        if _looks(theirs) != _looks(ours):
-            yield f"{where}: value {outside} is {_looks(theirs)}, in the body {_looks(ours)}"
+        if _geometry(theirs) != _geometry(ours):
+            yield f"{where}: value {outside} is {_geometry(theirs)}, in the body {_geometry(ours)}"
         storage, given = body.storages[ours.storage], graph.storages[theirs.storage]
         same = inner_of.setdefault(theirs.storage, ours.storage) == ours.storage
         same &= outer_of.setdefault(ours.storage, theirs.storage) == theirs.storage
@@ -68,7 +65,7 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
     for storage in body.storages.values():
         if storage.kind == "outer" and storage.id not in outer_of:
             yield f"{where}: storage {storage.id} of the body is nobody's outside"
-    written = {inner for _, inner in _written(op)}
+    written = _outer_writes(body)
     made = {graph.values[value].storage for value in op.made()}
     expected = {outer_of[inner] for inner in written if inner in outer_of} - (made - taken_over(graph, op))
     if expected != {storage for storage, _ in op.writes}:
@@ -78,13 +75,13 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def taken_over(graph: Graph, op: Op) -> set[int]:
-    """Storages of tensors that the loop takes and on which it makes others, stretch by stretch."""
+    """Return storages of tensors that the loop takes and overwrites, stretch by stretch, with tensors that it makes."""
     taken = {graph.values[value].storage for value in op.inputs()}
     return taken & {graph.values[value].storage for value in op.made()}
 
 
 def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """What the loop makes is allocated by it: all of a fresh storage, each byte once."""
+    """Yield tensors of the loop that do not fill a storage that the loop itself allocates."""
     earlier = {graph.values[value].storage for value in graph.inputs if value in graph.values}
     for each in graph.ops:
         if each is op:
@@ -95,8 +92,9 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         value = graph.values[number]
         storage = graph.storages[value.storage]
         if storage.id in over:
-            looks = {_looks(graph.values[taken]) for taken in op.inputs() if graph.values[taken].storage == storage.id}
-            if looks != {_looks(value)} or storage.kind != "temporary" or not _fills(value, storage):
+            taken = [graph.values[each] for each in op.inputs() if graph.values[each].storage == storage.id]
+            same = {_geometry(each) for each in taken} == {_geometry(value)}
+            if not same or storage.kind != "temporary" or not _fills(value, storage):
                 yield f"{where}: makes value {number} in place of one that it takes, but it is not all of the same"
             continue
         if storage.id in earlier or storage.kind != "temporary" or not _fills(value, storage):
@@ -104,31 +102,26 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def _fills(value: Value, storage: Storage) -> bool:
-    """Whether a tensor allocated with these strides takes the storage's bytes, each holds one element, and shows it."""
+    """Return True if a tensor with this shape and these strides covers each byte of the storage once."""
     if 0 in value.shape:
         return storage.nbytes == 0 and not value.bits
     dense = value.offset == 0 and side_by_side(value.shape, value.stride)
     return dense and value.nbytes == storage.nbytes and not value.bits
 
 
-def _looks(value: Value) -> tuple[object, ...]:
+def _geometry(value: Value) -> tuple[object, ...]:
     return value.shape, value.stride, value.dtype, value.offset, *value.bits
 
 
-def _written(op: Op) -> list[tuple[Op, int]]:
-    """Operators of the body with the storages from outside that they write."""
-    if op.body is None:
-        return []
-    graph = op.body.graph
-    outer = {storage.id for storage in graph.storages.values() if storage.kind == "outer"}
-    return [(each, storage) for each in graph.ops for storage, _ in each.writes if storage in outer]
+def _outer_writes(body: Graph) -> set[int]:
+    """Return the storages from outside that operators of the body write."""
+    outer = {storage.id for storage in body.storages.values() if storage.kind == "outer"}
+    return outer.intersection(storage for op in body.ops for storage, _ in op.writes)
 
 
-def _body_problems(op: Op, where: str) -> Iterator[str]:
-    """What the operators of the body may do."""
-    if op.body is None:
-        return
-    body = op.body.graph
+def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
+    """Yield operators of the body that draw random numbers, or read or merge tensors in ways that parts may not."""
+    body = loop.graph
     wholes = set(body.inputs[len(op.inputs()) :])
     finished: list[int] = []
     known = {body.values[value].storage for value in body.inputs}
@@ -138,30 +131,29 @@ def _body_problems(op: Op, where: str) -> Iterator[str]:
             yield f"{inside}: draws random numbers, which would be others than those of the whole"
         values = [value for value in each.inputs() if value in body.values]
         if each.target in (JOIN, REDUCE):
-            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, op.body.parts))
+            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, loop.parts))
             finished += values[:1]
             values = values[1:]
         elif each.target == PART:
-            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts, known))
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, loop.parts, known))
         if any(value in wholes for value in values):
             yield f"{inside}: takes a tensor that the loop is still making"
         known.update(body.values[value].storage for value in each.made() if value in body.values)
     if sorted(finished) != sorted(wholes):
         yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
-    yield from _write_problems(op, where)
+    yield from _write_problems(op, body, where)
 
 
-def _write_problems(op: Op, where: str) -> Iterator[str]:
-    """Memory from outside, but for what the loop makes, is written stretch by stretch, and then read so, too.
+def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
+    """Yield operators that read or write outer memory beyond their part's stretch, where parts write that memory.
 
     Every part must find what the whole call would find: no part may meet what another one has written or freed.
+    Storages of tensors that the loop makes are exempt.
     """
-    if op.body is None:
-        return
-    body = op.body.graph
     count = len(op.inputs())
     given = {body.values[value].storage for value in body.inputs[:count]}
-    written = {s for _, s in _written(op)} - ({body.values[value].storage for value in body.inputs[count:]} - given)
+    made = {body.values[value].storage for value in body.inputs[count:]}
+    written = _outer_writes(body) - (made - given)
     finished: set[int] = set()
     cuts: dict[int, set[object]] = {}
     stretches: set[int] = set()
@@ -171,14 +163,14 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
         around = any(rows_around(each))
         if each.target == PART and values and isinstance(each.args[-1], int) and not around:
             whole, dim = body.values[values[0]], each.args[-1]
-            cuts.setdefault(whole.storage, set()).add((_looks(whole), dim))
+            cuts.setdefault(whole.storage, set()).add((_geometry(whole), dim))
             stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
             values = []
         if each.target == JOIN and values and body.values[values[0]].storage in written:
             whole = body.values[values[0]]  # in place of a tensor that the loop takes
             if around:
                 yield f"{inside}: adds to memory whose stretches are read"
-            cuts.setdefault(whole.storage, set()).add((_looks(whole), each.args[-1]))
+            cuts.setdefault(whole.storage, set()).add((_geometry(whole), each.args[-1]))
             values = values[1:]
             finished.add(whole.storage)
             if any(body.values[value].storage == whole.storage for value in values):
@@ -238,13 +230,13 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
 
 
 def _are_rows(rows: Sequence[Arg]) -> bool:
-    """Whether arguments are the numbers of rows before and behind a stretch, or none at all."""
+    """Return True if the arguments are the numbers of halo rows before and behind a stretch, or none at all."""
     counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
     return not rows or (len(counts) == len(rows) == 2 and any(counts))
 
 
 def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
-    """Whether a tensor has the shape of one of ``parts`` stretches of another along ``dim``, with rows around it."""
+    """Yield why ``part`` is not one of ``parts`` stretches of ``whole`` along ``dim``, plus ``around`` halo rows."""
     if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
         yield f"dimension {dim} of a tensor with {len(whole.shape)}"
         return

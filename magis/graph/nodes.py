@@ -23,8 +23,8 @@ ITEM_SIZE = {
 """Bytes of one element by data type name (``torch.float32`` is ``"float32"``)."""
 
 BITS = ("conj", "neg")
-"""What a tensor can say of its memory without touching it: that its elements are the conjugates, or the negatives, of
-what is stored there. ``x.conj()`` and ``x.conj().imag`` are such views."""
+"""Lazy bits of torch's views: the elements are the conjugates, or the negatives, of what is stored. ``x.conj()`` and
+``x.conj().imag`` are such views."""
 
 PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
 """Storages that exist before and after the step; they count towards the peak the whole time."""
@@ -35,7 +35,7 @@ GENERATOR = 0
 
 
 NUMBER = "number_"
-"""Begins the names of scalars that are computed of the user's own numbers."""
+"""Prefix of the names of scalars that are computed from the user's own numbers."""
 
 
 ARRIVED = "magis.arrived"
@@ -43,7 +43,7 @@ ARRIVED = "magis.arrived"
 BESIDE = tuple(
     f"_c10d_functional.{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
-"""Messages that run beside the operators from where they are called to where they are waited for."""
+"""Collectives that run beside other operators from where they are called to where they are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +153,15 @@ class Op:
         object.__setattr__(self, "_made", tuple(value for value in self.outputs if value is not None))
 
     def inputs(self) -> tuple[int, ...]:
-        """Value ids that the call takes, in order, repeats kept."""
+        """Return the value ids that the call takes, in order, repeats kept."""
         return self._taken
 
     def made(self) -> tuple[int, ...]:
-        """Value ids that the call makes."""
+        """Return the value ids that the call makes."""
         return self._made
 
     def scalars(self) -> tuple[str, ...]:
-        """Names of the numbers that the call takes when the step runs, in order, each once."""
+        """Return the names of the numbers that the call takes when the step runs, in order, each once."""
         return tuple(dict.fromkeys(_scalars((self.args, tuple(arg for _, arg in self.kwargs)))))
 
 
@@ -187,7 +187,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a ``magis.loop`` runs ``parts`` times: fission (paper, F-Trans), on one stretch of its inputs after another.
+    """The body of a ``magis.loop``, run ``parts`` times on one stretch of its inputs after another (paper, F-Trans).
 
     The inputs of ``graph`` stand for the loop's inputs, in order, and then for the tensors that it makes: these are
     allocated before the first part runs. Operators of our own tie the parts to the whole, all with equal stretches:
@@ -207,7 +207,7 @@ class Loop:
 
 
 def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements lie side by side without overlap, in some order of the dimensions."""
+    """Return True if the elements lie side by side without overlap, in some order of the dimensions."""
     expected = 1
     for step, size in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
         if step != expected:
@@ -217,7 +217,7 @@ def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
-    """Every operator with the values that its ids mean, bodies of loops included, a loop before its body."""
+    """Yield every operator with the values of its graph; a loop comes before the operators of its body."""
     for op in graph.ops:
         yield op, graph.values
         if op.body is not None:
@@ -242,7 +242,7 @@ def _scalars(arg: Arg) -> Iterator[str]:
 
 
 def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
-    """The argument with every value id that ``mapping`` knows replaced."""
+    """Return the argument with the value ids replaced that ``mapping`` knows."""
     if isinstance(arg, Ref):
         return Ref(mapping.get(arg.value, arg.value))
     if isinstance(arg, tuple):
@@ -251,13 +251,13 @@ def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
 
 
 def with_scalars(arg: Arg, numbers: Mapping[str, float]) -> Any:
-    """The argument with every named scalar that ``numbers`` knows replaced."""
+    """Return the argument with the named scalars replaced that ``numbers`` knows."""
     if isinstance(arg, tuple):
         return tuple(with_scalars(item, numbers) for item in arg)
     return numbers.get(arg.name, arg) if isinstance(arg, Scalar) else arg
 
 
 def named_numbers(graph: Graph) -> set[str]:
-    """Names of the scalars that are computed of the user's own numbers."""
+    """Return the names of scalars that are computed from the user's own numbers."""
     found = {name for op, _ in every_op(graph) for name in op.scalars()}
     return {name for name in found.union(*map(_scalars, graph.constants.values())) if name.startswith(NUMBER)}

@@ -31,7 +31,7 @@ HEADER = "magis graph 1"
 END = "end"
 MAX_DEPTH = 20
 MAX_DIGITS = 20
-"""Of whole numbers: enough for 64 bits."""
+"""Longest whole number, in digits: enough for 64 bits."""
 
 
 class GraphTextError(MagisError):
@@ -39,7 +39,7 @@ class GraphTextError(MagisError):
 
 
 def dump(graph: Graph) -> str:
-    """The graph as text, one line per storage, value and operator."""
+    """Return the graph as text, one line per storage, value and operator."""
     return "\n".join([HEADER, *_lines(graph)]) + "\n"
 
 
@@ -51,10 +51,10 @@ def _lines(graph: Graph) -> Iterator[str]:
         + (f" {json.dumps(v.name)}" if v.name else "")
         for v in graph.values.values()
     )
-    yield from (f"constant {key} {_arg(data)}" for key, data in graph.constants.items())
+    yield from (f"constant {key} {_arg_text(data)}" for key, data in graph.constants.items())
     yield from (f"input {value}" for value in graph.inputs)
     for op in graph.ops:
-        yield _op(op)
+        yield _op_text(op)
         if op.body is not None:
             yield from (f"  {line}" for line in _lines(op.body.graph))
             yield END
@@ -62,7 +62,7 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 
 def digest(graph: Graph) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the text form: equal digests, equal graphs."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the text form: equal digests, equal graphs."""
     return hashlib.sha256(dump(graph).encode()).hexdigest()[:16]
 
 
@@ -70,10 +70,10 @@ def _ints(items: tuple[int, ...]) -> str:
     return f"[{', '.join(str(item) for item in items)}]"
 
 
-def _op(op: Op) -> str:
+def _op_text(op: Op) -> str:
     outputs = ", ".join("_" if value is None else f"%{value}" for value in op.outputs)
     outputs = f"({outputs})" if op.many else outputs
-    args = [_arg(arg) for arg in op.args] + [f"{name}={_arg(arg)}" for name, arg in op.kwargs]
+    args = [_arg_text(arg) for arg in op.args] + [f"{name}={_arg_text(arg)}" for name, arg in op.kwargs]
     line = f"op {op.id} {outputs}{' ' if outputs else ''}= {op.target}({', '.join(args)})"
     for word, versions in (("reads", op.reads), ("writes", op.writes)):
         if versions:
@@ -86,7 +86,7 @@ def _op(op: Op) -> str:
     return line
 
 
-def _arg(arg: Arg) -> str:
+def _arg_text(arg: Arg) -> str:
     if isinstance(arg, Ref):
         return f"%{arg.value}"
     if isinstance(arg, Scalar):
@@ -94,14 +94,14 @@ def _arg(arg: Arg) -> str:
     if isinstance(arg, Const):
         return f"<{arg.kind} {arg.name}>"
     if isinstance(arg, tuple):
-        return f"[{', '.join(_arg(item) for item in arg)}]"
+        return f"[{', '.join(_arg_text(item) for item in arg)}]"
     if isinstance(arg, str):
         return json.dumps(arg)
     return complex_text(arg) if isinstance(arg, complex) else repr(arg)
 
 
 def complex_text(number: complex) -> str:
-    """A complex number such that `complex` reads back its every bit: Python's own form loses signs of zeros."""
+    """Return a text from which `complex` reads back every bit: Python's own form loses signs of zeros."""
     return f"{number.real!r}{number.imag:+}j"
 
 
@@ -213,12 +213,12 @@ def _unquoted(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """A piece of the text for a message: hostile ones can be megabytes."""
+    """Return the beginning of the text for a message: hostile texts can be megabytes."""
     return repr(text if len(text) <= 20 else f"{text[:20]}...")
 
 
 def parse(text: str) -> Graph:
-    """The graph of a text made by ``dump``; raises GraphTextError naming the line otherwise."""
+    """Return the graph of a text made by ``dump``; raises GraphTextError, naming the line, for any other text."""
     lines = text.splitlines()
     if not lines or lines[0] != HEADER:
         raise GraphTextError(
@@ -270,7 +270,8 @@ class _Reader:
         self._parts = 0
         word = line.take()
         readers: dict[str, Callable[[_Line], None]] = {
-            "storage": self._storage, "value": self._value, "constant": self._constant, "op": self._op,
+            "storage": self._read_storage, "value": self._read_value, "constant": self._read_constant,
+            "op": self._read_op,
             "input": lambda rest: self._inputs.append(rest.integer()),
             "output": lambda rest: self._outputs.append(rest.integer()),
         }  # fmt: skip
@@ -286,11 +287,11 @@ class _Reader:
             self._storages, self._values, tuple(self._ops), tuple(self._inputs), tuple(self._outputs), self._constants
         )
 
-    def _storage(self, line: _Line) -> None:
+    def _read_storage(self, line: _Line) -> None:
         key, kind, nbytes = _fresh(line.integer(), self._storages), line.name(), line.integer()
         self._storages[key] = Storage(key, nbytes, kind)
 
-    def _value(self, line: _Line) -> None:
+    def _read_value(self, line: _Line) -> None:
         key = _fresh(line.integer(), self._values)
         line.take("@")
         storage, dtype = line.integer(), line.take()
@@ -304,18 +305,18 @@ class _Reader:
         name = line.string() if line.peek() else ""
         self._values[key] = Value(key, shape, stride, dtype, storage, offset, name, bits)
 
-    def _constant(self, line: _Line) -> None:
+    def _read_constant(self, line: _Line) -> None:
         key, data = _fresh(line.integer(), self._constants), line.arg()
         if not isinstance(data, tuple) or not all(isinstance(item, (int, float, complex)) for item in data):
             raise ValueError("a constant is a list of numbers")
         self._constants[key] = tuple(item for item in data if isinstance(item, (int, float, complex)))
 
-    def _op(self, line: _Line) -> None:
+    def _read_op(self, line: _Line) -> None:
         key = line.integer()
         many = line.peek() == "("
         if many:
             line.take()
-        outputs = tuple(line.items(")" if many else "=", lambda: self._output(line)))
+        outputs = tuple(line.items(")" if many else "=", lambda: self._read_output(line)))
         if many:
             line.take("=")
         target = line.take()
@@ -338,10 +339,10 @@ class _Reader:
         found: dict[str, Any] = {"reads": (), "writes": (), "random": False, "phase": "forward", "module": ""}
         found["origin"] = None
         while line.peek():
-            self._fact(line, found)
+            self._read_fact(line, found)
         self._ops.append(Op(key, target, tuple(args), tuple(kwargs), outputs, many, **found))
 
-    def _fact(self, line: _Line, found: dict[str, Any]) -> None:
+    def _read_fact(self, line: _Line, found: dict[str, Any]) -> None:
         word = line.take()
         if word in ("reads", "writes"):
             pairs = []
@@ -365,7 +366,7 @@ class _Reader:
         else:
             raise ValueError(f"unknown fact {_short(word)}")
 
-    def _output(self, line: _Line) -> int | None:
+    def _read_output(self, line: _Line) -> int | None:
         if line.peek() == "_":
             line.take("_")
             return None

@@ -14,7 +14,7 @@ from magis.graph.nodes import ARRIVED, BESIDE, BITS, ITEM_SIZE, PERSISTENT_KINDS
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 MOST_BYTES = 1 << 62
-"""Of one storage: bytes are 64 bits."""
+"""Limit on the size of one storage: byte counts are 64-bit."""
 _IN_BODY = ("outer", "temporary", "host")
 _OF_BODY = (PART, JOIN, REDUCE)
 _MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
@@ -27,7 +27,7 @@ def verify(graph: Graph) -> None:
 
 
 def problems(graph: Graph) -> Iterator[str]:
-    """Every broken rule as one line."""
+    """Yield every broken rule as one line."""
     yield from _problems(graph, _KINDS)
     for op in graph.ops:
         if op.target in _OF_BODY:
@@ -78,13 +78,13 @@ def _value_problems(graph: Graph) -> Iterator[str]:
 
 
 def _possible_bits(value: Value) -> tuple[str, ...]:
-    """Those of the bits of a value that its data type can have, in the order in which they are listed."""
+    """Return the bits of the value that its data type can have, in the order of BITS."""
     possible = {"conj": value.dtype.startswith("complex"), "neg": value.dtype != "bool"}
     return tuple(bit for bit in BITS if bit in value.bits and possible[bit])
 
 
 def _end(value: Value) -> int:
-    """First byte of the storage behind the window."""
+    """Return the first byte of the storage behind the value."""
     if value.numel == 0:
         return 0
     last = value.offset + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
@@ -126,7 +126,7 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
 
 
 def _copy_problems(graph: Graph) -> Iterator[str]:
-    """A copy to the host runs beside the operators from its store to its wait: its memory stays as it is so long."""
+    """Yield operators that change memory while it is copied to the host, from ``magis.store`` to ``magis.wait``."""
     leaving: dict[int, tuple[int, str]] = {}  # what is stored -> storage that it is copied from, and by what
     for op in graph.ops:
         where = f"operator {op.id} ({op.target})"
@@ -147,8 +147,7 @@ def _copy_problems(graph: Graph) -> Iterator[str]:
 
 
 def _message_problems(graph: Graph) -> Iterator[str]:
-    """A message that an operator waits for runs beside the others until then: so long nobody reads what it brings, and
-    nothing changes what it sends."""
+    """Yield operators that read what a message brings, or change what it sends, before it is waited for."""
     brought = {value for op in graph.ops if op.target == ARRIVED for value in op.inputs()[:1]}
     sent: dict[int, Op] = {}  # by what it brings
     for op in graph.ops if brought else ():
@@ -169,7 +168,7 @@ def _message_problems(graph: Graph) -> Iterator[str]:
 
 
 def _arrival_problems(op: Op, where: str, sent: dict[int, Op]) -> Iterator[str]:
-    """The operator names what a message brings, and then all that it sends, which stays in memory until then."""
+    """Yield what is wrong with a ``magis.arrived(%result, *%sent)``; it names all that was sent, to keep it alive."""
     value, named = next(iter(op.inputs()), None), op.inputs()[1:]
     message = None if value is None else sent.pop(value, None)
     if message is None:
@@ -187,7 +186,7 @@ def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: s
 
 
 def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[str]:
-    """Broken rules of what the operator meets; takes over what it leaves behind."""
+    """Yield versions that the operator reads or writes out of turn; notes in ``versions`` those that it leaves."""
     for storage, version in op.reads:
         if versions.get(storage) != version:
             yield f"{where}: reads version {version} of storage {storage}, which is at {versions.get(storage)}"
@@ -198,7 +197,7 @@ def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[
 
 
 def _unread_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """Inputs without a version: an operator that computes on memory says which contents it must meet.
+    """Yield inputs without a version: an operator that computes on memory says which contents it must meet.
 
     Views look at no data. Nor do the calls of _MOVES need a version: each comes after the call whose value it takes,
     by data flow, and nothing else ever touches that memory (what is moved was pinned when it was stored).

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from magis.errors import CaptureError
 from magis.graph import Graph
+from magis.ops.optimizers import sentinel
 
 _NAME = "average"
-_SENTINEL = 0.00390625
 _COUNTER = "num_batches_tracked"
 
 
@@ -26,15 +26,16 @@ class _Average:
     path: str
     part: _BatchNorm
     number: int
-    """Among the parts of the module."""
+    """Position among the modules of the network."""
     calls: int = 0
 
 
 @contextmanager
 def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> Iterator[Callable[[Graph], None]]:
-    """While a step is recorded, such parts take numbers for their shares that stand for names in `sentinels`.
+    """Let such batch norms take sentinel numbers for their shares while a step is recorded.
 
-    Yields a check of the step's graph: CaptureError where a counter was moved other than by one in every call.
+    `sentinels` (number -> name) gets one entry per call. Yields a check of the step's graph: CaptureError where a
+    counter was moved other than by one in every call.
     """
     found = tuple(
         _Average(path, part, number)
@@ -47,7 +48,7 @@ def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> 
 
     def next_share(each: _Average) -> None:
         each.calls += 1
-        each.part.momentum = _SENTINEL * (1 + (0x3A5F1 + len(sentinels)) * 2.0**-47)
+        each.part.momentum = sentinel(0.00390625, len(sentinels))
         sentinels[each.part.momentum] = f"{_NAME}_{each.number}_{each.calls}"
 
     def check(graph: Graph) -> None:
@@ -73,7 +74,7 @@ def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> 
 
 
 def shares_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
-    """The shares of the batch to come, for those of a graph's scalars that are such."""
+    """Return the shares of the next batch, by the names of a graph's scalars that stand for shares."""
     parts = [*module.modules()] if names else []
     found = {}
     for name in names:
@@ -83,5 +84,5 @@ def shares_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def is_share(name: str) -> bool:
-    """Whether a scalar of a graph is such a share."""
+    """Return True if a scalar of a graph stands for the share of a batch."""
     return name.startswith(f"{_NAME}_")

@@ -1,4 +1,4 @@
-"""Calls operators of a graph by name: arguments to torch's and back; our own operators for branches on data."""
+"""Calls of a graph's operators by name, arguments converted to torch's and back; `magis.expect`, for data branches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
-    """What the operator ``target`` returned for ``args``, its fake results in the types that kernels give them."""
+    """Return the fake results ``out`` of the call in the data types that kernels give them (mixed precision norms)."""
     if target == "aten.native_group_norm_backward.default":
         return (_typed(out[0], args[1].dtype), *out[1:])
     parameters = [args[at] for at in op_info(target).parameters if at < len(args)]
@@ -48,10 +48,9 @@ class CallError(MagisError):
 
 @functools.lru_cache(maxsize=4096)
 def resolve(target: str) -> OpOverload:
-    """The overload that `target` names: "aten.mm.default" is `torch.ops.aten.mm.default`.
+    """Return the overload that `target` names: "aten.mm.default" is `torch.ops.aten.mm.default`.
 
-    Raises CallError when the text is not "namespace.operator.overload" or the installed torch has no such
-    overload.
+    Raises CallError when the text is not "namespace.operator.overload" or the installed torch has no such overload.
     """
     parts = target.split(".")
     if len(parts) != 3 or not all(parts):
@@ -74,11 +73,10 @@ def resolve(target: str) -> OpOverload:
 
 
 def constant(const: Const, device: torch.device | str, generators: Mapping[str, torch.Generator] | None = None) -> Any:
-    """The torch object that `const` stands for; every device constant becomes `device`.
+    """Return the torch object that `const` stands for; every device constant becomes `device`.
 
-    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Without
-    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one, as those are that
-    a step makes.
+    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Generators
+    that the step makes are fresh ones, and so are all of them without `generators` (a call on made-up arguments).
     """
     if const.kind == "device":
         return torch.device(device)
@@ -104,7 +102,7 @@ def to_torch(
     device: torch.device | str = "cpu",
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> Any:
-    """`arg` as torch takes it: tensors by value id, scalars by name, constants on `device`, lists as lists.
+    """Return `arg` as torch takes it: tensors by value id, scalars by name, constants on `device`, lists as lists.
 
     Raises CallError when `tensors` or `scalars` lack what the argument names.
     """
@@ -127,7 +125,7 @@ def to_torch(
 
 
 def from_torch(value: object) -> Arg:
-    """The graph's form of a call argument that is no tensor: literals, lists of them, torch's constants.
+    """Return the graph's form of a call argument that is no tensor: literals, lists of them, torch's constants.
 
     Raises CallError for anything else, a symbolic size or a generator say.
     """
@@ -144,13 +142,13 @@ def from_torch(value: object) -> Arg:
 
 
 def outputs(result: object) -> tuple[torch.Tensor | None, ...]:
-    """What an operator returned as a flat tuple, None where it returned None (or an undefined tensor)."""
+    """Return an operator's result as a flat tuple, None where it returned None (or an undefined tensor)."""
     items = result if isinstance(result, (tuple, list)) else (result,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in items)
 
 
 def made_generators(graph: Graph) -> dict[str, torch.Generator]:
-    """Generators on the CPU for those that the step makes itself, by name."""
+    """Return fresh CPU generators for those that the step makes itself, by name."""
     arguments = (dict(op.kwargs).get("generator") for op in graph.ops if op.target == SEED_MADE)
     return {each.name: torch.Generator() for each in arguments if isinstance(each, Const)}
 
@@ -168,8 +166,8 @@ def call(
     return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))
 
 
-# An operator of our own for what hangs on data: what Python read off a tensor (true, false, a whole number), read and
-# compared again.
+# An operator of our own for branches on data: it reads what Python read off a tensor (true, false, a whole number) at
+# capture, and compares.
 #
 #     magis.expect(%x, True)        the one element of %x is true, as it was when the step was captured
 #     magis.expect(%x, False, %y)   the contents of %x and %y differ
@@ -183,7 +181,7 @@ EXPECT = "magis.expect.default"
 
 
 class ExpectationError(MagisError):
-    """What hangs on data is not as in the captured step."""
+    """A branch or a shape that depends on data is not as in the captured step."""
 
 
 _HOW = {"==": operator.eq, ">=": operator.ge, "<": operator.lt}
@@ -209,23 +207,19 @@ def expect_shape(made: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def shaped_by_contents(op: Op, values: Mapping[int, Value]) -> bool:
-    """Whether the shapes of what a call makes hang on the contents of its tensors."""
+    """Return True if the shapes of a call's results depend on the contents of its tensors."""
     if not op.target.startswith("aten.") or torch.Tag.dynamic_output_shape not in resolve(op.target).tags:
         return False
     return op.target != "aten.index.Tensor" or any(values[n].dtype in ("bool", "uint8") for n in op.inputs()[1:])
 
 
 def follows_data(graph: Graph) -> bool:
-    """Whether a graph holds for batches alone that take the same way at branches on data."""
+    """Return True if a graph holds only for batches that take the captured way at every branch on data."""
     return any(op.target == EXPECT or shaped_by_contents(op, graph.values) for op in graph.ops)
-
-
-def _nothing(value: Tensor, expected: float, other: Tensor | None = None, *, how: str = "==") -> None:
-    """Memory without contents is expected to hold nothing."""
 
 
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")
 _LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None, *, str how='==') -> ()")
 _LIBRARY.impl("expect", _expect, "CPU")
 _LIBRARY.impl("expect", _expect, "CUDA")
-_LIBRARY.impl("expect", _nothing, "Meta")
+_LIBRARY.impl("expect", lambda *_, **__: None, "Meta")  # no contents to compare

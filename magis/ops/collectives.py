@@ -29,25 +29,25 @@ from magis.graph import ARRIVED, Op
 from magis.ops.exchanges import EXCHANGE
 
 COLLECTIVES = "_c10d_functional."
-"""How the names of these operators begin."""
+"""Prefix of the names of these operators."""
 NAMED = "magis-"
-"""How `group_name` begins."""
+"""Prefix of every `group_name`."""
 REPLICAS = "dp"
-"""The role of groups whose ranks run the same step."""
+"""Role of groups whose ranks run the same step."""
 MESSAGES = "messages"
-"""Stands for what collectives that keep their order write, one after the other."""
+"""Storage that collectives with a fixed order pretend to write, one after the other."""
 WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
 
 
 def group_name(role: str, ranks: int) -> str:
-    """The name of a group of so many ranks; ``role``: "dp", say."""
+    """Return the name of a group of so many ranks; ``role``: "dp", say."""
     return f"{NAMED}{role}-x{ranks}"
 
 
 def register_group(group: dist.ProcessGroup, role: str) -> str:
-    """Have operators find the group by its `group_name`, until torch.distributed is shut down; returns the name."""
+    """Register the group under its `group_name`, until torch.distributed is shut down; return the name."""
     name = group_name(role, group.size())
     known: Any = torch._C._distributed_c10d
     known._unregister_process_group(name)
@@ -56,8 +56,10 @@ def register_group(group: dist.ProcessGroup, role: str) -> str:
 
 
 def name_group(mesh: DeviceMesh, role: str) -> None:
-    """The same for the group of a mesh of one dimension, in which torch itself sends for distributed tensors: by names
-    of its own, which differ from rank to rank."""
+    """Register the group of a one-dimensional mesh, and have the mesh use that name for distributed tensors, too.
+
+    torch's own names of such groups differ from rank to rank.
+    """
     group: Any = mesh.get_group()
     name = register_group(group, role)
     group._set_group_name(name)
@@ -67,24 +69,26 @@ def name_group(mesh: DeviceMesh, role: str) -> None:
 
 
 def keeps_order(target: str, args: Sequence[Any]) -> bool:
-    """Whether a collective comes in one order with others like it: ranks of its group may have different steps, but
-    for replicas, which have one step and so one order anyway."""
+    """Return True if all ranks must call this collective in the same order as its others.
+
+    Replicas run one step, and so have one order anyway; ranks of other groups may run different steps.
+    """
     sends = is_message(target) and target not in WAITS
     return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
 
 
 def is_collective(target: str) -> bool:
-    """Whether an operator of that name is a collective."""
+    """Return True if an operator of that name is a functional collective."""
     return target.startswith(COLLECTIVES)
 
 
 def is_message(target: str) -> bool:
-    """Whether an operator of that name sends something to other ranks, or receives it."""
+    """Return True if an operator of that name sends to other ranks or receives from them."""
     return target == EXCHANGE or is_collective(target)
 
 
 def ranks_of(op: Op) -> int:
-    """Ranks of the group of a collective."""
+    """Return the number of ranks in the group of a collective."""
     *_, group = op.args
     found = _SIZE.fullmatch(str(group))
     if found is not None:
@@ -94,18 +98,18 @@ def ranks_of(op: Op) -> int:
 
 
 def name_of_collective(op: Op) -> str:
-    """ "all_reduce" and the like."""
+    """Return the collective's name without namespace and overload: "all_reduce", say."""
     return op.target.split(".")[1]
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Whether an operator is called on tensors that hold others (distributed, jagged) and call it again on these."""
+    """Return True if any type is a wrapper (DTensor, jagged tensor) that calls the operator on the tensors inside."""
     return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 @contextmanager
 def propagated_apart() -> Iterator[None]:
-    """While it lasts, torch finds out how distributed results look without any dispatch mode in force."""
+    """Let DTensor infer the metadata of its results outside of all dispatch modes."""
     propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if propagation is None:
         yield
@@ -125,44 +129,44 @@ def propagated_apart() -> Iterator[None]:
 
 
 def is_wait(func: Any) -> bool:
-    """Whether an operator hands out the very tensor that it gets, once that is there or for somebody to wait for."""
+    """Return True if the operator returns its argument itself: a wait for a collective, or torch's wrapper for one."""
     return str(func) in WAITS
 
 
 def waited(result: Tensor) -> Tensor:
-    """What a collective returned, once it is there."""
-    if not isinstance(result, FakeTensor):  # of which the wait would make a second tensor
+    """Wait for the result of a collective, and return it."""
+    if not isinstance(result, FakeTensor):  # the wait would make a second fake tensor
         WAIT(result)
     return result
 
 
 def all_gather(shard: Tensor, ranks: int, group: str) -> Tensor:
-    """Shards [k] of all ranks, one after another: [ranks * k]."""
+    """Return the shards [k] of all ranks, one after another: [ranks * k]."""
     return waited(torch.ops._c10d_functional.all_gather_into_tensor(shard, ranks, group))
 
 
 def reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's part [k] of the mean of tensors [ranks * k]."""
+    """Return this rank's part [k] of the mean of tensors [ranks * k]."""
     return waited(torch.ops._c10d_functional.reduce_scatter_tensor(whole, "avg", ranks, group))
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """The "avg" or "sum" of all ranks' tensors."""
+    """Return the "avg" or "sum" of all ranks' tensors."""
     return waited(torch.ops._c10d_functional.all_reduce(tensor, operation, group))
 
 
 def arrived(result: Tensor, *_sent: Tensor) -> None:
-    """Wait for a message that brings a result."""
+    """Wait for a collective that was called earlier; it has its result and the tensors that it sent."""
     WAIT(result)
 
 
 def under_way(ops: Sequence[Op]) -> set[int]:
-    """What messages bring that an operator of its own waits for."""
+    """Return the results of those collectives for which ``magis.arrived`` waits."""
     return {op.inputs()[0] for op in ops if op.target == ARRIVED}
 
 
 def followed_by_wait(function: Any) -> Any:
-    """The collective as a call that waits for its result."""
+    """Return the collective as a function that waits for its result."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return waited(function(*args, **kwargs))

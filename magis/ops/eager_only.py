@@ -1,4 +1,4 @@
-"""What eager mode does and a dispatch mode does not see: other formulas, in-place writes, layers in one kernel.
+"""Eager mode's own ways, which a dispatch mode does not see: other formulas, in-place sums, layers in one kernel.
 
 Torch takes another way through some composite operators and formulas while a dispatch mode is in force
 (`isTensorSubclassLike` in its sources), or a function mode (`torch.overrides.has_torch_function`). Where results round
@@ -32,16 +32,16 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def formulas_as_eager() -> Iterator[None]:
-    """While it lasts, operators on the CPU are taken apart as eager does it, and so are their gradients."""
+    """Decompose composite operators on the CPU, and their gradients, as eager does without a dispatch mode."""
     library, outer = torch.library.Library("aten", "IMPL"), vars(Tensor).get("__new__")  # blocks lie within blocks
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden
             for name, plain, graded in _KERNELS:
                 library.impl(name, _either(plain, graded), "AutogradCPU")
-            library.impl("cross_entropy_loss", _smoothed, "AutogradCPU")
+            library.impl("cross_entropy_loss", _cross_entropy, "AutogradCPU")
             library.impl("one_hot", _one_hot, "AutogradCPU")
-        Tensor.__new__ = _made_unwatched  # type: ignore[method-assign, assignment]
+        Tensor.__new__ = _new_tensor  # type: ignore[method-assign, assignment]
         yield
     finally:
         if outer is None:
@@ -51,14 +51,14 @@ def formulas_as_eager() -> Iterator[None]:
         library._destroy()
 
 
-def _made_unwatched(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor by its constructor. Of a user's type it is refused where a mode has made its memory."""
+def _new_tensor(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Construct a tensor; one of a subclass outside of all modes, since torch refuses it memory that a mode made."""
     with nullcontext() if kind is Tensor else _disable_current_modes():
         return torch._C.TensorBase.__new__(kind, *args, **kwargs)
 
 
 class _Product(torch.autograd.Function):
-    """The product of everything, or along a dimension (with or without it in the result)."""
+    """`prod` of everything, or along a dimension (with or without it in the result), with eager's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
@@ -83,16 +83,16 @@ def _product_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, 
             return grad * (result / x).conj()
         if bool((x == 0).sum() > 1):
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
-        return _by_others(grad, x.contiguous().view(-1), 0).view_as(x)
+        return _times_other_factors(grad, x.contiguous().view(-1), 0).view_as(x)
     zeros = x == 0
     counts = zeros.sum(dim, keepdim=True)  # memory that eager holds to the end of its formula
     if bool(counts.sum() != 0):
-        return _by_others(grad, x, dim)
+        return _times_other_factors(grad, x, dim)
     return grad * (result / x).conj()
 
 
-def _by_others(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    """By the product of those before and those behind, for each factor."""
+def _times_other_factors(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Multiply the gradient by the product of all other factors, for each factor along the dimension."""
     size = x.shape[dim]
     if x.numel() == 0:
         return grad.expand_as(x)
@@ -108,8 +108,8 @@ def _by_others(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     return grad * (before * behind).conj()
 
 
-class _Running(torch.autograd.Function):
-    """Products up to each element along a dimension."""
+class _CumulativeProduct(torch.autograd.Function):
+    """`cumprod`, with eager's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
@@ -121,10 +121,10 @@ class _Running(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, result = ctx.saved_tensors
-        return _running_gradient(grad.to(x.dtype), x, result, ctx.dim), None, None
+        return _cumprod_gradient(grad.to(x.dtype), x, result, ctx.dim), None, None
 
 
-def _running_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
+def _cumprod_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
     if x.numel() <= 1 or x.shape[dim] == 1:
         return grad
     weights, zeros = result.conj() * grad, x == 0
@@ -132,27 +132,27 @@ def _running_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tens
         del weights, zeros
         made: Tensor = _ATEN.cumprod_backward(grad, x, dim, result)
         return made
-    return _sums_behind(weights, dim).div(x.conj())
+    return _reversed_cumsum(weights, dim).div(x.conj())
 
 
-def _sums_behind(weights: Tensor, dim: int) -> Tensor:
-    """Of each element and those behind it. Eager frees what it makes on the way at the end."""
+def _reversed_cumsum(weights: Tensor, dim: int) -> Tensor:
+    """Return the sums of each element and those behind it; intermediate results live to the end, as in eager."""
     turned = weights.flip(dim)
     sums = turned.cumsum(dim)
     return sums.flip(dim)
 
 
-def _refused(*_: Any, **__: Any) -> Tensor:
+def _refuse_cumprod_(*_: Any, **__: Any) -> Tensor:
     raise CaptureError(
         "cumprod_ is called on a tensor that has a gradient, and its formula looks for zeros", hint="use cumprod"
     )
 
 
-def _smoothed(
+def _cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy. With smoothing, class weights and a mean, the loss is divided by what Python cannot know."""
+    """Cross-entropy. With smoothing, class weights and a mean, the divisor depends on which labels occur."""
     weighted = weight is not None and not weight.requires_grad and reduction == 1 and x.shape != target.shape
     if weight is None or not weighted or label_smoothing <= 0:
         plain: Tensor = _ATEN.cross_entropy_loss.default.decompose(
@@ -195,18 +195,20 @@ _LIBRARY.impl("weight_of_labels", lambda weight, _target, _ignore_index: weight.
 
 
 _product: Any = _Product.apply
-_running: Any = _Running.apply
+_cumprod: Any = _CumulativeProduct.apply
 _KERNELS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("prod", _ATEN.prod.default, lambda x, dtype=None: _product(x, None, False, dtype)),
     ("prod.dim_int", _ATEN.prod.dim_int, lambda x, dim, keepdim=False, dtype=None: _product(x, dim, keepdim, dtype)),
-    ("cumprod", _ATEN.cumprod.default, lambda x, dim, dtype=None: _running(x, dim, dtype)),
-    ("cumprod_", _ATEN.cumprod_.default, _refused),
+    ("cumprod", _ATEN.cumprod.default, lambda x, dim, dtype=None: _cumprod(x, dim, dtype)),
+    ("cumprod_", _ATEN.cumprod_.default, _refuse_cumprod_),
     ("max_pool1d", _ATEN.max_pool1d.default, lambda x, *window: _ATEN.max_pool1d_with_indices(x, *window)[0]),
 )
-"""Operator, what it is, and what it is where a gradient is asked for."""
+"""Operator, its kernel without a gradient, and its formula where a gradient is asked for."""
 
 
 def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that takes the formula `graded` where autograd records, and `plain` elsewhere."""
+
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and x.requires_grad:
             return graded(x, *args, **kwargs)
@@ -220,24 +222,26 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _plain_has_torch_function = torch.overrides.has_torch_function
 
 
-def _overridden(args: Any) -> bool:
-    """`torch.overrides.has_torch_function` of the arguments alone, whatever modes are in force."""
+def _has_torch_function(args: Any) -> bool:
+    """Stand in for `torch.overrides.has_torch_function`: look at the arguments alone, not at modes in force."""
     own = (getattr(type(arg), "__torch_function__", None) for arg in args if type(arg) not in _PLAIN)
     return any(each not in (None, torch._C._disabled_torch_function_impl) for each in own)
 
 
 @contextmanager
 def layers_as_eager() -> Iterator[None]:
-    """While it lasts, a function mode does not keep torch's fused layers (a frozen `nn.TransformerEncoderLayer`) from
-    running as one kernel. Of the whole process, hence of short duration."""
-    torch.overrides.has_torch_function = _overridden
+    """Let torch's fused layers (a frozen `nn.TransformerEncoderLayer`) run as one kernel in spite of a function mode.
+
+    This holds for the whole process, so keep the block short.
+    """
+    torch.overrides.has_torch_function = _has_torch_function
     try:
         yield
     finally:
         torch.overrides.has_torch_function = _plain_has_torch_function
 
 
-# What eager writes in place, but not while it is watched.
+# In-place writes of eager that it leaves out under a dispatch mode.
 # Autograd adds up the gradients of a tensor with several readers in place, and scatters into the zeros that it made
 # for the purpose, when it holds the only reference. Under a dispatch mode, or with fake tensors, it plays safe and
 # makes a new tensor (torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp). Whoever watches eager to learn how
@@ -260,15 +264,15 @@ _ADDING = ("VarMeanBackward", "StdMeanBackward")
 
 @dataclass
 class Unwatched:
-    """Tells from within a dispatch mode what eager would do without it. Make one with ``unwatched`` beforehand."""
+    """Eager's choice of operators without a dispatch mode, told from within one. Make one with ``unwatched`` before."""
 
     alone: tuple[int, int]
-    """References on a gradient and on its storage where autograd holds the only one."""
+    """References to a gradient and to its storage where autograd holds the only one."""
     _before: Any = field(default=None, init=False)
-    """The operator that was asked about before."""
+    """Operator of the previous call of ``form``."""
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
+        """Return the operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
         before, self._before = self._before, func
         form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
         node: Any = torch._C._current_autograd_node()
@@ -289,7 +293,7 @@ class Unwatched:
 
 
 def _references(tensor: Any) -> tuple[int, int]:
-    """References on a tensor and on its storage, with those that asking from a dispatch mode adds."""
+    """Return the references to a tensor and to its storage, with those that asking from a dispatch mode adds."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -307,7 +311,7 @@ class _Watch(TorchDispatchMode):
 
 
 def unwatched() -> Unwatched:
-    """Finds out how many references a dispatch mode sees on a gradient that only autograd holds: it adds up two."""
+    """Find out, by adding up two gradients, how many references a dispatch mode sees where only autograd holds one."""
     watch = _Watch()
     with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
         x = torch.ones(2, requires_grad=True) * 1

@@ -38,7 +38,7 @@ def exchange(
 
 
 @exchange.register_fake
-def _looks(
+def _fake_exchange(
     _sent: Sequence[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device, _peer: int, _group: str
 ) -> Tensor:
     return torch.empty(tuple(size), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Corrections to what torch's fake tensor functions return: layouts, declined results, bits, packed memory."""
+"""Corrections to the results of torch's fake kernels: layouts, declined results, bits, packed memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def as_made(op: Op, results: tuple[Tensor | None, ...], tensors: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """The fake results of ``op`` on ``tensors`` (by value) as its kernel would make them."""
+    """Return the fake results of ``op`` on ``tensors`` (by value) as its kernel would make them."""
     results = laid_out(op.target, [tensors[value] for value in op.inputs()], results)
     return tuple(masked(resolve(op.target), op.args, results))
 
 
 def masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an operator returned without the results that its arguments decline; fakes make those as well."""
+    """Drop the results that a call declines (``output_mask``, ``need_weights``); fake kernels make those as well."""
     if not isinstance(out, tuple):
         return out
     for argument, mask in zip(func._schema.arguments, args, strict=False):
@@ -37,9 +37,9 @@ def masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
-    """What an operator returned, in the layout that its kernel gives it (`OpInfo.layout`).
+    """Return a call's fake results in the layout that its kernel gives them (`OpInfo.layout`).
 
-    Torch's functions for fake tensors often are chains of operators, and follow the operands one after another.
+    Torch's fake kernels often are chains of operators, whose layout follows the operands one after another.
     """
     wanted = op_info(target).layout
     if not wanted:
@@ -67,28 +67,32 @@ def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
 
 
 def bits_of(tensor: Tensor) -> tuple[str, ...]:
-    """The bits that are set, as `Value.bits` has them."""
+    """Return the bits that are set, as `Value.bits` has them."""
     return ("conj",) * tensor.is_conj() + ("neg",) * tensor.is_neg()
 
 
 def with_bits(tensor: Tensor, bits: tuple[str, ...]) -> Tensor:
-    """The window of a tensor without bits, seen through these."""
+    """Return a view of a tensor without bits in which these are set."""
     if "conj" in bits:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if "neg" in bits else tensor
 
 
-# Results of operators that torch's functions for fake tensors do not know, since their sizes hang on numbers.
+# Results of operators without a fake kernel, since their sizes depend on the contents of tensors.
 
 Read = Callable[[Tensor], object]
-"""Notes that a tensor's numbers are read; raises where they are not known."""
+"""Function that notes that a tensor's numbers are read; raises where they are not known."""
 
 
 def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | None:
-    """What `func` returns for `args`, on whatever kind of tensors is in force; None for other operators."""
+    """Return the results of a CTC loss, forward or backward, which has no fake kernel; None for other operators."""
     match str(func):
         case "aten._ctc_loss.default" | "aten._ctc_loss.Tensor":
-            scores, lengths = args[0], _numbers(args[3], read)
+            scores, lengths = args[0], args[3]
+            if isinstance(lengths, Tensor):
+                read(lengths)
+                with _disable_current_modes():
+                    lengths = lengths.tolist()
             steps, batch = scores.shape[0], scores.shape[1]
             states = (batch, steps, 2 * max(lengths, default=0) + 1)
             return torch.empty(batch, dtype=scores.dtype), torch.empty(states, dtype=scores.dtype)
@@ -98,13 +102,13 @@ def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | 
             return None
 
 
-def as_asked(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Whether a result whose size hangs on numbers has the size that its call asks for, as with all but odd numbers."""
+def has_minimum_size(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Return True for a `bincount` as long as its ``minlength``: contents make it longer only in odd cases."""
     return str(func) == "aten.bincount.default" and len(args) > 2 and out.shape == (args[2],)
 
 
 def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iterator[tuple[Tensor, Tensor]]:
-    """Those of the results `made` that hang on known numbers alone, where others do not; and what they are.
+    """Yield those of the results `made` that depend on known numbers alone, and their real values.
 
     Recurrent layers read the sizes of packed batches straight from memory.
     """
@@ -116,15 +120,7 @@ def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iter
             yield made[1], torch._VF._pack_padded_sequence(rows, lengths, batch_first)[1]
 
 
-def _numbers(lengths: Any, read: Read) -> Sequence[int]:
-    if not isinstance(lengths, Tensor):
-        return lengths  # type: ignore[no-any-return]
-    read(lengths)
-    with _disable_current_modes():
-        return lengths.tolist()
-
-
-# Kernels of recurrent layers: they pack bytes for their own backward, as many as only they know.
+# Kernels of recurrent layers: they pack bytes for their own backward, and only they know how many.
 
 IN_TRAINING = frozenset({"aten.mkldnn_rnn_layer.default"})
 """Operators whose kernels pack something for the backward where gradients are enabled, and nothing elsewhere."""
@@ -133,35 +129,34 @@ _BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 
 
 def as_packed(target: str, args: Sequence[Any], out: Any) -> Any:
-    """What the operator `target` returned for fake `args`, with memory of the sizes that its kernel makes."""
+    """Return the fake results of a recurrent layer's kernel with memory of the sizes that the real kernel makes."""
     if target == _BACKWARD:  # the gradients of both biases are equal, and the fake ones the same tensor
         return (*out[:4], torch.empty_like(out[4]), *out[5:])
     if target not in IN_TRAINING or not torch.is_grad_enabled():
         return out
-    given = tuple(_looks(arg) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
-    return (*out[:-1], out[-1].new_empty(_packed_of_any_size(target, given)))
+    return (*out[:-1], out[-1].new_empty(_packed_of_any_size(target, tuple(map(_hashable, args)))))
 
 
 _ASKED = 32
 _MOST_ASKED = 1 << 28
-"""Bytes that a call may make of which this is asked. Larger ones are taken for linear in steps and samples, which is
-right but for some pages; two sizes of either are asked, this far apart."""
+"""Limit on the bytes of a call that asks a kernel for its packed bytes. Those of larger calls are extrapolated, linear
+in steps and samples (exact but for some pages), from two sizes of either, _ASKED apart."""
 
 
 def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
-    """The bytes that the kernel packs, of a long sequence or a large batch by those of short ones and small ones."""
+    """Return the bytes that the kernel packs, extrapolated for a long sequence or a large batch from small ones."""
     (length, batch), hidden = given[0][0][:2], given[5][0][-1]
     if 8 * length * batch * hidden * given[0][2].itemsize <= _MOST_ASKED:
         return _packed_bytes(target, given)
     short, few = (size if size <= 3 * _ASKED else size % _ASKED + _ASKED for size in (length, batch))
 
     def at(steps: int, samples: int) -> int:
-        looks = list(given)
+        resized = list(given)
         for position in (0, *range(5, 7)):  # the sequence, and the states that it begins with
             shape, _, dtype = given[position]
             other = (steps, samples, *shape[2:]) if position == 0 else (*shape[:-2], samples, shape[-1])
-            looks[position] = (other, torch.empty(other, device="meta").stride(), dtype)
-        return _packed_bytes(target, tuple(looks))
+            resized[position] = (other, torch.empty(other, device="meta").stride(), dtype)
+        return _packed_bytes(target, tuple(resized))
 
     def of_batch(steps: int) -> int:
         base = at(steps, few)
@@ -172,24 +167,24 @@ def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
     return base + more * (of_batch(short + _ASKED) - base) if more else base
 
 
-def _looks(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _frozen(arg: Any) -> Any:
+def _hashable(arg: Any) -> Any:
+    """Return an argument as a key: (shape, stride, data type) of a tensor, a tuple for a list."""
+    if isinstance(arg, Tensor):
+        return tuple(arg.shape), tuple(arg.stride()), arg.dtype
     return tuple(arg) if isinstance(arg, (list, tuple)) else arg
 
 
 @functools.lru_cache(maxsize=256)
 def _packed_bytes(target: str, given: tuple[Any, ...]) -> int:
-    """The kernel says so for zeros, which are as good as any other floats."""
+    """Run the kernel on zeros, and return the size of the bytes that it packs: contents do not change it."""
     with _disable_current_modes(), torch.enable_grad():
-        args = [_zeros(*arg) if _is_looks(arg) else list(arg) if isinstance(arg, tuple) else arg for arg in given]
+        args: list[Any] = []
+        for arg in given:
+            if isinstance(arg, tuple) and arg and isinstance(arg[-1], torch.dtype):  # a tensor
+                args.append(_zeros(*arg))
+            else:
+                args.append(list(arg) if isinstance(arg, tuple) else arg)
         return int(resolve(target)(*args)[-1].numel())
-
-
-def _is_looks(arg: Any) -> bool:
-    return isinstance(arg, tuple) and bool(arg) and isinstance(arg[-1], torch.dtype)
 
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

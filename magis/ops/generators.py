@@ -23,7 +23,7 @@ from magis.errors import CaptureError
 from magis.ops.python_objects import lasting, walk
 
 _NAME = re.compile(r"[\w.]+", re.ASCII)
-"""Names that the text form of a graph holds."""
+"""Pattern of names that the text form of a graph can hold."""
 
 _SPOKEN = {
     "_modules": "",
@@ -34,11 +34,11 @@ _SPOKEN = {
     "args": "arguments",
 }
 _SPOKEN |= {"__defaults__": "defaults", "__self__": "self"}
-"""Steps of a path, as a name has them."""
+"""Words for steps of a path of attributes; "" leaves a step out."""
 
 
 def held_generators(module: nn.Module, loss_fn: Callable[..., Any] | None = None) -> dict[str, torch.Generator]:
-    """The generators of a step by name; one that is held in several places by the first of them."""
+    """Return the generators that a step holds, by name; one that is held in several places, by the first of them."""
     found: dict[str, torch.Generator] = {}
     known = {_identity(torch.default_generator)}
     for path, item in walk({"": module, "loss": loss_fn}, lasting):
@@ -53,13 +53,13 @@ def held_generators(module: nn.Module, loss_fn: Callable[..., Any] | None = None
 
 
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether both are one: calls are handed new objects for the generator that the caller named."""
+    """Return True if both objects stand for one generator: torch hands calls new Python objects for it."""
     return _identity(one) == _identity(other)
 
 
 @contextmanager
 def own_kept(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
-    """Leave them as they are found."""
+    """Restore the states of these generators after the block."""
     before = [(each, each.get_state()) for each in generators.values()]
     try:
         yield
@@ -84,7 +84,7 @@ class HostGenerators:
         self._state = None if self._numpy is None else self._numpy.get_state(legacy=False)
 
     def moved(self) -> bool:
-        """Whether somebody has drawn from them since."""
+        """Return True if somebody has drawn from them since."""
         if self._python != random.getstate():
             return True
         return self._numpy is not None and repr(self._numpy.get_state(legacy=False)) != repr(self._state)
@@ -98,7 +98,7 @@ class HostGenerators:
 
 @contextmanager
 def generators_kept() -> Iterator[HostGenerators]:
-    """Leave all generators as they are found, torch's for the CPU too."""
+    """Restore Python's, numpy's and torch's CPU generator after the block."""
     before = HostGenerators()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -108,7 +108,7 @@ def generators_kept() -> Iterator[HostGenerators]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed them all."""
+    """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy.random" in sys.modules:
@@ -131,15 +131,15 @@ DRAW_STATE = "magis.draw_state.default"
 SEED_MADE = "magis.seed_made.default"
 STATE_OPERATORS = frozenset((GET_STATE, SET_STATE, SEED, DRAW_STATE, SEED_MADE))
 MADE = ".made."
-"""Begins the names of generators that are made within the step; where others are held never begins with a dot."""
+"""Prefix of the names of generators that are made within the step; other names never begin with a dot."""
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""What a state takes, in host memory whatever the device."""
+"""Bytes of a generator's state, which lies in host memory whatever the device."""
 
 _BITS = 64
 
 
 def generator_of(device: torch.device | str) -> torch.Generator:
-    """The default generator of a device."""
+    """Return the default generator of a device."""
     where = torch.device(device)
     if where.type != "cuda":
         return default_generator
@@ -148,7 +148,7 @@ def generator_of(device: torch.device | str) -> torch.Generator:
 
 
 def as_seed(seed: int) -> int:
-    """A seed, as torch takes it, as a whole number of 64 bits with sign, as operators take it."""
+    """Return a seed that torch takes as the signed 64-bit number that operators take."""
     given = int(seed)
     if not -(2 ** (_BITS - 1)) <= given < 2**_BITS:
         raise ValueError(f"a seed of more than {_BITS} bits: {given}")
@@ -162,7 +162,7 @@ def _get_state(nbytes: int, device: torch.device) -> Tensor:
 
 
 _OFFSETS = 4
-"""By how much a GPU's generator goes on for one number that each of its threads draws."""
+"""Offset by which a GPU's generator advances when each of its threads draws one number."""
 
 
 def _draw_state(nbytes: int, device: torch.device) -> Tensor:
@@ -193,14 +193,12 @@ def _seed_made(seed: int, generator: torch.Generator) -> None:
     generator.manual_seed(seed % 2**_BITS)
 
 
-def _nothing(state: Tensor, device: torch.device) -> None:
-    """Memory without contents holds no state."""
-
-
 @contextmanager
 def drawing_apart(device: torch.device) -> Iterator[None]:
-    """Random numbers come from another generator, whose seed a device's own one draws: that one goes on behind the
-    block as if it had drawn nothing else. Within a capture, operators."""
+    """Draw the block's random numbers from another generator, with a seed drawn from the device's own one.
+
+    After the block the device's generator goes on as if it had drawn that seed alone. A capture records all of this.
+    """
     kind = getattr(torch.default_generator, "device_kind", device.type)
     apart: Tensor = torch.ops.magis.draw_state(STATE_BYTES[kind], device=device)
     kept: Tensor = torch.ops.magis.get_state(STATE_BYTES[kind], device=device)
@@ -221,7 +219,7 @@ _LIBRARY.define("seed_made(int seed, *, Generator generator) -> ()")
 _LIBRARY.impl("get_state", _get_state, "BackendSelect")
 _LIBRARY.impl("draw_state", _draw_state, "BackendSelect")
 _LIBRARY.impl("set_state", _set_state, "CPU")
-_LIBRARY.impl("set_state", _nothing, "Meta")
+_LIBRARY.impl("set_state", lambda *_, **__: None, "Meta")  # memory without contents holds no state
 _LIBRARY.impl("seed", _seed, "BackendSelect")
 _LIBRARY.impl("seed_made", _seed_made, "BackendSelect")
 
@@ -242,25 +240,25 @@ KEEP = "draw what the step needs before it, and pass it as an input"
 
 
 class _Recorded(torch.Generator):
-    """Stands for a device's default generator: what reads or sets its state becomes an operator."""
+    """Stand-in for a device's default generator: reading or setting its state calls an operator."""
 
     device_kind = "cpu"
 
     def get_state(self) -> Tensor:
-        self._check()
+        self._refuse_on_gpu()
         found: Tensor = torch.ops.magis.get_state(STATE_BYTES[self.device_kind], device=torch.device("cpu"))
         return found
 
     def set_state(self, new_state: Tensor) -> None:  # type: ignore[override]
-        self._check()
+        self._refuse_on_gpu()
         torch.ops.magis.set_state(new_state, device=torch.device("cpu"))
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        self._check()
+        self._refuse_on_gpu()
         return self.seeded(seed)
 
     def seeded(self, seed: int) -> torch.Generator:
-        """As ``torch.manual_seed`` does it, for every device."""
+        """Seed the generators of all devices, as ``torch.manual_seed`` does."""
         torch.ops.magis.seed(as_seed(seed), device=torch.device("cpu"))
         return self
 
@@ -270,8 +268,8 @@ class _Recorded(torch.Generator):
     def initial_seed(self) -> int:
         raise CaptureError("the step reads the seed of the generator as a number", hint=KEEP)
 
-    def _check(self) -> None:
-        """On a GPU its generator is what counts. Only checkpointing keeps that one's state beside the CPU's."""
+    def _refuse_on_gpu(self) -> None:
+        """Refuse the CPU's state in a step on a GPU; checkpointing alone may save it, beside the GPU's."""
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_globals.get("__name__") in _AROUND:
             caller = caller.f_back
@@ -281,7 +279,7 @@ class _Recorded(torch.Generator):
 
 
 class _Generators(type(torch.Generator)):  # type: ignore[misc]
-    """Of the class that stands for ``torch.Generator``: generators that were made before are some, too."""
+    """Metaclass of the stand-in for ``torch.Generator``: all real generators are instances of the stand-in."""
 
     def __instancecheck__(cls, item: object) -> bool:
         return isinstance(item, _GENERATOR)
@@ -326,9 +324,9 @@ class _Made(torch.Generator, metaclass=_Generators):
 def states_recorded(
     device: str, own: Mapping[str, torch.Generator], made: dict[str, torch.Generator] | None = None
 ) -> Iterator[None]:
-    """A context in which states that are read and set are recorded, for a step on ``device`` ("cpu" or "cuda").
+    """Record as operators where the block reads or sets generators' states, for a step on ``device`` ("cpu", "cuda").
 
-    Generators of the step's ``own`` have their methods in C, which nothing can stand in for: CaptureError. Those that
+    States of the step's ``own`` generators, whose methods in C cannot be replaced, raise CaptureError. Generators that
     the step makes are added to ``made``, by name.
     """
     stand_in = _Recorded()
@@ -353,7 +351,7 @@ def states_recorded(
 
 @contextmanager
 def called_first(call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """In the block a function is called before every other one, in place of a profiler that may run."""
+    """Call a function before every other call in the block; it takes the place of a running profiler."""
     before: Any = sys.getprofile()
     sys.setprofile(call)
     try:
@@ -366,7 +364,7 @@ def called_first(call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 class _Refusal:
-    """Called before every function in C: none of them may handle the states of a step's own generators."""
+    """Profile function that refuses C calls that read or set the states of a step's own generators."""
 
     def __init__(self, own: Mapping[str, torch.Generator]) -> None:
         self._own = tuple(own.values())

@@ -319,19 +319,19 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("slice_copy", split="views.window"),
     **_view("unsafe_split unsafe_split_with_sizes", "views.window", dim=2),
 }  # fmt: skip
-"""Operator name -> what is known of it."""
+"""Operator name -> its facts."""
 
 _NOTHING = OpInfo()
 
 
 def name_of(target: str) -> str:
-    """The operator's name in OPERATORS: "aten.add_.Tensor" is "add", "aten._softmax.default" "_softmax"."""
+    """Return the operator's name in OPERATORS: "aten.add_.Tensor" is "add", "aten._softmax.default" "_softmax"."""
     return target.partition(".")[2].partition(".")[0].removesuffix("_")
 
 
 @cache
 def op_info(target: str) -> OpInfo:
-    """What is known of an operator; forms that write to a given tensor choose no layout, and are no views."""
+    """Return the facts about an operator; forms that write to a given tensor choose no layout, and are no views."""
     if not target.startswith("aten."):
         return _NOTHING
     found = OPERATORS.get(name_of(target), _NOTHING)

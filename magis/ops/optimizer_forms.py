@@ -25,7 +25,7 @@ Tensors = list[Tensor]
 
 
 class Weight(NamedTuple):
-    """What the update of one parameter works on; states are named as in ``state_names``."""
+    """Operands of one parameter's update; states are named as in ``state_names``."""
 
     name: str
     param: Tensor
@@ -33,8 +33,8 @@ class Weight(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-def by_lists(rule: OptimizerSpec, device: str) -> bool:
-    """Whether torch updates weights list by list on the device ("cpu" or "cuda"), which a planned step does not."""
+def updates_by_lists(rule: OptimizerSpec, device: str) -> bool:
+    """Return True if torch updates weights by whole lists on the device ("cpu" or "cuda"), as no planned step does."""
     return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
 
 
@@ -46,8 +46,10 @@ def update(
     device: str = "cpu",
     most_bytes: int | None = None,
 ) -> None:
-    """Run the update, group by group, of the weights with a gradient. With ``most_bytes`` no list holds more bytes of
-    weights than that, unless it holds one alone."""
+    """Update the weights that have a gradient, group by group.
+
+    No list holds more than ``most_bytes`` of weights, unless it holds a single one.
+    """
     if rule.stops or rule.kind == "none":
         return
     split = rule.split([weight.name for weight in weights])
@@ -58,7 +60,7 @@ def update(
             by_loop(group, *_columns(graded), named)
             continue
         run = _FUSED[group.kind] if way == "fused" else _FOREACH[group.kind]
-        for some in _short(graded, most_bytes):
+        for some in _short_lists(graded, most_bytes):
             run(group, *_columns(some), named)
 
 
@@ -67,8 +69,8 @@ def _columns(weights: Sequence[Weight]) -> tuple[Tensors, Tensors, States]:
     return [each.param for each in weights], grads, [each.state for each in weights]
 
 
-def _short(weights: Sequence[Weight], most_bytes: int | None) -> Iterator[list[Weight]]:
-    """Neighbours, together of at most ``most_bytes`` unless alone; all in one where that is None."""
+def _short_lists(weights: Sequence[Weight], most_bytes: int | None) -> Iterator[list[Weight]]:
+    """Yield runs of weights of at most ``most_bytes`` together, unless alone; all in one where that is None."""
     found: list[Weight] = []
     held = 0
     for each in weights:
@@ -81,23 +83,19 @@ def _short(weights: Sequence[Weight], most_bytes: int | None) -> Iterator[list[W
         yield found
 
 
-def _alike(*lists: Tensors) -> Iterator[list[Tensors]]:
-    """The lists by data type, in torch's own order."""
+def _by_dtype(*lists: Tensors) -> Iterator[list[Tensors]]:
+    """Yield the lists split by data type, in torch's own order."""
     for found, _ in Optimizer._group_tensors_by_device_and_dtype([*lists]).values():  # type: ignore[list-item]
         yield found  # type: ignore[misc]
 
 
-def _named(states: States, name: str) -> Tensors:
+def _states_named(states: States, name: str) -> Tensors:
     return [state[name] for state in states]
 
 
-def _real(tensors: Tensors) -> Tensors:
-    return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-
-
 def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
-    buffers = _named(states, "momentum_buffer") if rule.kind == "momentum" else []
-    for some, given, moving in _alike(params, grads, buffers):
+    buffers = _states_named(states, "momentum_buffer") if rule.kind == "momentum" else []
+    for some, given, moving in _by_dtype(params, grads, buffers):
         taken = _decayed(rule, some, given, decays=rule.weight_decay != 0)
         if moving:
             torch._foreach_mul_(moving, rule.momentum)
@@ -111,9 +109,14 @@ def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, n
 
 def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     beta1, beta2 = rule.betas
-    largest = _named(states, "max_exp_avg_sq") if rule.amsgrad else []
-    for lists in _alike(params, grads, _named(states, "exp_avg"), _named(states, "exp_avg_sq"), largest):
-        some, given, exp_avgs, exp_avg_sqs, most = map(_real, lists)
+    largest = _states_named(states, "max_exp_avg_sq") if rule.amsgrad else []
+    for lists in _by_dtype(
+        params, grads, _states_named(states, "exp_avg"), _states_named(states, "exp_avg_sq"), largest
+    ):
+        # complex numbers as pairs of real ones
+        some, given, exp_avgs, exp_avg_sqs, most = (
+            [torch.view_as_real(each) if each.is_complex() else each for each in tensors] for tensors in lists
+        )
         if rule.weight_decay != 0 and rule.kind == "adamw":
             torch._foreach_mul_(some, numbers["decay"])
         taken = _decayed(rule, some, given, decays=rule.weight_decay != 0 and rule.kind == "adam")
@@ -130,7 +133,7 @@ def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, 
 
 
 def _decayed(rule: OptimizerSpec, params: Tensors, grads: Tensors, *, decays: bool) -> Any:
-    """The gradients of what is minimized, with decay."""
+    """Return the gradients of what is minimized, with weight decay added."""
     taken: Any = torch._foreach_neg(grads) if rule.maximize else grads
     if decays and rule.maximize:
         torch._foreach_add_(taken, params, alpha=rule.weight_decay)
@@ -140,8 +143,8 @@ def _decayed(rule: OptimizerSpec, params: Tensors, grads: Tensors, *, decays: bo
 
 
 def _fused_sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
-    buffers = _named(states, "momentum_buffer") if rule.kind == "momentum" else []
-    for some, given, moving in _alike(params, grads, buffers):
+    buffers = _states_named(states, "momentum_buffer") if rule.kind == "momentum" else []
+    for some, given, moving in _by_dtype(params, grads, buffers):
         torch._fused_sgd_(
             some, given, moving, weight_decay=rule.weight_decay, momentum=rule.momentum if moving else 0.0,
             lr=numbers["lr"], dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
@@ -150,8 +153,8 @@ def _fused_sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: Sta
 
 def _fused_adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     run: Any = torch._fused_adamw_ if rule.kind == "adamw" else torch._fused_adam_
-    state = (_named(states, name) for name in ("exp_avg", "exp_avg_sq", "step"))
-    for some, given, exp_avgs, exp_avg_sqs, steps in _alike(params, grads, *state):
+    state = (_states_named(states, name) for name in ("exp_avg", "exp_avg_sq", "step"))
+    for some, given, exp_avgs, exp_avg_sqs, steps in _by_dtype(params, grads, *state):
         torch._foreach_add_(steps, 1)
         run(
             some, given, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, lr=numbers["lr"], beta1=rule.betas[0],

@@ -34,11 +34,11 @@ Numbers: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnOptimizer:
-    """An optimizer that runs by itself behind a step, on parameters of another module by their names."""
+    """An optimizer object of any class that runs after the step; its parameters are matched by name."""
 
     optimizer: Optimizer
     names: Mapping[int, str]
-    """Of its parameters, by `id`, as the module has them."""
+    """Names of its parameters in the module, by `id`."""
 
     @property
     def name(self) -> str:
@@ -46,29 +46,29 @@ class OwnOptimizer:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether torch has the class, whose steps go by lists on a GPU unless they are asked to do otherwise."""
+        """True if the class is torch's own: these update by lists on a GPU unless told otherwise."""
         return type(self.optimizer).__module__.startswith("torch.optim.")
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Those of its parameters that the module has, by name."""
+        """Its parameters that the module has, by name."""
         every = (each for group in self.optimizer.param_groups for each in group["params"])
         return {self.names[id(each)]: each for each in every if id(each) in self.names}
 
     def on(self, parameters: Mapping[str, Tensor]) -> Optimizer:
-        """A copy that updates these parameters, by name, and nobody's hooks hear of."""
+        """Return a copy, without hooks, that updates these parameters (by name)."""
         twins: dict[int, Any] = {id(each): parameters[name] for name, each in self.parameters.items()}
         for parameter, entries in self.optimizer.state.items():
             like = twins.get(id(parameter), parameter)
             for _, tensor in named_tensors(entries):
                 # counters stay on the host
                 where = like.device if tensor.dim() else tensor.device
-                twins[id(tensor)] = torch.empty_like(tensor, dtype=refitted(tensor, parameter, like), device=where)
+                twins[id(tensor)] = torch.empty_like(tensor, dtype=state_dtype(tensor, parameter, like), device=where)
                 twins[id(tensor)].copy_(tensor.detach())
         return copied(self.optimizer, twins)
 
     def __repr__(self) -> str:
-        """The class and its numbers: equal texts are of equal updates."""
+        """Return the class and its numbers: equal texts mean equal updates."""
         kind = type(self.optimizer)
         numbers = [
             {name: value for name, value in group.items() if isinstance(value, (*_NUMBERS, str, tuple))}
@@ -77,14 +77,14 @@ class OwnOptimizer:
         return f"{kind.__module__}.{kind.__qualname__}({numbers})"
 
 
-def refitted(tensor: Tensor, parameter: Any, like: Any) -> torch.dtype:
-    """The data type of a state's tensor once its parameter has that of another one, as `load_state_dict` has it."""
+def state_dtype(tensor: Tensor, parameter: Any, like: Any) -> torch.dtype:
+    """Return the data type of a state tensor for a parameter like `like`, by the rule of `load_state_dict`."""
     follows = isinstance(parameter, Tensor) and tensor.dim() and tensor.dtype == parameter.dtype
     return like.dtype if follows else tensor.dtype
 
 
 def copied(optimizer: Optimizer, twins: Mapping[int, Any]) -> Optimizer:
-    """An optimizer like this one with `twins` in place of tensors, by their `id`; without hooks."""
+    """Return a copy of an optimizer without hooks, with `twins` (by `id`) in place of its tensors."""
     own = {name: value for name, value in vars(optimizer).items() if name not in (*_HOOKS, "step")}
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(own, dict(twins)))
@@ -93,7 +93,7 @@ def copied(optimizer: Optimizer, twins: Mapping[int, Any]) -> Optimizer:
 
 
 def named_tensors(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested dictionaries and lists, with the way to each ("exp_avg")."""
+    """Yield the tensors in nested dictionaries and lists, with the path to each ("exp_avg")."""
     if isinstance(item, Tensor):
         yield path, item
         return
@@ -103,7 +103,7 @@ def named_tensors(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All that an optimizer keeps, by name: tensors, and the numbers of its state and its groups as tensors."""
+    """Return an optimizer's state by name: its tensors, and the numbers of its state and its groups as tensors."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Tensor] = {}
     for parameter, entries in optimizer.state.items():
@@ -162,9 +162,9 @@ class OptimizerSpec:
     nesterov: bool = False
     maximize: bool = False
     amsgrad: bool = False
-    """Of all parameters: it decides which state there is."""
+    """torch's `amsgrad`, for all parameters: it adds a tensor of state."""
     own: OwnOptimizer | None = None
-    """What updates, where `kind` is "apart"."""
+    """Optimizer that updates, where `kind` is "apart"."""
 
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZER_KINDS and (self.kind != "apart" or self.own is None):
@@ -175,30 +175,35 @@ class OptimizerSpec:
 
     @property
     def stops(self) -> bool:
-        """Whether graphs of the step stop at gradients, which they return."""
+        """True if graphs of the step return gradients and update nothing."""
         return self.kind in ("gradients", "apart")
 
     def way(self, device: str) -> str:
-        """How torch runs the update of the parameters in no group on a device type: "loop" (weight by weight),
-        "foreach" (list by list) or "fused"; as `torch.optim` chooses where nothing is set."""
+        """Return torch's form of the update outside of groups on a device type, chosen by it where nothing is set.
+
+        "loop" is weight by weight, "foreach" list by list, "fused" one kernel.
+        """
         if self.fused:
             return "fused"
         chosen = device != "cpu" if self.foreach is None and self.fused is None else self.foreach
         return "foreach" if chosen else "loop"
 
     def looped(self) -> OptimizerSpec:
-        """The same update weight by weight."""
+        """Return the same update weight by weight."""
         groups = tuple(replace(group, foreach=False, fused=False) for group in self.groups)
         return replace(self, foreach=False, fused=False, groups=groups)
 
     def alone(self) -> tuple[OptimizerSpec, ...]:
-        """The rule of every group as one without groups: that of the parameters in none first."""
+        """Return one rule without groups for every group; that of the parameters in no group comes first."""
         own = tuple(field.name for field in fields(ParameterGroup) if field.name != "parameters")
         numbers: list[dict[str, Any]] = [{name: getattr(group, name) for name in own} for group in self.groups]
         return tuple(replace(self, groups=(), **given) for given in ({}, *numbers))
 
     def split(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The positions in `names` of the parameters of each rule in `alone`. UsageError if groups name others."""
+        """Return, for each rule in `alone`, the positions in `names` of its parameters.
+
+        Raises UsageError if groups name others.
+        """
         unknown = sorted({name for group in self.groups for name in group.parameters} - set(names))
         if unknown:
             raise UsageError(
@@ -214,28 +219,29 @@ class OptimizerSpec:
 
 OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "gradients", "none")
 SCALAR_NAMES = ("neg_lr", "neg_step_size", "decay", "bias_correction2_sqrt", "lr", "undampened")
-_SENTINEL_BASE = 0.0078125
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def sentinels(rule: OptimizerSpec) -> dict[str, float]:
-    """Stand-ins for the step-dependent scalars during capture, by name.
+def sentinel(base: float, index: int) -> float:
+    """Return a number near `base` that no module uses by accident: its last bits spell out an index."""
+    return base * (1 + (0x3A5F1 + index) * 2.0**-47)
 
-    Numbers that no module uses by accident: their last bits spell out an index.
-    """
+
+def sentinels(rule: OptimizerSpec) -> dict[str, float]:
+    """Return stand-ins for the step-dependent scalars during capture, by name."""
     names = [_of_group(name, number) for number in range(len(rule.groups) + 1) for name in SCALAR_NAMES]
-    return {name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(names)}
+    return {name: sentinel(0.0078125, index) for index, name in enumerate(names)}
 
 
 def _of_group(name: str, number: int) -> str:
-    """A scalar's name in a group: "neg_lr", then "neg_lr_1", as the code that is generated can call it."""
+    """Return a scalar's name in a group, an identifier for generated code: "neg_lr", then "neg_lr_1"."""
     return f"{name}_{number}" if number else name
 
 
 def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
-    """Names of the tensors that the optimizer keeps per parameter, as in ``optimizer.state``.
+    """Return the names of the state tensors per parameter, as in ``optimizer.state``.
 
-    Counters of steps belong to them where the device counts, in fused updates; else the host does.
+    Step counters are among them in fused updates, where the device counts; elsewhere the host does.
     """
     if rule.kind == "momentum":
         return ("momentum_buffer",)
@@ -246,7 +252,7 @@ def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
 
 
 def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What an optimizer that runs this rule keeps, as in the graph's inputs: "exp_avg:layer.weight"."""
+    """Return the state of an optimizer that runs this rule, by the names of graph inputs: "exp_avg:layer.weight"."""
     if rule.kind == "apart":
         return state_of(optimizer, parameters)
     kept = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
@@ -255,14 +261,14 @@ def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mappin
 
 
 def new_state(kind: str, parameter: Tensor) -> Tensor:
-    """The state of this name before the first step."""
+    """Return a state tensor as it is before the first step."""
     if kind == "step":
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def scalars(rule: OptimizerSpec, step: int | Sequence[int]) -> dict[str, float]:
-    """Values of the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host.
+    """Return the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host.
 
     ``step`` may hold one number for each rule in ``alone``.
     """
@@ -290,14 +296,14 @@ def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
 
 
 def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimizer | None:
-    """The same update as a ``torch.optim`` optimizer; None for "gradients" and "none"."""
+    """Return the update as a ``torch.optim`` optimizer on these parameters; None for "gradients" and "none"."""
     if rule.own is not None and rule.kind == "apart":
         return rule.own.on(params)
     if rule.kind in ("gradients", "none"):
         return None
     tensors = list(params.values())
     groups = [
-        {"params": [tensors[position] for position in positions], **_numbers(group)}
+        {"params": [tensors[position] for position in positions], **_keyword_arguments(group)}
         for group, positions in zip(rule.alone(), rule.split(tuple(params)), strict=True)
     ]
     if rule.kind in ("sgd", "momentum"):
@@ -306,8 +312,8 @@ def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimi
     return cls(groups, foreach=rule.foreach, fused=rule.fused)
 
 
-def _numbers(rule: OptimizerSpec) -> dict[str, Any]:
-    """A group's numbers, as torch calls them."""
+def _keyword_arguments(rule: OptimizerSpec) -> dict[str, Any]:
+    """Return a group's numbers under the names of torch's arguments."""
     ways = {"foreach": rule.foreach, "fused": rule.fused, "maximize": rule.maximize}
     if rule.kind in ("sgd", "momentum"):
         momentum = rule.momentum if rule.kind == "momentum" else 0.0
@@ -318,7 +324,7 @@ def _numbers(rule: OptimizerSpec) -> dict[str, Any]:
 
 
 def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[str, float], ...]:
-    """The named scalars of each rule in ``alone``, by their names without the group."""
+    """Return the named scalars of each rule in ``alone``, under their names without the group."""
     return tuple(
         {name: numbers[there] for name in SCALAR_NAMES if (there := _of_group(name, each)) in numbers}
         for each in range(len(rule.alone()))
@@ -326,7 +332,7 @@ def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[
 
 
 def by_loop(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
-    """Run the update of a rule without groups, weight by weight; states are named as in ``state_names``."""
+    """Update weight by weight, by a rule without groups; states are named as in ``state_names``."""
     _STEPS[rule.kind](rule, params, grads, states, numbers)
 
 

@@ -1,4 +1,4 @@
-"""Calls in one form: in place or not, with running statistics or without, by operators' rows and schemas."""
+"""Functional forms of calls: without writes in place and without running statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from magis.ops.operators import op_info
 
 
 def plain_form(op: Op) -> tuple[Op, int | None]:
-    """The call that makes the same on memory of its own, without running statistics; the value that it writes over."""
+    """Return the functional form of a call, without running statistics, and the value that the call overwrites."""
     info, args = op_info(op.target), op.args
     statistics = [args[at] for at in info.undeclared_writes(args)]
     if statistics and all(isinstance(arg, Ref) for arg in statistics):
@@ -21,7 +21,7 @@ def plain_form(op: Op) -> tuple[Op, int | None]:
     if plain is not None and args and isinstance(args[0], Ref):
         return replace(op, target=plain), args[0].value
     in_place = info.in_place_form(op.target)
-    if in_place is not None:  # several forms may have one in place, that makes the same numbers
+    if in_place is not None:  # several functional forms may share one in-place form: take the one that it stands for
         return replace(op, target=info.functional_form(in_place) or op.target), None
     over = dict(op.kwargs).get(info.out) if info.out and op.target.endswith(f".{info.out}") else None
     if isinstance(over, Ref):
@@ -31,7 +31,7 @@ def plain_form(op: Op) -> tuple[Op, int | None]:
 
 
 def commutes(op: Op, values: Mapping[int, Value]) -> bool:
-    """Whether two tensors may change places."""
+    """Return True if the call's two tensors may be swapped without changing a bit of the result."""
     info = op_info(op.target)
     if not info.commutative or op.kwargs or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
         return False
@@ -39,31 +39,31 @@ def commutes(op: Op, values: Mapping[int, Value]) -> bool:
 
 
 def written(op: Op) -> list[int]:
-    """The values that a call writes, by its operator's schema."""
+    """Return the values that a call writes, by its operator's schema."""
     spared, kwargs = op_info(op.target).spared(dict(op.kwargs)), dict(op.kwargs)
     found: list[int] = []
-    for position, name in _slots(op.target):
+    for position, name in _written_arguments(op.target):
         if position != spared:
             found += refs(op.args[position] if position < len(op.args) else kwargs.get(name))
     return found
 
 
 @cache
-def _slots(target: str) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operator writes."""
+def _written_arguments(target: str) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that an operator writes."""
     arguments = enumerate(resolve(target)._schema.arguments)
     return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def refs(arg: Arg) -> list[int]:
-    """The values in an argument."""
+    """Return the values in an argument."""
     if isinstance(arg, tuple):
         return [value for item in arg for value in refs(item)]
     return [arg.value] if isinstance(arg, Ref) else []
 
 
 def text_of(op: Op) -> str:
-    """Everything of a call's arguments but which tensors they are."""
+    """Return a call's arguments as text, with "%" in place of every tensor."""
     return f"{_masked(op.args)} {[(name, _masked(arg)) for name, arg in op.kwargs]}"
 
 

@@ -24,28 +24,30 @@ _KERNELS = """
     max_unpool2d max_unpool3d multinomial normal.float_Tensor normal.Tensor_Tensor ormqr poisson put repeat_interleave
     segment_reduce take
     """
-_LOOKS = frozenset(_KERNELS.split())
-"""Kernels, or overloads of them, that raise for some contents, whatever an operator before them has looked at."""
+_ON_CONTENTS = frozenset(_KERNELS.split())
+"""Kernels, or overloads of them, that raise for some contents of their tensors."""
 _DIVIDES = ("div", "floor_divide", "fmod", "remainder")
-"""The same of whole numbers."""
+"""Kernels that raise for some contents of integer tensors: zero divisors."""
 _ALONG = ("index_select", "gather", "scatter", "index_add", "index_copy", "index_fill", "index_reduce")
-"""Beginnings of the names of kernels that look up places along one dimension of their first argument."""
+"""Prefixes of the names of kernels that take indices into one dimension of their first argument."""
 _CLASSES = ("nll_loss", "multi_margin_loss", "multilabel_margin_loss")
 _ROWS = ("embedding", "_embedding_bag_dense_backward")
 _SEVERAL = ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put")
 _FINDERS = "argmax argmin argsort cummax cummin kthvalue max median min mode nanmedian sort topk"
 _FINDS = frozenset(_FINDERS.split())
-"""Kernels that find places along a dimension: these are in range there."""
+"""Kernels that return indices along a dimension: these are in range there."""
 
 Contents: TypeAlias = tuple[int, int]
-"""A storage, and the version of what is in it."""
+"""Storage and version: one state of the memory."""
 
 
 def may_raise(graph: Graph) -> dict[int, str]:
-    """Operators before the update that may raise by what is in their tensors or in the user's code: their ids, and
-    their names. One that computes again what it has computed is none, nor is one that looks up places that an operator
-    before it has looked up among as many."""
-    seen, first = _LookedUp({}, {}), dict[tuple[bool, int], Op]()
+    """Return operators before the update that may raise by the contents of their tensors or in a user's code, by id.
+
+    Left out: operators that are recomputed, and lookups by indices that an earlier operator has checked against the
+    same size.
+    """
+    seen, first = _CheckedIndices({}, {}), dict[tuple[bool, int], Op]()
     found: dict[int, str] = {}
     for op in graph.ops:
         if op.phase == "update":
@@ -62,10 +64,7 @@ def may_raise(graph: Graph) -> dict[int, str]:
 
 
 def undone(graph: Graph) -> Mapping[str, int] | None:
-    """What a step writes besides weights and their state: names of inputs, and the bytes of their memory.
-
-    None where nothing of it may raise.
-    """
+    """Return the inputs that a step writes before its update, by name, with their bytes; None if nothing may raise."""
     if not may_raise(graph):
         return None
     written = {storage for op in graph.ops if op.phase != "update" for storage, _ in op.writes}
@@ -74,13 +73,13 @@ def undone(graph: Graph) -> Mapping[str, int] | None:
 
 
 def updates_last(graph: Graph) -> Graph:
-    """The step with all weight updates behind everything else."""
+    """Return the step with all weight updates behind everything else."""
     late = [op for op in graph.ops if op.phase == "update"]
     return replace(graph, ops=(*(op for op in graph.ops if op.phase != "update"), *late))
 
 
 def torn_by(graph: Graph) -> str:
-    """What may leave a step with some weights updated and others not, in words; empty: nothing before the updates."""
+    """Return what may end a step with some weights updated and others not, in words; "" if nothing can."""
     updates = [position for position, op in enumerate(graph.ops) if op.phase == "update" and op.writes]
     others = [position for position, op in enumerate(graph.ops) if op.phase != "update" and not is_pure_view(graph, op)]
     if not updates or not others or updates[0] > others[-1]:
@@ -90,35 +89,35 @@ def torn_by(graph: Graph) -> str:
     return " or ".join((*late, "running out of memory"))
 
 
-class _LookedUp:
-    """What the operators so far have looked up."""
+class _CheckedIndices:
+    """Indices that the operators so far have checked, or have made in range."""
 
     def __init__(self, places: dict[tuple[Contents, int], int], same: dict[int, Contents]) -> None:
         self._places = places
-        """Contents, and among how many places they are known to be -> how many of them."""
+        """(Contents, size of the indexed dimension) -> number of indices known to be in range."""
         self.same = same
         """Storage -> contents that it is a copy, or a part, of."""
 
     def contents(self, op: Op, value: Value) -> Contents:
-        """What an operator finds there."""
+        """Return the contents that an operator reads from a value, traced back through copies."""
         return self.same.get(value.storage, (value.storage, dict(op.reads).get(value.storage, 0)))
 
     def copied(self, op: Op, values: Mapping[int, Value]) -> None:
-        """What the operator makes is what it takes."""
+        """Note that the operator's outputs hold the contents of its first input."""
         taken = self.contents(op, values[op.inputs()[0]])
         for made in op.made():
             if values[made].storage != taken[0]:
                 self.same[values[made].storage] = taken
 
     def raises(self, op: Op, values: Mapping[int, Value]) -> bool:
-        """Whether an operator, or one of its loop, may raise; notes which places it looks up, or finds."""
+        """Return True if an operator, or one of its loop, may raise; notes the indices that it checks or makes."""
         if op.body is not None:
             inside, around = op.body.graph, (*op.inputs(), *op.made())
             same = {
                 inside.values[value].storage: self.contents(op, values[outer])
                 for value, outer in zip(inside.inputs, around, strict=True)
             }
-            body, found = _LookedUp(self._places, same), False
+            body, found = _CheckedIndices(self._places, same), False
             for each in inside.ops:
                 if each.target == "magis.part":
                     body.copied(each, inside.values)
@@ -129,22 +128,22 @@ class _LookedUp:
         if namespace not in _OURS or op.target == EXPECT or shaped_by_contents(op, values):
             return True
         name = name.removesuffix("_")
-        if namespace != "aten" or (not op.inputs() and name not in _LOOKS):
+        if namespace != "aten" or (not op.inputs() and name not in _ON_CONTENTS):
             return False
         if name in _DIVIDES:
             return all(values[value].dtype[0] in "iub" and values[value].dtype != "bfloat16" for value in op.inputs())
         new = False
-        for value, places in _looked_up(op, name, values):
+        for value, places in _index_bounds(op, name, values):
             key = self.contents(op, value), places
             new = new or self._places.get(key, -1) < value.numel
             self._places[key] = max(self._places.get(key, 0), value.numel)
-        self._note_found(op, name, values)
-        return new or name in _LOOKS or f"{name}.{overload[0]}" in _LOOKS
+        self._note_returned_indices(op, name, values)
+        return new or name in _ON_CONTENTS or f"{name}.{overload[0]}" in _ON_CONTENTS
 
-    def _note_found(self, op: Op, name: str, values: Mapping[int, Value]) -> None:
+    def _note_returned_indices(self, op: Op, name: str, values: Mapping[int, Value]) -> None:
         if name not in _FINDS:
             return
-        whole, dim = _tensor(op, "self", values), _argument(op, "dim")
+        whole, dim = _tensor_argument(op, "self", values), _argument(op, "dim")
         if whole is None or not whole.shape or not isinstance(dim, int):
             return
         for made in (values[value] for value in op.made()):
@@ -152,12 +151,16 @@ class _LookedUp:
                 self._places[(made.storage, 0), whole.shape[dim]] = made.numel
 
 
-def _looked_up(op: Op, name: str, values: Mapping[int, Value]) -> Iterator[tuple[Value, int]]:
-    """Whole numbers that a kernel takes for places, and among how many these must be."""
+def _index_bounds(op: Op, name: str, values: Mapping[int, Value]) -> Iterator[tuple[Value, int]]:
+    """Yield the integer tensors that a kernel uses as indices, and the size that these must be below."""
     if not name.startswith((*_ALONG, *_CLASSES, *_ROWS)) and name not in _SEVERAL:
         return
-    whole = _tensor(op, "self", values) or _tensor(op, "weight", values)
-    index = _tensor(op, "index", values) or _tensor(op, "indices", values) or _tensor(op, "target", values)
+    whole = _tensor_argument(op, "self", values) or _tensor_argument(op, "weight", values)
+    index = (
+        _tensor_argument(op, "index", values)
+        or _tensor_argument(op, "indices", values)
+        or _tensor_argument(op, "target", values)
+    )
     shape = (1,) if whole is None or not whole.shape else whole.shape
     dim, rows, several = (_argument(op, each) for each in ("dim", "num_weights", "indices"))
     if name in _SEVERAL and isinstance(several, tuple):
@@ -177,13 +180,13 @@ def _looked_up(op: Op, name: str, values: Mapping[int, Value]) -> Iterator[tuple
         yield index, shape[1 if name.startswith("nll") and len(shape) > 1 else -1]
 
 
-def _tensor(op: Op, name: str, values: Mapping[int, Value]) -> Value | None:
+def _tensor_argument(op: Op, name: str, values: Mapping[int, Value]) -> Value | None:
     found = _argument(op, name)
     return values[found.value] if isinstance(found, Ref) else None
 
 
 def _argument(op: Op, name: str) -> Arg:
-    """What a call gives for an argument of its schema, or that argument's default number."""
+    """Return a call's argument by its name in the schema, or that argument's default number."""
     for position, argument in enumerate(resolve(op.target)._schema.arguments):
         if argument.name == name:
             default = argument.default_value if isinstance(argument.default_value, int) else None

@@ -10,7 +10,7 @@ from torch import nn
 
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
-from magis.extensions.ranks.rank_cases import OFF_BY, _distinct
+from magis.extensions.ranks.rank_cases import OFF_BY, _distinct_ranks
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.strategies.distributed_names import distributed_strategy
@@ -118,7 +118,7 @@ def test_a_world_of_ranks_is_predicted_where_there_is_none() -> None:
     ],
 )
 def test_ranks_that_are_alike_are_predicted_once(name: str, size: int, ranks: tuple[int, ...]) -> None:
-    assert _distinct(name, distributed_strategy(name), size) == ranks
+    assert _distinct_ranks(name, distributed_strategy(name), size) == ranks
 
 
 def test_a_strategy_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one() -> None:

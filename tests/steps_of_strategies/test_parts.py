@@ -22,7 +22,7 @@ from magis.extensions.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt
 from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.ranks.strategies.distributed import LossScaler, Masters, average_gradients, buckets
 from magis.extensions.ranks.strategies.model_cuts import cut_of, keep_stages, stage_blocks
-from magis.extensions.ranks.strategies.zero import Flat, Zero, _owners
+from magis.extensions.ranks.strategies.zero import FlatBuffer, Zero, _owners
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, distributed_strategy
@@ -63,7 +63,7 @@ def test_pieces_of_all_ranks_are_the_parameters_once(counts: list[int], ranks: i
     for rank in range(ranks):
         with fake_world(ranks, rank):
             named = {f"p{i}": nn.Parameter(torch.arange(n, dtype=torch.float32)) for i, n in enumerate(counts)}
-            flat = Flat(named, torch.float32, sharded=data.draw(st.booleans()))
+            flat = FlatBuffer(named, torch.float32, sharded=data.draw(st.booleans()))
             for name, start, place, size in flat.pieces():
                 assert torch.equal(flat.master[place : place + size], torch.arange(start, start + size).float())
                 seen.update({(name, element): rank for element in range(start, start + size)})

@@ -12,31 +12,31 @@ from magis.errors import UsageError, nearest
 from magis.frontends.limits import Limits, PlanFigures, limits_of
 from magis.units import format_bytes, format_milliseconds
 
-# What one compiled graph was planned to need; handed to the function in `options={"report": ...}`.
-
 
 @dataclass(frozen=True)
 class CompileReport(PlanFigures):
-    """One graph's plan. Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of
-    this graph count as long as the loop holds them; the optimizer's state, which the graph does not see, does not.
+    """One compiled graph's plan, handed to the function in `options={"report": ...}`.
+
+    Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of this graph count as
+    long as the loop holds them; the optimizer's state, which the graph does not see, does not.
     The original is unplanned: every operator once, in the order of autograd, all that the backward reads saved; where
     the user checkpoints blocks, these run again.
     With the option ``inductor`` all of it is of the graph before operators are fused: the code makes fewer tensors.
     """
 
     feasible: bool
-    """The limit is kept; otherwise the plan is the one that exceeds it least."""
+    """True if the limit is kept; otherwise the plan is the one that exceeds it least."""
     saved_bytes: int
-    """Memory that stays from forward to backward, results of the forward not counted."""
+    """Bytes that stay in memory from forward to backward, results of the forward not counted."""
     recomputed: tuple[str, ...]
     """Operators that run again, as often as they do: "aten.gelu.default"."""
     seconds: float
-    """What capture and search took."""
+    """Duration of capture and search."""
     fallback: str = ""
-    """Why the graph is not planned but partitioned as torch does it; empty: it is planned. Then all numbers are 0."""
+    """Reason why the graph is not planned but partitioned as torch does it, and all numbers are 0; "" if planned."""
     outside: str = ""
-    """Where dynamo ended the graph ahead of the function's end: from there on, code runs in eager mode, or in another
-    graph, and none of its bytes are counted. Empty: it did not."""
+    """Place where dynamo ended the graph ahead of the function's end: from there on, code runs in eager mode, or in
+    another graph, and none of its bytes are counted. "" if it did not."""
 
     def __str__(self) -> str:
         outside = [f"outside      {self.outside}"] if self.outside else []
@@ -60,8 +60,11 @@ KNOWN = (*LIMITS, "budget", "seconds", "report", "inductor")
 
 
 class OptionError(UsageError, ShortenTraceback):
-    """An option that cannot be. Also one of dynamo's own kinds, which it hands to the caller as they are: of any other
-    exception in a backend it makes a report of many lines."""
+    """An invalid option of the backend.
+
+    Dynamo hands its own ShortenTraceback to the caller as it is; any other exception in a backend becomes a report of
+    many lines.
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         RuntimeError.__init__(self, str(UsageError(message, hint=hint)))  # the two kinds' own disagree on arguments
@@ -70,18 +73,18 @@ class OptionError(UsageError, ShortenTraceback):
 
 @dataclass(frozen=True)
 class Options:
-    """One limit, how long to search for what keeps it, and who is told about each plan."""
+    """One limit, the effort of the search, and the function that is told about each plan."""
 
     limits: Limits
     report: Callable[[CompileReport], object] | None = None
     inductor: bool = False
-    """Inductor makes the code, in an order of its own; only what is saved for the backward is the plan's."""
+    """True if inductor generates the code, in its own order; only the saved values are then the plan's."""
     outside: str = ""
-    """Where the graph at hand ends early."""
+    """Place where the graph at hand ends early, in one line."""
 
 
 def as_options(given: Mapping[str, Any] | None) -> Options:
-    """The options that a user wrote. OptionError, one line, for unknown names and for values that cannot be."""
+    """Return the options that a user wrote; raises OptionError, one line, for unknown names and invalid values."""
     options = dict(given or {})
     for name in options:
         if name not in KNOWN:

@@ -1,4 +1,4 @@
-"""The backend of `torch.compile(model, backend="magis")`; graphs with open sizes are planned as they come."""
+"""The backend of `torch.compile(model, backend="magis")`; graphs with dynamic sizes are planned for each shape."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from magis.extensions.compile.inductor_partitioner import by_inductor, partition
 # they are, in eager mode.
 
 MOST_SHAPES = 8
-"""Sets of sizes that are planned for one graph; each costs a search."""
+"""Most sets of sizes that are planned for one graph; each costs a search."""
 
 Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Sizes: TypeAlias = tuple[Any, ...]
 
 
-def is_open(example_inputs: Sequence[Any]) -> bool:
-    """Whether a size is not known while the graph is compiled."""
+def has_open_sizes(example_inputs: Sequence[Any]) -> bool:
+    """Return True if a size is not known while the graph is compiled."""
     return any(
         any(not isinstance(size, int) for size in (*item.shape, *item.stride()))
         if isinstance(item, Tensor)
@@ -42,11 +42,11 @@ def is_open(example_inputs: Sequence[Any]) -> bool:
 
 
 class Specialized:
-    """A graph with open sizes as a function: compiled when sizes first come."""
+    """A graph with open sizes as a function that compiles it for each set of sizes that it is called with."""
 
     def __init__(self, gm: fx.GraphModule, compile_: Compile) -> None:
         self._gm = gm
-        self._compile = compile_
+        self._compile_fixed = compile_
         self._known: dict[Sizes, Callable[..., Any]] = {}
         self._warned = False
 
@@ -55,7 +55,7 @@ class Specialized:
         given = [arg for arg in args if isinstance(arg, Tensor)]
         found = self._known.get(sizes)
         if found is None and len(self._known) < MOST_SHAPES:
-            found = self._known[sizes] = self._compile(fixed(self._gm, args), given)
+            found = self._known[sizes] = self._compile_fixed(fixed(self._gm, args), given)
         if found is not None:
             return found(*given)
         if not self._warned:
@@ -69,7 +69,7 @@ class Specialized:
 
 
 def fixed(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
-    """The graph with the numbers among its arguments as constants; it takes the tensors alone."""
+    """Return the graph with the numbers among its arguments as constants; it takes the tensors alone."""
     graph: fx.Graph = copy.deepcopy(gm.graph)
     placeholders = zip(graph.find_nodes(op="placeholder"), args, strict=True)
     numbers: dict[fx.Node, Any] = {node: arg for node, arg in placeholders if not isinstance(arg, Tensor)}
@@ -96,17 +96,17 @@ def magis(
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
-    outside = _outside(gm)
-    compile_ = partial(_compiled, options=replace(as_options(options), outside=outside))
+    outside = _graph_break(gm)
+    compile_ = partial(_compile, options=replace(as_options(options), outside=outside))
     if outside:
         warnings.warn(f"magis: {outside}", stacklevel=2)
-    if is_open(example_inputs):
+    if has_open_sizes(example_inputs):
         return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
     return compile_(gm, example_inputs)
 
 
-def _outside(gm: fx.GraphModule) -> str:
-    """That dynamo ended a graph early, and where, in one line; empty where it did not."""
+def _graph_break(gm: fx.GraphModule) -> str:
+    """Say in one line where dynamo ended a graph early; "" if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
@@ -115,11 +115,11 @@ def _outside(gm: fx.GraphModule) -> str:
     return f"a graph ends{at}, and what runs from there is not part of its plan, nor counted"
 
 
-def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    """By inductor, or by way of AOTAutograd: a new one each time, since it changes what it was made with."""
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    """Compile a graph by inductor, or by AOTAutograd."""
     if options.inductor:
         return by_inductor(gm, inputs, options=options)
-    made: Callable[..., Any] = aot_autograd(
+    made: Callable[..., Any] = aot_autograd(  # a new one for each graph, since it changes the arguments that it got
         fw_compiler=boxed_nop, partition_fn=partial(partition, options=options), keep_inference_input_mutations=True
     )(gm, inputs)
     return made

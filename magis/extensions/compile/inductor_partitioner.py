@@ -1,8 +1,7 @@
-"""Splits AOTAutograd's joint graph for inductor by magis's plan of forward and backward together.
+"""Splits AOTAutograd's joint graph into forward and backward by a plan; for inductor, by the plan's saved values alone.
 
-Inductor makes loops of many operators and chooses their order itself, so it cannot be told an order. The plan's other
-half is which values are kept at the turn; the backward makes all others again, as part of its own loops. Only that is
-taken over.
+Inductor makes loops of many operators and chooses their order itself, so it cannot be told an order. It takes from the
+plan which values are saved at the turn; the backward recomputes all others as part of its own loops.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from magis.units import format_bytes
 Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 
-# How AOTAutograd's joint graph is split: as planned, or as torch does it where it has no form in our graphs.
-
 REFUSED = (MagisError, RuntimeError, TypeError, ValueError, LookupError, NotImplementedError)
-"""What capture and planning raise for what they cannot do: torch's operators on fake tensors raise any of these."""
+"""Errors of capture and planning where they cannot go on: torch's operators on fake tensors raise any of these."""
 
 
 def partition(
@@ -49,26 +46,26 @@ def partition(
     options: Options,
     **further: Any,
 ) -> Halves:
-    """The forward and the backward of a joint graph, planned under the limit of the options.
+    """Return the forward and the backward of a joint graph, planned under the limit of the options.
 
     A graph that cannot be planned is split as torch's default does, everything saved, with one warning that says why.
-    So is told a limit that no plan keeps; the plan that exceeds it least is then the one that runs.
+    If no plan keeps the limit, the one that exceeds it least runs, with a warning.
     """
-    found = _planned(joint, num_fwd_outputs, options, partial(halves, joint))
+    found = _split_by_plan(joint, num_fwd_outputs, options, partial(halves, joint))
     if found is not None:
         return found
     forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further)
     return forward, backward
 
 
-def _planned(
+def _split_by_plan(
     joint: fx.GraphModule, num_fwd_outputs: int, options: Options, split: Callable[[Joint, Graph], Halves]
 ) -> Halves | None:
-    """What `split` makes of the joint graph and its plan; None, and it is told why, for one that cannot be planned."""
+    """Plan a joint graph and split it by `split`; None, after saying why, if it cannot be planned."""
     reason = why_not(joint)
     if not reason:
         try:
-            with no_python_dispatcher():  # AOTAutograd's, which takes operators apart that run whole
+            with no_python_dispatcher():  # AOTAutograd's decomposes operators that run as one kernel
                 captured = capture_joint(joint, num_fwd_outputs)
                 planned, report = plan_joint(captured, options)
                 found = split(captured, planned)
@@ -77,12 +74,12 @@ def _planned(
         else:
             tell(report, options)
             return found
-    as_torch_does(reason, options)
+    report_unplanned(reason, options)
     return None
 
 
-def as_torch_does(reason: str, options: Options) -> None:
-    """Say why a graph is not planned: a warning, and a report without numbers."""
+def report_unplanned(reason: str, options: Options) -> None:
+    """Warn why a graph is not planned, and report it without numbers."""
     what = "inductor chooses what" if options.inductor else "all that"
     saved = "is saved" if options.inductor else "its backward needs is saved"
     warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
@@ -91,7 +88,7 @@ def as_torch_does(reason: str, options: Options) -> None:
 
 
 def tell(report: CompileReport, options: Options) -> None:
-    """Hand a report to whom it is for; a warning where the limit is not kept."""
+    """Warn if the plan does not keep its limit, and hand the report to the user's function."""
     if not report.feasible and report.limit_bytes is not None:
         warnings.warn(
             f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"
@@ -103,7 +100,7 @@ def tell(report: CompileReport, options: Options) -> None:
 
 
 def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    """One graph of dynamo compiled by inductor, which saves for the backward what the plan under ``options`` saves."""
+    """Compile one graph of dynamo by inductor, which saves for the backward what the plan under ``options`` saves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of a part that inductor imports
         from torch._inductor.compile_fx import compile_fx
@@ -113,32 +110,32 @@ def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) 
 
 @dataclass(frozen=True)
 class Partitioner(CustomPartitionerFn):
-    """Inductor's partitioner, with the values of a plan."""
+    """Inductor's partitioner, which saves the values of a plan."""
 
     options: Options
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
-        """Forward and backward of a joint graph; as inductor splits it, with a warning, where it cannot be planned."""
+        """Split a joint graph into forward and backward; as inductor does, with a warning, if it cannot be planned."""
         count: int = further["num_fwd_outputs"]
 
         def split(captured: Joint, planned: Graph) -> Halves:
-            return _halves(gm, kept_nodes(captured, planned), count)
+            return _split_saving(gm, kept_nodes(captured, planned), count)
 
-        found = _planned(gm, count, self.options, split)
+        found = _split_by_plan(gm, count, self.options, split)
         if found is not None:
             return found
         forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **further)
         return forward, backward
 
     def uuid(self) -> None:
-        """None: the code depends on the plan, which no cache knows."""
+        """Return None, which disables inductor's cache: the code depends on the plan."""
 
 
 def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
-    """The nodes of the joint graph whose values the planned backward takes from before the turn.
+    """Return the nodes of the joint graph whose values the planned backward takes from before the turn.
 
-    A value that no node makes (a generator's state, the result of an operator that the plan made of several) is left
-    out: it is made again.
+    Values without a node (a generator's state, the result of an operator that the plan fused) are left out, and so
+    recomputed.
     """
     source = {op.id: op for op in functionalize(captured.graph).ops}
     origins: dict[int, int] = {}
@@ -153,7 +150,7 @@ def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
 
 
 def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """What must be saved besides ``kept`` for ``wanted`` to be made: arguments, and whatever draws random numbers."""
+    """Yield what must be saved besides ``kept`` to compute ``wanted``: arguments, and nodes that draw numbers."""
     known = set(kept)
     stack = list(wanted)
     while stack:
@@ -168,7 +165,7 @@ def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node, or what it takes one result of, gives other numbers when it runs again."""
+    """Return True if a node, or the call of which it is one result, draws random numbers."""
     made = node.args[0] if node.target is operator.getitem else node
     target = made.target if isinstance(made, fx.Node) else None
     if not isinstance(target, OpOverload):
@@ -177,10 +174,10 @@ def draws(node: fx.Node) -> bool:
 
 
 SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default)
-"""Inductor's own draws; what it makes of a seed is the same each time."""
+"""Inductor's own draws; its random numbers follow from their seeds."""
 
 
-def _halves(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int) -> Halves:
+def _split_saving(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int) -> Halves:
     _, tangents = placeholders(joint.graph)
     (last,) = joint.graph.find_nodes(op="output")
     gradients = [item for item in last.args[0][num_fwd_outputs:] if isinstance(item, fx.Node)]
@@ -191,6 +188,6 @@ def _halves(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int
         raise CaptureError("the backward reads an argument that the forward changes")
     extract = vars(partitioners)["_extract_fwd_bwd_modules"]
     forward, backward = extract(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
-    # What is made again comes first in the joint graph: behind it, as late as the backward wants it.
+    # recomputed nodes come first in the joint graph: move each to where the backward needs it
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     return raise_getitems(forward), raise_getitems(backward)

@@ -39,7 +39,7 @@ STATISTICS = (3, 4)
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A joint graph, and how its outputs are counted.
+    """A joint graph, and the positions of its inputs and outputs in forward and backward.
 
     ``graph.outputs`` are the forward's results, the gradients, then the tangents, which the caller keeps alive;
     ``forward`` and ``backward`` are positions in it, None where the function returns None.
@@ -49,22 +49,24 @@ class Joint:
     forward: tuple[int | None, ...]
     backward: tuple[int | None, ...]
     primals: tuple[int, ...]
-    """Values, as the forward takes them."""
+    """Values of the forward's arguments, in order."""
     tangents: tuple[int, ...]
     constants: Mapping[int, str]
     """Values of tensors that belong to the module, by attribute."""
     device: str
     nodes: Mapping[int, fx.Node]
-    """The node that makes a value, of values that are some node's; the first one, where several hand it on."""
+    """Value -> the first node that has it."""
     again: frozenset[int] = frozenset()
-    """Values that the step as it is written makes again in its backward: of checkpointed blocks."""
+    """Values that the user's checkpointed blocks recompute in the backward."""
     once: frozenset[int] = frozenset()
-    """Values that a policy of the user's says must be saved."""
+    """Values that the user's checkpointing policy saves."""
 
 
 def kernel_layouts(device: str) -> AbstractContextManager[object]:
-    """A mode in which results of fake tensors lie in memory as kernels lay them out: the scratch of the next operator
-    hangs on it. Known of a CPU's kernels."""
+    """Return a mode in which fake results have the strides that CPU kernels give them; a null context elsewhere.
+
+    The scratch memory of the next operator depends on these strides.
+    """
     return _KernelLayouts() if device == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
 
 
@@ -76,17 +78,17 @@ class _KernelLayouts(TorchDispatchMode):
 
 
 def placeholders(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What the forward takes, and the tangents."""
+    """Return the placeholders of the forward's arguments, and those of the tangents."""
     every = graph.find_nodes(op="placeholder")
     tangents = [node for node in every if node.name.startswith("tangents")]
     return [node for node in every if node not in tangents], tangents
 
 
 def why_not(joint: fx.GraphModule) -> str:
-    """Why a joint graph has no form in our graphs, in words; empty: nothing speaks against it."""
+    """Return the reason, in words, why a joint graph has no form in our graphs; "" if it has one."""
     for node in joint.graph.nodes:
         if node.op == "placeholder":
-            problem = _why_no_input(node)
+            problem = _problem_of_input(node)
         elif node.op == "call_function":
             known = isinstance(node.target, OpOverload) or node.target is operator.getitem
             problem = "" if known else f"{node.target} is no ATen operator"
@@ -106,7 +108,7 @@ def why_not(joint: fx.GraphModule) -> str:
     return f"its tensors lie on {' and '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
-def _why_no_input(node: fx.Node) -> str:
+def _problem_of_input(node: fx.Node) -> str:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return f"input {node.name} is a {type(value).__name__}: sizes are dynamic, pass dynamic=False to torch.compile"
@@ -118,7 +120,7 @@ def _why_no_input(node: fx.Node) -> str:
 
 
 def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
-    """Run the joint graph once on fake tensors. CaptureError for what has no form in our graphs."""
+    """Capture a joint graph by running it once on fake tensors; raises CaptureError if it has no form in our graphs."""
     primals, tangents = placeholders(joint.graph)
     (last,) = joint.graph.find_nodes(op="output")
     returned: Sequence[Any] = last.args[0]
@@ -131,14 +133,14 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
     with torch.no_grad(), FakeTensorMode() as mode:
         env: dict[fx.Node, Any] = {}
         for number, node in enumerate((*primals, *tangents)):
-            looks = node.meta["val"]
-            env[node] = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype, device=looks.device)
+            like = node.meta["val"]
+            env[node] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             values[node] = recorder.register(env[node], "batch", f"input:{number}")
         for node in joint.graph.find_nodes(op="get_attr"):
             env[node] = mode.from_tensor(getattr(joint, str(node.target)), static_shapes=True)
             held[recorder.register(env[node], "buffer", f"constant:{node.target}")] = str(node.target)
         with kernel_layouts(device), recorder:
-            _run(joint.graph, env)
+            _run_nodes(joint.graph, env)
         nodes: dict[int, fx.Node] = {}
         for node in joint.graph.nodes:
             if isinstance(env.get(node), Tensor):
@@ -148,7 +150,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
     outputs = tuple(value for value in results if value is not None)
     given = tuple(values[node] for node in tangents)
     leaving = tuple(value for value in results[:num_fwd_outputs] if value is not None)
-    graph = _turned(recorder.graph((*outputs, *given)), leaving, given)
+    graph = _with_turn(recorder.graph((*outputs, *given)), leaving, given)
     verify(graph)
     place = iter(range(len(outputs)))
     positions = [None if value is None else next(place) for value in results]
@@ -167,8 +169,10 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
 
 
 def checkpointed(joint: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that the user's checkpointing recomputes, and those that it must save, by the tags that dynamo has made of
-    it. Between two blocks something is saved, as torch's own partitioners see to it."""
+    """Return the nodes that the user's checkpointing recomputes, and those that it must save, by dynamo's tags.
+
+    Between two blocks something is saved, by the rule of torch's own partitioners.
+    """
     tags = {node: node.meta["recompute"] for node in joint.graph.nodes if "recompute" in node.meta}
     own = {node for node in tags if "ac_graph_id" in node.meta}
     if not own:
@@ -182,9 +186,12 @@ def checkpointed(joint: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
     return again, {node for node in own if tags[node] is CheckpointPolicy.MUST_SAVE}
 
 
-def _run(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
-    """Every node in order. Batch norms run as eager runs them, on running statistics that they change in place: only
-    in that form can they run again without a second update."""
+def _run_nodes(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
+    """Run every node in order, and keep the results in ``env``.
+
+    Batch norms run as in eager mode, on running statistics that they update in place: only in that form can they run
+    again without a second update.
+    """
     in_place = {node for node in graph.nodes if node.target is BATCH_NORM and _updates_itself(node)}
     for node in graph.nodes:
         if node.op != "call_function" or node in env:
@@ -193,15 +200,17 @@ def _run(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
         if node in in_place:
             out = torch.ops.aten.native_batch_norm.default(*args)
             env[node] = (*out, *(args[position] for position in STATISTICS))
-        elif _is_update_of(node, in_place):
+        elif _stores_statistics(node, in_place):
             env[node] = args[0]
         else:
             env[node] = node.target(*args, **kwargs)
 
 
 def _updates_itself(norm: fx.Node) -> bool:
-    """Whether the updated statistics of a batch norm go back to where they came from, and else nowhere that reads them
-    (its backward takes them and, in training, does not look)."""
+    """Return True if a batch norm's updated statistics are copied back to their buffers and read nowhere else.
+
+    Its backward takes them and, in training, does not read them.
+    """
     if norm.args[5] is not True or not all(isinstance(norm.args[at], fx.Node) for at in STATISTICS):
         return False
     stored = set()
@@ -217,15 +226,16 @@ def _updates_itself(norm: fx.Node) -> bool:
     return stored == set(STATISTICS)
 
 
-def _is_update_of(node: fx.Node, norms: set[fx.Node]) -> bool:
+def _stores_statistics(node: fx.Node, norms: set[fx.Node]) -> bool:
+    """Return True if the node copies updated statistics of one of the batch norms back to their buffer."""
     if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[1], fx.Node):
         return False
     source = node.args[1]
     return source.target is operator.getitem and source.args[0] in norms and source.args[1] in STATISTICS
 
 
-def _turned(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> Graph:
-    """The graph with its forward first, then the turn, then the rest, each in program order."""
+def _with_turn(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> Graph:
+    """Return the graph with its forward first, then the turn, then the rest, each in program order."""
     forward = _forward_ops(graph, results, tangents)
     first = [op for op in graph.ops if op.id in forward]
     rest = [op for op in graph.ops if op.id not in forward]
@@ -251,7 +261,8 @@ def _turned(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -
 
 
 def _forward_ops(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> set[int]:
-    """Ids of what must come before the turn: what results are made of, and what writes or draws without a tangent."""
+    """Return ids of operators that must come before the turn: those that results need, and those that write or draw
+    without needing a tangent."""
     late = set(tangents)
     late_ops = set()
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""From a joint graph and a limit to a verified order, and that order as two fx modules."""
+"""Search for a plan of a joint graph under a limit, and its order as two fx modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from magis.units import share_of
 
 @dataclass(frozen=True)
 class _Costs:
-    """Those of the device, but nothing for the turn, which runs nothing."""
+    """Costs of the device, with nothing for the turn, which runs nothing."""
 
     device: RooflineCosts
 
@@ -50,7 +50,7 @@ class _Costs:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """None: what is swapped out in the forward would have to come back by way of autograd's saved tensors."""
+        """No link, hence no swapping: a tensor swapped out in the forward could not come back through autograd."""
         return 0.0
 
     @property
@@ -65,7 +65,7 @@ class _Costs:
 
 
 class _Scratch:
-    """Scratch of operators, measured in isolation on a CPU, each signature once; estimated on other devices."""
+    """Scratch memory of operators: measured on a CPU, each signature once; estimated on other devices."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class _Scratch:
         self._known: dict[str, int] = {}
 
     def costs(self, *graphs: Graph) -> _Costs:
-        """Costs that know every operator of the graphs."""
+        """Return costs that know the scratch of every operator of the graphs."""
         if self._device == "cpu":
             found = {key: item for graph in graphs for key, item in signatures(graph).items()}
             missing = [item for key, item in found.items() if key not in self._known]
@@ -84,13 +84,13 @@ class _Scratch:
 
 
 def turn_of(graph: Graph) -> int:
-    """Position of the turn."""
+    """Return the position of the turn."""
     return next(number for number, op in enumerate(graph.ops) if op.target == TURN)
 
 
 @collector_spared()
 def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
-    """The best order found under the limit, verified, and what it needs."""
+    """Search under the limit; return the best graph found, verified, and its report."""
     started = time.perf_counter()
     scratch = _Scratch(joint.device)
     source = functionalize(joint.graph)
@@ -102,12 +102,12 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     limits = options.limits
     goal = Objective(limits.bytes_of(original_bytes), share_of(limits.latency_ratio, written.latency_ns))
 
-    best = approached(goal, partial(_searched, compiled, scratch, options, written))
+    best = approached(goal, partial(_search_plan, compiled, scratch, options, written))
     if best.peak > (goal.memory_limit or original_bytes) and any(op.target in RNG for op in best.graph.ops):
         # The generator's states alone exceed the limit: tiny graphs do better without.
         compiled = _compiled(source, costs, joint, redraw=False)
         written = _as_written(compiled, joint)
-        other = approached(goal, partial(_searched, compiled, scratch, options, written))
+        other = approached(goal, partial(_search_plan, compiled, scratch, options, written))
         best = min(best, other, key=lambda plan: (not plan.feasible, plan.peak))
     profile = replay(best.graph, scratch.costs(best.graph).workspace, rounding=costs.rounding)
     report = CompileReport(
@@ -115,7 +115,7 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
         planned_bytes=best.peak,
         limit_bytes=goal.memory_limit,
         feasible=best.feasible,
-        saved_bytes=_saved(best.graph, profile),
+        saved_bytes=_saved_bytes(best.graph, profile),
         latency_ratio=best.latency_ns / max(1, written.latency_ns),
         recomputed=_repeated(best.graph),
         seconds=time.perf_counter() - started,
@@ -125,8 +125,8 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
 
 
 def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Compiled:
-    """The arrays of a joint graph, in which the turn happens once, what the user wants saved, too, and without
-    ``redraw`` what draws random numbers."""
+    """Compile a joint graph into arrays in which the turn, the user's saved values and, without ``redraw``, operators
+    that draw random numbers are never recomputed."""
     compiled = compile_problem(graph, costs)
     once = [
         any(op.target == TURN or (op.random and not redraw) or not joint.once.isdisjoint(op.made()) for op in group)
@@ -137,7 +137,7 @@ def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Com
 
 
 def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
-    """The step with the user's own checkpointing, as a plan: what his blocks recompute leaves until the backward."""
+    """Return the step with the user's own checkpointing as a plan: values that his blocks recompute are dropped."""
     problem, values = compiled.problem, compiled.graph.values
     known = {value: values[value].storage for value in joint.nodes if value in values}
     kept = {storage for value, storage in known.items() if value not in joint.again}
@@ -149,7 +149,7 @@ def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
     return JudgedPlan(*plan, judged.peak, judged.latency_ns)
 
 
-def _searched(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
+def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
     problem = compiled.problem
     limits = options.limits
     searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, seconds=limits.seconds)
@@ -174,7 +174,7 @@ def _searched(compiled: Compiled, scratch: _Scratch, options: Options, written: 
 
 
 def _repeated(graph: Graph) -> tuple[str, ...]:
-    """Targets of operators whose origin has run before, in order; views are opened again for nothing."""
+    """Return the targets of operators whose origin has run before, in order, without views, which cost nothing."""
     seen: set[int] = set()
     found = []
     for op in graph.ops:
@@ -188,31 +188,28 @@ def _repeated(graph: Graph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _saved(graph: Graph, profile: MemoryProfile) -> int:
-    """Bytes alive at the turn beyond what the caller holds: persistent storages, results, tangents."""
+def _saved_bytes(graph: Graph, profile: MemoryProfile) -> int:
+    """Return the bytes alive at the turn that the caller does not hold as persistent storage, result or tangent."""
     at = turn_of(graph)
-    held = {graph.values[value].storage for value in (*graph.outputs, *graph.ops[at].made())}
-    held = {s for s in held if not graph.storages[s].persistent and _made_until(graph, at, s)}
-    return profile.tensors[at] - profile.persistent_bytes - sum(graph.storages[s].nbytes for s in held)
-
-
-def _made_until(graph: Graph, at: int, storage: int) -> bool:
-    return any(graph.values[value].storage == storage for op in graph.ops[: at + 1] for value in op.made())
+    made = {graph.values[value].storage for op in graph.ops[: at + 1] for value in op.made()}
+    held = made & {graph.values[value].storage for value in (*graph.outputs, *graph.ops[at].made())}
+    held_bytes = sum(graph.storages[s].nbytes for s in held if not graph.storages[s].persistent)
+    return profile.tensors[at] - profile.persistent_bytes - held_bytes
 
 
 # A planned joint graph as two fx modules, in exactly its order: forward up to the turn, backward behind it.
-# What the backward takes from before the turn are the forward's further results, which AOTAutograd keeps on
-# autograd's node. The code that fx makes forgets every tensor after its last use; both modules take their arguments
-# as a list that they empty, so that nobody else holds what was saved.
+# Values that the backward takes from before the turn are further results of the forward, which AOTAutograd keeps on
+# autograd's node. The code that fx generates drops every tensor after its last use; both modules take their arguments
+# as a list that they empty, so that nobody else holds a saved tensor.
 
 
 def rng_save(device: str) -> Tensor:
-    """The state of the generator, in memory of numpy's: a tensor, as all that autograd keeps."""
+    """Return the state of the generator as a tensor, in numpy's memory: autograd saves tensors alone."""
     return torch.from_numpy(GeneratorStates(device).rng_save())
 
 
 def rng_enter(state: Tensor, device: str) -> Tensor:
-    """Put an earlier state back; returns the present one."""
+    """Put an earlier state back, and return the present one."""
     return torch.from_numpy(GeneratorStates(device).rng_enter(state.numpy()))
 
 
@@ -227,7 +224,7 @@ RNG: dict[str, Callable[..., Any]] = {
 
 
 def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward module of a planned joint graph; ``meta["val"]`` of every node as partitioners leave it."""
+    """Return forward and backward module of a planned joint graph; every node has ``meta["val"]``."""
     primals, tangents = placeholders(joint.graph)
     at = turn_of(planned)
     given = [value for value in planned.ops[at].outputs if value is not None]
@@ -247,7 +244,7 @@ def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.G
 
 
 def crossing(captured: Joint, planned: Graph) -> tuple[int, ...]:
-    """Values that the backward takes from before the turn, in the order in which it first wants them."""
+    """Return the values that the backward takes from before the turn, in the order of their first use."""
     at = turn_of(planned)
     known = {value for value in planned.ops[at].outputs if value is not None} | set(captured.constants)
     found: dict[int, None] = {}
@@ -265,7 +262,7 @@ def _gradients(captured: Joint, planned: Graph) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """A graph that is being written, and what its values look like on fake tensors."""
+    """An fx graph that is being written, with fake tensors for its values."""
 
     joint: fx.GraphModule
     captured: Joint
@@ -277,7 +274,7 @@ class _Half:
     nodes: dict[int, fx.Node] = field(default_factory=dict)
 
     def take(self, values: Sequence[int]) -> None:
-        """Arguments, in order."""
+        """Add arguments, in order."""
         for value in values:
             node = self.graph.placeholder(self.names.get(value, f"v{value}"))
             if value not in self.fakes:
@@ -285,30 +282,30 @@ class _Half:
             self._bind(value, node, self.fakes[value])
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Operators, in order."""
+        """Add operators, in order."""
         with torch.no_grad(), self.mode, kernel_layouts(self.captured.device):
             for op in ops:
-                self._call(op)
+                self._add_call(op)
 
     def module(self, outputs: Sequence[int | None]) -> fx.GraphModule:
-        """The module that returns these values."""
+        """Return the module that returns these values."""
         node = self.graph.output(tuple(None if value is None else self._node(value) for value in outputs))
         node.meta["val"] = tuple(None if value is None else self.fakes[value] for value in outputs)
         self.graph.lint()
         return fx.GraphModule(self.joint, self.graph)
 
-    def _call(self, op: Op) -> None:
+    def _add_call(self, op: Op) -> None:
         own = RNG.get(op.target)
         function: Any = resolve(op.target) if own is None else own
-        args = tuple(self._arg(arg, self._node) for arg in op.args)
-        kwargs = {name: self._arg(arg, self._node) for name, arg in op.kwargs}
+        args = tuple(self._to_torch(arg, self._node) for arg in op.args)
+        kwargs = {name: self._to_torch(arg, self._node) for name, arg in op.kwargs}
         if own is not None:
             args = (*args, self.captured.device)
             out: Any = torch.empty(0, dtype=torch.uint8)
         else:
             out = function(
-                *(self._arg(arg, self.fakes.__getitem__) for arg in op.args),
-                **{name: self._arg(arg, self.fakes.__getitem__) for name, arg in op.kwargs},
+                *(self._to_torch(arg, self.fakes.__getitem__) for arg in op.args),
+                **{name: self._to_torch(arg, self.fakes.__getitem__) for name, arg in op.kwargs},
             )
         node = self.graph.call_function(function, args, kwargs)
         node.meta["val"] = out
@@ -331,17 +328,17 @@ class _Half:
             self._bind(value, self.graph.get_attr(name), self._fake(value))
         return self.nodes[value]
 
-    def _arg(self, arg: Arg, look: Callable[[int], Any]) -> Any:
+    def _to_torch(self, arg: Arg, look: Callable[[int], Any]) -> Any:
         if isinstance(arg, Ref):
-            self._node(arg.value)  # a constant is opened by being asked for
+            self._node(arg.value)  # adds a constant at its first use
             return look(arg.value)
         if isinstance(arg, Const):
             return constant(arg, self.captured.device)
-        return [self._arg(item, look) for item in arg] if isinstance(arg, tuple) else arg
+        return [self._to_torch(item, look) for item in arg] if isinstance(arg, tuple) else arg
 
     def _fake(self, value: int) -> Tensor:
-        looks = self.planned.values[value]
+        like = self.planned.values[value]
         with self.mode:
             return torch.empty_strided(
-                looks.shape, looks.stride, dtype=getattr(torch, looks.dtype), device=self.captured.device
+                like.shape, like.stride, dtype=getattr(torch, like.dtype), device=self.captured.device
             )

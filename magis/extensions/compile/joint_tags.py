@@ -40,7 +40,7 @@ __all__ = ["JointTags", "tag_joint_graph"]
 
 @dataclass(frozen=True)
 class JointTags:
-    """What the tags of a joint graph say, by names of its nodes."""
+    """The tags of a joint graph, by names of its nodes."""
 
     saved: tuple[str, ...]
     """Nodes whose values a partitioner keeps from forward to backward, in the order of the graph; arguments of the
@@ -71,7 +71,7 @@ def tag_joint_graph(
     seconds: float | None = None,
     save_random: bool = False,
 ) -> JointTags:
-    """Plan a joint graph and tag the nodes of its forward with what the plan saves and recomputes.
+    """Plan a joint graph, and tag each node of its forward as saved or recomputed by the plan.
 
     Call it first thing in a `partition_fn` of AOTAutograd, with what that is given, then let the partitioner do its
     work: `min_cut_rematerialization_partition` and `default_partition` of `torch._functorch.partitioners` save exactly
@@ -124,7 +124,7 @@ def tag_joint_graph(
 
 
 def _with_tangents(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
-    """The graph itself, or a copy with tangents in place of the ones with which its backward begins; same names."""
+    """Return the graph, or a copy with tangents in place of the `ones_like` with which its backward begins."""
     if placeholders(joint.graph)[1]:
         return joint
     graph: fx.Graph = copy.deepcopy(joint.graph)
@@ -146,18 +146,18 @@ def _with_tangents(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModul
 
 @dataclass(eq=False)
 class _Tags:
-    """A joint graph whose tags are being decided."""
+    """Decision which nodes of a joint graph are saved and which recomputed."""
 
     joint: fx.GraphModule
     captured: Joint
     num_fwd_outputs: int
     save_random: bool
     saved: set[fx.Node] = field(default_factory=set)
-    """Operators whose results are saved; of several results, those that the backward wants."""
+    """Operators whose results are saved; of several results, those that the backward needs."""
     taken: list[fx.Node] = field(default_factory=list)
     """Values that the backward takes from the forward, arguments left out, in the order of the graph."""
     again: list[fx.Node] = field(default_factory=list)
-    """Nodes of the forward that the backward makes again."""
+    """Nodes of the forward that the backward recomputes."""
 
     def __post_init__(self) -> None:
         graph = self.captured.graph
@@ -181,7 +181,7 @@ class _Tags:
         self._written = {n.args[0] for n in self.joint.graph.nodes if n.op == "call_function" and _copies(n)}
 
     def save(self, kept: Iterable[fx.Node]) -> None:
-        """Decide what is saved such that the backward can be made of that and of arguments."""
+        """Choose what is saved, ``kept`` at first, until the backward can be computed from it and from arguments."""
         wanted = {base for node in kept for base in self._bases(node)}
         self.saved = {_maker(node) for node in wanted if node.op == "call_function"}
         while True:  # each round saves more values, or fewer operators, and neither is undone
@@ -207,7 +207,7 @@ class _Tags:
         self.again = [node for node in self._early if node in reached and not self._is_saved(node)]
 
     def decided(self) -> dict[str, CheckpointPolicy]:
-        """Tags by names of nodes."""
+        """Return the tags by names of nodes."""
         found = {}
         for node in self._early:
             if not _copies(node):
@@ -216,7 +216,7 @@ class _Tags:
         return found
 
     def saved_bytes(self) -> int:
-        """Bytes of the values taken, of which arguments and results of the forward are not counted."""
+        """Return the bytes of the saved values, without arguments and results of the forward."""
         held = {self._storages[node] for node in (*self._primals, *self._results) if node in self._storages}
         known = {self._storages[node] for node in self.taken if node in self._storages}
         # Values that are no memory of their own in a plan: statistics that a batch norm writes in place there.
@@ -226,11 +226,11 @@ class _Tags:
         return sum(nbytes) + states * STATE_BYTES.get(self.captured.device, 0)
 
     def does_work(self, node: fx.Node) -> bool:
-        """Whether a node is an operator whose results are no views of its arguments."""
+        """Return True if a node is an operator whose results are no views of its arguments."""
         return node.target is not operator.getitem and not any(True for _ in self._below(node))
 
     def _below(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Arguments of a node in whose memory its results lie."""
+        """Yield the arguments of which a node's results are views."""
         made = {self._storages[each] for each in (node, *node.users) if each in self._storages and _maker(each) is node}
         if node.target is operator.getitem:
             made = {self._storages[node]} if node in self._storages else set()
@@ -239,7 +239,7 @@ class _Tags:
                 yield each
 
     def _bases(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The node itself, or what it is a view of."""
+        """Yield the node itself, or the nodes of which it is a view."""
         below = list(self._below(node))
         if not below:
             yield node
@@ -247,7 +247,7 @@ class _Tags:
             yield from self._bases(each)
 
     def _reached(self) -> Iterator[fx.Node]:
-        """Nodes of the forward whose values the backward wants: it stops at what is saved."""
+        """Yield the nodes of the forward whose values the backward needs, back to saved ones."""
         stack = [each for node in self._late for each in node.all_input_nodes if each not in self._late]
         stack += [node for node in self._gradients if node not in self._late]
         seen: set[fx.Node] = set()
@@ -265,13 +265,15 @@ class _Tags:
 
     @staticmethod
     def _results_of(maker: fx.Node) -> list[fx.Node]:
-        """Results of an operator that has several. A batch norm's new statistics, which its backward is given and does
-        not look at, lie in buffers in a plan: they come along."""
+        """Return the results of an operator that has several, without a batch norm's new statistics.
+
+        Its backward takes these but does not read them; in a plan they lie in buffers.
+        """
         spared = STATISTICS if maker.target is BATCH_NORM else ()
         return [user for user in maker.users if user.target is operator.getitem and user.args[1] not in spared]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Whether an operator gives other numbers when it runs again, or reads an argument that has changed by then."""
+        """Return True if an operator cannot run again: it draws numbers, or reads an argument that changes later."""
         if draws(node) and (self.save_random or node.target in SEEDS):
             return True
         # Statistics that a batch norm in training only updates: its other results do not depend on them.
@@ -282,7 +284,7 @@ class _Tags:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The operator that makes a node's value."""
+    """Return the operator that makes a node's value."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -294,6 +296,6 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _copies(node: fx.Node) -> bool:
-    """Whether a node writes to an argument of the graph."""
+    """Return True if a node writes to an argument of the graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable) and isinstance(node.meta.get("val"), Tensor | None)

@@ -27,7 +27,7 @@ __all__ = ["LightningCallback", "MagisCallback"]
 
 @dataclass(frozen=True)
 class _Library:
-    """Where the class is that callbacks of a library have, and the extra of this package that installs it."""
+    """A training library: the modules that may hold its callback class, and the extra that installs it."""
 
     modules: tuple[str, ...]
     base: str
@@ -35,8 +35,10 @@ class _Library:
 
 
 class StepPeaks:
-    """Measures chosen steps of a training: what the callbacks of both libraries do, called by their hooks. An object is
-    one of the library's own class as well, which is looked for when it is made."""
+    """Measures chosen steps of a training; the callbacks of both libraries call it from their hooks.
+
+    An object is also an instance of the library's own callback class, which is imported when it is made.
+    """
 
     _library: ClassVar[_Library]
 
@@ -56,7 +58,7 @@ class StepPeaks:
         self.tolerance = tolerance
         self.steps = tuple(sorted(set(numbers)))
         self.peaks: dict[int, BlockPeak] = {}
-        """Of the latest training, by the number of the step."""
+        """Peaks of the latest training, by the number of the step."""
         self._begun = 0
         self._running: tuple[BlockPeak, ExitStack] | None = None
 
@@ -65,7 +67,7 @@ class StepPeaks:
         return f"magis.{type(self).__name__}"
 
     def _training_begins(self, callbacks: Iterable[object]) -> None:
-        """Raise UsageError where another one measures the same steps: two windows cannot overlap."""
+        """Forget earlier peaks; raises UsageError if another callback measures too: measured blocks cannot overlap."""
         self._step_fails(None)
         self.peaks = {}
         self._begun = 0
@@ -73,7 +75,7 @@ class StepPeaks:
             raise UsageError(f"{self._shown}: the trainer has two", hint="name all steps in one: steps=(1, 2, 10)")
 
     def _step_begins(self, device: str, guarded: Iterable[tuple[object, str]] = ()) -> None:
-        """Begin to measure, if this is a step to measure. An error in one of the ``guarded`` methods ends that."""
+        """Begin to measure, if this is a chosen step; an error in one of the ``guarded`` methods ends it."""
         self._step_fails(None)
         self._begun += 1
         if self._begun not in self.steps:
@@ -87,7 +89,7 @@ class StepPeaks:
             self._running = peak, stack.pop_all()
 
     def _step_ends(self) -> None:
-        """The weights have been updated."""
+        """Keep and print the peak of the step, whose update is done."""
         if self._running is not None:
             peak, stack = self._running
             self._running = None
@@ -96,7 +98,7 @@ class StepPeaks:
             _tell(f"{self._shown}: step {self._begun}: {peak}")
 
     def _step_fails(self, error: BaseException | None, why: str = "ended ahead of its update") -> None:
-        """The step that is measured, if there is one, ends without an update, or has more in it than a step has."""
+        """Drop the measured step, if there is one: it ended without an update, or something else ran inside of it."""
         if self._running is not None:
             _, stack = self._running
             self._running = None
@@ -105,7 +107,7 @@ class StepPeaks:
             _tell(f"{self._shown}: step {self._begun} {why}{cause}; it was not measured")
 
     def _training_ends(self) -> None:
-        """In a pytest test compare with the baselines."""
+        """Compare the peaks with their baselines in a pytest test; elsewhere say which are missing."""
         __tracebackhide__ = True
         self._step_fails(None)
         missing = [step for step in self.steps if step not in self.peaks]
@@ -124,7 +126,7 @@ class StepPeaks:
 
 @dataclass(frozen=True)
 class _NoPeak:
-    """Of a step that the training did not reach, in the place of its peak."""
+    """Placeholder for the peak of a step that the training did not reach."""
 
     said: str
     hint: str
@@ -177,7 +179,7 @@ class LightningCallback(StepPeaks):
 
     _library = _Library(("lightning.pytorch", "pytorch_lightning"), "Callback", "lightning")
     _updates: int | None = None
-    """Of the weights, when the step began; it may accumulate the gradients of several batches."""
+    """Count of weight updates when the step began; a step may accumulate the gradients of several batches."""
 
     def on_fit_start(self, trainer: Any, _module: Any) -> None:
         self._updates = None
@@ -208,7 +210,7 @@ class LightningCallback(StepPeaks):
 
 
 def _join(callback: Any, library: _Library) -> None:
-    """Make the object one of the library's class: of the first module that is loaded, else that is installed."""
+    """Make the object an instance of the library's class, from the first module that is loaded, else installed."""
     found = [each for each in library.modules if sys.modules.get(each) is not None]
     found += [each for each in library.modules if find_spec(each.partition(".")[0]) is not None]
     if not found:
@@ -224,25 +226,26 @@ def _join(callback: Any, library: _Library) -> None:
 
 @cache
 def _subclass(cls: type, base: type, library: _Library) -> type:
+    """Return a class of both bases with the name of ``cls``; it pickles as ``cls``, without peaks."""
+
     def reduced(callback: Any) -> tuple[object, ...]:
-        """As ``cls``, whose name this one has too; without peaks, which cannot be copied."""
         # Lightning's trainer adds methods of the module that it trains
         state = {name: value for name, value in vars(callback).items() if name not in ("log", "log_dict")}
-        return _remade, (cls, library), {**state, "peaks": {}, "_running": None}
+        return _unpickled, (cls, library), {**state, "peaks": {}, "_running": None}
 
     own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduced}
     return type(cls.__name__, (cls, base), own)
 
 
-def _remade(cls: type[StepPeaks], library: _Library) -> StepPeaks:
-    """A callback that is unpickled; its attributes follow."""
+def _unpickled(cls: type[StepPeaks], library: _Library) -> StepPeaks:
+    """Make a callback for pickle, which sets its attributes afterwards."""
     callback = cls.__new__(cls)
     _join(callback, library)
     return callback
 
 
 def _running_trainer() -> Any:
-    """The `transformers.Trainer` whose loop calls: callbacks are not handed it. None where none does."""
+    """Return the `transformers.Trainer` whose loop calls, found on the stack: callbacks do not get it. None if none."""
     from transformers import Trainer
 
     frame = inspect.currentframe()
@@ -255,7 +258,7 @@ def _running_trainer() -> Any:
 
 
 def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> Callable[[], None]:
-    """From now on the object's method tells of its errors; call what is returned to end that."""
+    """Have a method of the object report its errors to ``told``; return a function that undoes this."""
     if not hasattr(owner, "__dict__"):  # with __slots__ it cannot be told
         return lambda: None
     original = getattr(owner, method)
@@ -274,7 +277,7 @@ def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> 
 
 
 def _tell(text: str) -> None:
-    """Print, with the progress bars of both libraries below it."""
+    """Print above the progress bars of both libraries."""
     from tqdm import tqdm
 
     tqdm.write(text)

@@ -18,7 +18,7 @@ from magis.extensions.onnx.onnx_operators import OPERATORS
 from magis.extensions.onnx.writer import ELEMENT, Fill, Writer, value_of
 
 OPSET = 20
-"""Of ONNX's operators: the first with GELU."""
+"""Version of ONNX's operator set: the first with GELU."""
 _IR_VERSION = 10
 
 
@@ -37,21 +37,23 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """A step as ONNX: the model, what goes in and what comes out."""
+    """A step as an ONNX model, with its inputs and outputs."""
 
     model: onnx.ModelProto
     inputs: tuple[Port, ...]
-    """Tensors of the step; ``scalars`` come behind them."""
+    """Tensors that the step takes; ``scalars`` follow them."""
     outputs: tuple[Port, ...]
     scalars: tuple[str, ...]
     """Inputs of one float32 number each, which change from step to step."""
     inference: bool = False
-    """Whether it is the forward pass alone."""
+    """True if it is the forward pass alone."""
 
 
 def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
-    """The ONNX model of a traced step (``inference``: a forward pass). UsageError that names the first operator without
-    an ONNX form."""
+    """Return the ONNX model of a traced step (``inference``: a forward pass).
+
+    Raises UsageError, naming the first operator without an ONNX form.
+    """
     writer = Writer(traced.scalars)
     inputs: list[Port] = []
     outputs: tuple[Port, ...] = ()
@@ -71,25 +73,21 @@ def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
             node.meta.setdefault("val", tensor)
             writer.keep(node, writer.array(tensor.detach().numpy()))
         elif node.op == "call_function":
-            _write(writer, node, name)
+            form = OPERATORS.get(node.target) or LAYERS.get(node.target)
+            if form is None:
+                raise UsageError(
+                    f"{name}: ONNX Runtime cannot run its step: no ONNX form of {node.target} is known",
+                    hint="leave out the strategy ort for this network",
+                )
+            writer.keep(node, form(writer, node))
         else:
-            outputs = tuple(_outputs(writer, node.args[0], traced.outputs))
+            outputs = tuple(_write_outputs(writer, node.args[0], traced.outputs))
     scalars = tuple(sorted(writer.used_scalars))
-    return Exported(_model(writer, inputs, outputs, scalars), tuple(inputs), outputs, scalars, inference)
+    return Exported(_model_proto(writer, inputs, outputs, scalars), tuple(inputs), outputs, scalars, inference)
 
 
-def _write(writer: Writer, node: fx.Node, name: str) -> None:
-    form = OPERATORS.get(node.target) or LAYERS.get(node.target)
-    if form is None:
-        raise UsageError(
-            f"{name}: ONNX Runtime cannot run its step: no ONNX form of {node.target} is known",
-            hint="leave out the strategy ort for this network",
-        )
-    writer.keep(node, form(writer, node))
-
-
-def _outputs(writer: Writer, given: Sequence[fx.Node], names: Sequence[str]) -> list[Port]:
-    """Every output under its own name: what is also something else (an input that did not change) is copied."""
+def _write_outputs(writer: Writer, given: Sequence[fx.Node], names: Sequence[str]) -> list[Port]:
+    """Write every output under its own name; one that is also something else (an unchanged input) is copied."""
     ports = []
     for node, name in zip(given, names, strict=True):
         like = value_of(node)
@@ -100,24 +98,29 @@ def _outputs(writer: Writer, given: Sequence[fx.Node], names: Sequence[str]) -> 
     return ports
 
 
-def _model(writer: Writer, inputs: Sequence[Port], outputs: Sequence[Port], scalars: Sequence[str]) -> onnx.ModelProto:
+def _model_proto(
+    writer: Writer, inputs: Sequence[Port], outputs: Sequence[Port], scalars: Sequence[str]
+) -> onnx.ModelProto:
     nodes = _without_identities(writer.nodes, {port.name for port in outputs})
     graph = helper.make_graph(
         nodes,
         "step",
-        [*map(_info, inputs), *(helper.make_tensor_value_info(name, ELEMENT[torch.float32], []) for name in scalars)],
-        [_info(port) for port in outputs],
+        [
+            *map(_value_info, inputs),
+            *(helper.make_tensor_value_info(name, ELEMENT[torch.float32], []) for name in scalars),
+        ],
+        [_value_info(port) for port in outputs],
         initializer=list(writer.initializers.values()),
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION)
 
 
-def _info(port: Port) -> onnx.ValueInfoProto:
+def _value_info(port: Port) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(port.name, ELEMENT[port.dtype], port.shape)
 
 
 def _without_identities(nodes: Sequence[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:
-    """The operator that makes an output names it itself, where it is made once and named once."""
+    """Drop the copies of outputs: the operator that makes an output names it itself, unless it has a name already."""
     makers = {name for node in nodes if node.op_type != "Identity" for name in node.output}
     renamed: dict[str, str] = {}
     for node in nodes:

@@ -23,20 +23,20 @@ from magis.graph import GENERATOR, Graph, Scalar
 from magis.ops import optimizers
 from magis.ops.call import outputs, resolve, to_torch
 
-# Operators written out as others that ONNX has a form of, where torch's own decompositions do not go that far.
+# Decompositions into operators with an ONNX form, where torch's own decompositions do not go that far.
 
 _aten: Any = torch.ops.aten
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """The two formulas of torch's kernel; torch's decomposition computes both and chooses per element."""
+    """Interpolate by the one formula of torch's kernel that the weight selects; torch's decomposition computes both."""
     if abs(weight) < 0.5:
         return start + (end - start) * weight
     return end - (end - start) * (1 - weight)
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax that is 0 where a whole row is masked; that is seen by the row's maximum, not by all its elements."""
+    """Return a softmax that is 0 where a whole row is masked, which the row's maximum tells."""
     x = x if dtype is None else x.to(dtype)
     masked = x.amax(dim, keepdim=True) == -torch.inf
     return torch.where(masked, 0.0, torch.softmax(x, dim))
@@ -52,7 +52,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, saved mean and 1 / deviation, and both new statistics; ONNX keeps the variance of the sample instead."""
+    """Return output, saved mean and 1 / deviation, and both new statistics, which ONNX's own operator computes with the
+    biased variance."""
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
     dtype, x = x.dtype, x.to(running_mean.dtype)  # statistics stay in float32 under autocast
@@ -89,8 +90,11 @@ def _convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The input's gradient is a convolution the other way round, the weight's one in which batch and channels change
-    places: every tensor is as long as it was, the strides become dilations."""
+    """Return the gradients of input, weight and bias, as convolutions.
+
+    The input's is a transposed convolution; in the weight's, batch and channels change places, and strides become
+    dilations.
+    """
     dims = x.dim() - 2
     stride, padding, dilation = (list(each) * (dims if len(each) == 1 else 1) for each in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
@@ -128,11 +132,11 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten.convolution_backward.default: _convolution_backward,
 }
-"""Operator -> what it is made of; they come before torch's core decompositions."""
+"""Operator -> its decomposition, ahead of torch's core ones."""
 
 
 NEW = "new:"
-"""Outputs that are the new values of an input have its name with this in front."""
+"""Prefix of outputs that are the new values of an input."""
 
 _NORMS = ("aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten.native_group_norm.default")
 _LEGIT = "aten._native_batch_norm_legit.default"
@@ -145,17 +149,17 @@ class Traced:
     module: GraphModule
     """Takes the tensors of ``inputs``; returns those of ``outputs``."""
     inputs: tuple[str, ...]
-    """As in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
+    """Names as in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
     outputs: tuple[str, ...]
-    """ "output:0" (the loss), then what the step has changed: "new:parameter:layer.weight"."""
+    """Names: "output:0" (the loss), then new values of inputs, "new:parameter:layer.weight"."""
     constants: Mapping[str, tuple[complex | Scalar, ...]]
-    """Data of those inputs that never change, in row-major order."""
+    """Data of inputs that never change, in row-major order."""
     scalars: Mapping[float, str]
-    """The numbers that stand in the graph for named ones: number -> name."""
+    """Sentinel number in the graph -> name of the scalar for which it stands."""
 
 
 def trace(captured: Captured) -> Traced:
-    """The step without in-place operators. UsageError where inputs that it writes lie in memory of other inputs."""
+    """Trace the step without in-place operators; raises UsageError if inputs that it writes share memory."""
     graph = captured.graph
     marks = optimizers.sentinels(captured.rule)
     values = [graph.values[value] for value in graph.inputs]
@@ -173,7 +177,7 @@ def trace(captured: Captured) -> Traced:
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         # written memory must not be that of the arguments: functionalization would write the result back
         tensors = [tensor.clone() if index in set(changed) else tensor for index, tensor in enumerate(given)]
-        made = _run(graph, tensors, marks)
+        made = _run_graph(graph, tensors, marks)
         return (*made, *(tensors[index] for index in changed))
 
     mode = FakeTensorMode()
@@ -189,8 +193,8 @@ def trace(captured: Captured) -> Traced:
     return Traced(module, names, returned, constants, {number: name for name, number in marks.items()})
 
 
-def _run(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
-    """The operators of the graph, one after another, their results in the types that the graph says."""
+def _run_graph(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
+    """Run the operators of the graph, and cast their results to the types that the graph says."""
     tensors: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     for op in graph.ops:
         args = [to_torch(arg, tensors, numbers) for arg in op.args]

@@ -40,22 +40,22 @@ def _convolution(writer: Writer, node: Node) -> Made:
 
 
 def _each(numbers: Any, dims: int = 2) -> list[int]:
-    """One number for every dimension."""
+    """Return a list of one number per dimension; a single number stands for all."""
     found = list(numbers) if isinstance(numbers, Sequence) else [numbers]
     return found * dims if len(found) == 1 else found
 
 
-def _window(kernel: Any, stride: Any, padding: Any, ceil: object) -> dict[str, Any]:
-    """ONNX's attributes of a window that is pooled."""
+def _pool_attributes(kernel: Any, stride: Any, padding: Any, ceil: object) -> dict[str, Any]:
+    """Return ONNX's attributes of a pooling operator."""
     sizes = {"kernel_shape": _each(kernel), "strides": _each(stride or kernel), "pads": _each(padding) * 2}
     return {**sizes, "ceil_mode": int(bool(ceil))}
 
 
 def _max_pool(writer: Writer, node: Node) -> Made:
-    """Values, and their positions counted through the whole tensor, where torch counts within each plane."""
+    """Return values, and their positions counted through the whole tensor, where torch counts within each plane."""
     given: list[Any] = [*node.args, *([], 0, 1, False)[len(node.args) - 2 :]]
     x, kernel, stride, padding, dilation, ceil = given
-    how = _window(kernel, stride, padding, ceil)
+    how = _pool_attributes(kernel, stride, padding, ceil)
     return writer.emit_several("MaxPool", writer.tensor(x), **how, dilations=_each(dilation), outputs=2)
 
 
@@ -75,12 +75,12 @@ def _average_pool(writer: Writer, node: Node) -> Made:
     x, kernel, stride, padding, ceil, count_padding, divisor = given
     if divisor is not None:
         raise UsageError("ONNX Runtime cannot run avg_pool2d with a divisor of its own", hint="leave out ort")
-    how = _window(kernel, stride, padding, ceil)
+    how = _pool_attributes(kernel, stride, padding, ceil)
     return writer.emit("AveragePool", writer.tensor(x), **how, count_include_pad=int(bool(count_padding)))
 
 
 def _layer_norm(writer: Writer, node: Node) -> Made:
-    """Output, mean and 1 / deviation; computed in float32, as torch's kernels do."""
+    """Return output, mean and 1 / deviation, computed in float32 as torch's kernels do."""
     x, sizes, weight, bias, eps = cast("Any", node.args)
     outs: Any = node.meta["val"]
     dtype = in_float(outs[0].dtype)
@@ -113,7 +113,7 @@ def _between(writer: Writer, node: Node, left: np.ndarray[Any, Any], right: np.n
 
 
 def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:
-    """[outputs, inputs]: how much of each input is in each output, by torch's own interpolation of unit vectors."""
+    """Return the share of each input in each output, [outputs, inputs], by torch's interpolation of unit vectors."""
     unit = torch.eye(inputs).view(1, inputs, inputs, 1)
     with torch.no_grad():
         found = torch.nn.functional.interpolate(unit, (outputs, 1), mode="bilinear", align_corners=corners)

@@ -1,7 +1,6 @@
-"""What each ATen operator of a traced step is in ONNX (operator set 20), one function or row each.
+"""ONNX forms (operator set 20) of the ATen operators of a traced step, one function or row each.
 
-Written out here, since torch.onnx.export loses what a step writes in place, and gets gradients wrong
-(docs/strategies.md).
+torch.onnx.export cannot be used: it loses what a step writes in place, and gets gradients wrong (docs/strategies.md).
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from magis.extensions.onnx.writer import ELEMENT, Fill, Made, Writer, value_of
 from magis.ops.call import resolve
 
 Operator = Callable[[Writer, Node], Made]
-"""Writes the ONNX form of one FX node."""
+"""Function that writes the ONNX form of one FX node."""
 
 
 def by_operator(forms: Mapping[str, Operator]) -> dict[Any, Operator]:
-    """ATen operator -> its form, from rows of several operators' names."""
+    """Return ATen operator -> form, from rows of several operators' names."""
     return {resolve(f"aten.{name}"): form for names, form in forms.items() for name in names.split()}
 
 
 def first_of(node: Node) -> Tensor:
-    """The fake tensor of the first argument."""
+    """Return the fake tensor of the first argument."""
     return value_of(cast("Node", node.args[0]))
 
 
 def _dims(node: Node, at: int, rank: int) -> list[int]:
-    """The dimensions that an argument names, all of them where it names none."""
+    """Return the dimensions that an argument names, all of them where it names none."""
     given = node.args[at] if len(node.args) > at else None
     listed: Any = [given] if isinstance(given, int) else given
     return [dim % rank for dim in listed] if listed else list(range(rank))
 
 
-def _arg(node: Node, at: int, name: str, default: Any = None) -> Any:
+def _argument(node: Node, at: int, name: str, default: Any = None) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """The name of a data type, as numpy says it."""
+    """Return numpy's name of a data type."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -52,7 +51,7 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def _elementwise(kind: str, whole_numbers: str = "") -> Operator:
-    """``whole_numbers``: the form for their bits, where ``kind`` is for booleans (what else is not zero is True)."""
+    """Return the form of an element-wise operator; ``whole_numbers``: its kind for integers if ``kind`` is logical."""
 
     def write(writer: Writer, node: Node) -> Made:
         out = value_of(node)
@@ -89,21 +88,21 @@ def _where(writer: Writer, node: Node) -> Made:
 def _clamp(writer: Writer, node: Node) -> Made:
     out = value_of(node)
     name = writer.tensor(node.args[0], out.dtype)
-    for kind, bound in (("Max", _arg(node, 1, "min")), ("Min", _arg(node, 2, "max"))):
+    for kind, bound in (("Max", _argument(node, 1, "min")), ("Min", _argument(node, 2, "max"))):
         if bound is not None:
             name = writer.emit(kind, name, writer.tensor(bound, out.dtype))
     return name
 
 
 def _gelu(writer: Writer, node: Node) -> Made:
-    return writer.emit("Gelu", writer.tensor(node.args[0]), approximate=_arg(node, 1, "approximate", "none"))
+    return writer.emit("Gelu", writer.tensor(node.args[0]), approximate=_argument(node, 1, "approximate", "none"))
 
 
 # Tensors out of nothing, and copies.
 
 
 def _same(writer: Writer, node: Node) -> Made:
-    """The tensor itself: nothing is ever written to it."""
+    """Return the tensor itself: nothing is ever written to it."""
     arg = node.args[0]
     return writer.found(arg) if isinstance(arg, Node) else Fill(cast("float", arg))
 
@@ -125,7 +124,7 @@ def _fill(position: int) -> Operator:
 
 
 def _zeros(_writer: Writer, _node: Node) -> Made:
-    """Zeros; memory that nobody has written to may hold them, too."""
+    """Return zeros, which uninitialized memory may hold, too."""
     return Fill(0)
 
 
@@ -135,7 +134,7 @@ def _arange(writer: Writer, node: Node) -> Made:
 
 
 def _drawn(writer: Writer, out: Tensor) -> str:
-    """Numbers of ONNX Runtime's own generator, uniform between 0 and 1, in float32."""
+    """Draw numbers of ONNX Runtime's own generator, uniform between 0 and 1, in float32."""
     made = writer.emit("RandomUniform", shape=list(out.shape) or [1], dtype=ELEMENT[torch.float32])
     return made if out.dim() else writer.emit("Reshape", made, writer.ints([]))
 
@@ -154,8 +153,8 @@ def _bernoulli(writer: Writer, node: Node) -> Made:
 # Elements in other places.
 
 
-def _moved(form: Operator) -> Operator:
-    """The form of an operator that moves elements: those of a fill are everywhere already."""
+def _unless_filled(form: Operator) -> Operator:
+    """Return the form of an operator that moves elements: a fill stays a fill."""
 
     def write(writer: Writer, node: Node) -> Made:
         made = _same(writer, node)
@@ -165,7 +164,7 @@ def _moved(form: Operator) -> Operator:
 
 
 def _shaped(kind: str) -> Operator:
-    return _moved(
+    return _unless_filled(
         lambda writer, node: writer.emit(kind, writer.tensor(node.args[0]), writer.ints(value_of(node).shape))
     )
 
@@ -191,8 +190,8 @@ def _select(writer: Writer, node: Node) -> Made:
 
 def _slice(writer: Writer, node: Node) -> Made:
     shape = first_of(node).shape
-    dim = _arg(node, 1, "dim", 0) % len(shape)
-    start, end, step = _arg(node, 2, "start"), _arg(node, 3, "end"), _arg(node, 4, "step", 1)
+    dim = _argument(node, 1, "dim", 0) % len(shape)
+    start, end, step = _argument(node, 2, "start"), _argument(node, 3, "end"), _argument(node, 4, "step", 1)
     if shape == value_of(node).shape:
         return _same(writer, node)
     numbers = (start or 0, shape[dim] if end is None else end, dim, step)
@@ -201,7 +200,7 @@ def _slice(writer: Writer, node: Node) -> Made:
 
 def _split(writer: Writer, node: Node) -> Made:
     parts = node.meta["val"]
-    dim = _arg(node, 2, "dim", 0) % parts[0].dim()
+    dim = _argument(node, 2, "dim", 0) % parts[0].dim()
     lengths = writer.ints(part.shape[dim] for part in parts)
     return writer.emit_several("Split", writer.tensor(node.args[0]), lengths, axis=dim, outputs=len(parts))
 
@@ -214,7 +213,7 @@ def _getitem(writer: Writer, node: Node) -> Made:
 def _cat(writer: Writer, node: Node) -> Made:
     out, given = value_of(node), cast("Sequence[Node]", node.args[0])
     names = [writer.tensor(part, out.dtype) for part in given if value_of(part).numel()]
-    return writer.emit("Concat", *names, axis=_arg(node, 1, "dim", 0) % out.dim())
+    return writer.emit("Concat", *names, axis=_argument(node, 1, "dim", 0) % out.dim())
 
 
 # Reductions and indices.
@@ -227,7 +226,7 @@ def _reduced(kind: str) -> Operator:
         if not rank:
             return name
         return writer.emit(
-            kind, name, writer.ints(_dims(node, 1, rank)), keepdims=int(bool(_arg(node, 2, "keepdim", False)))
+            kind, name, writer.ints(_dims(node, 1, rank)), keepdims=int(bool(_argument(node, 2, "keepdim", False)))
         )
 
     return write
@@ -242,14 +241,14 @@ def _along(kind: str) -> Operator:
 
 
 def in_float(dtype: torch.dtype) -> torch.dtype:
-    """The type in which ONNX Runtime adds up what is scattered: it has no kernels for half precision."""
+    """Return the type in which ONNX Runtime scatters and adds: it has no kernels for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _index_put(writer: Writer, node: Node) -> Made:
-    """index_put(x, [index], values, accumulate): rows of x, where index names them."""
+    """Write index_put(x, [index, ...], values, accumulate) as a ScatterND."""
     given: Any = node.args[1]
-    mode = "add" if _arg(node, 3, "accumulate", False) else "none"
+    mode = "add" if _argument(node, 3, "accumulate", False) else "none"
     indices = [writer.emit("Unsqueeze", writer.tensor(index, torch.int64), writer.ints([-1])) for index in given]
     if len(indices) > 1:
         indices = [writer.emit("Concat", *indices, axis=-1)]
@@ -322,9 +321,9 @@ _FORMS: Mapping[str, Operator] = {
     "bernoulli.p": _bernoulli,
     "view.default reshape.default unsqueeze.default squeeze.dims squeeze.dim": _shaped("Reshape"),
     "expand.default": _shaped("Expand"),
-    "permute.default transpose.int t.default": _moved(_permute),
-    "select.int": _moved(_select),
-    "slice.Tensor": _moved(_slice),
+    "permute.default transpose.int t.default": _unless_filled(_permute),
+    "select.int": _unless_filled(_select),
+    "slice.Tensor": _unless_filled(_slice),
     "split_with_sizes.default": _split,
     "cat.default": _cat,
     "sum.dim_IntList sum.default": _reduced("ReduceSum"),
@@ -339,4 +338,4 @@ _FORMS: Mapping[str, Operator] = {
     "index_put.default": _index_put,
 }
 OPERATORS: Mapping[Any, Operator] = {operator.getitem: _getitem, **by_operator(_FORMS)}
-"""Operator -> what writes it; those of layers are in `layers`."""
+"""Operator -> its form; those of layers are in `layers`."""

@@ -10,7 +10,7 @@ from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.cases.comparison import TimingLook, TimingLooks, compare_losses
 from magis.extensions.onnx import ort_step
 from magis.planner.subject import Subject
-from magis.results import Case, CaseResult, RatioInterval, StepFigures
+from magis.results import Case, CaseResult, StepFigures
 from magis.runtime.steps import Step
 from magis.strategies.prepared_work import check_update, has_dropout, without_dropout
 from magis.strategies.strategy_names import OrtName, ort_name
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from magis.extensions.onnx.export import Exported
 
 ROUNDING, PRECISION = 1e-3, 0.05
-"""Share by which the losses of three steps may be off eager's: other kernels; lower precision."""
+"""Relative differences that are allowed between the losses of three steps and eager's: with other kernels; in lower
+precision."""
 ROUNDS = 12
 OFF_BY, NOISE = 0.05, 0.02
-"""Share by which measured bytes may be off the predicted ones, and by which they differ from run to run."""
+"""Relative differences of measured bytes: from the predicted ones; from run to run."""
 
 
 def ort_result(
@@ -77,18 +78,24 @@ class _OrtCase:
             return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)
         self.progress("measuring in ONNX Runtime")
         memory = measured_memory(exported, optimized=optimized, name=name)
-        numbers = self._numbers()
-        looks = self._timed()
+        numbers = self._compare_losses()
+        asked = self.case.timing_rounds
+        timing = TimingLooks(subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
+        looks: list[TimingLook] = []  # one look or two, each at steps made anew
+        while not looks or (len(looks) == 1 and timing.wants_another(looks[0])):
+            looks.append(timing.look(subject.eager(), self._step(dropout=True)))
         figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)
+        # an inference has no ratio: the original is a training step
+        ratio = None if self.name.inference else timing.ratio(looks)
         note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
-        return replace(found, optimized=figures, ratio=self._ratio(looks), numbers=numbers, note=note)
+        return replace(found, optimized=figures, ratio=ratio, numbers=numbers, note=note)
 
     @property
     def _runs(self) -> bool:
         return self.subject.kind == "cpu" and self.subject.runs
 
     def _exported(self, *, dropout: bool) -> Exported:
-        """The step as ONNX, made once for all cases that run it."""
+        """Return the step as ONNX, made once for all cases that run it."""
         name, subject = self.name, self.subject
         dropout = dropout and has_dropout(subject.traced.module)
 
@@ -104,8 +111,8 @@ class _OrtCase:
         exported = self._exported(dropout=dropout)
         return ort_step.make_ort_step(self.subject.fresh(), exported, optimized=self.name.optimized)
 
-    def _numbers(self) -> str:
-        """Three steps beside eager's, without dropout: its random numbers are ONNX Runtime's own."""
+    def _compare_losses(self) -> str:
+        """Compare the losses of three steps with eager's, without dropout: ONNX Runtime draws its own numbers."""
         if self.name.inference:
             return f"{NOT_RUN}: an inference has no loss"
         eager = self.subject.eager()
@@ -115,19 +122,3 @@ class _OrtCase:
         if not off <= (PRECISION if lower else ROUNDING):
             return f"differs: loss by {100 * off:.2g}%"
         return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
-
-    @property
-    def _looks(self) -> TimingLooks:
-        asked = self.case.timing_rounds
-        return TimingLooks(self.subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
-
-    def _timed(self) -> list[TimingLook]:
-        """One look or two, each at steps made anew."""
-        found: list[TimingLook] = []
-        while not found or (len(found) == 1 and self._looks.wants_another(found[0])):
-            found.append(self._looks.look(self.subject.eager(), self._step(dropout=True)))
-        return found
-
-    def _ratio(self, found: Sequence[TimingLook]) -> RatioInterval | None:
-        """Of an inference there is none: the original is a training step."""
-        return None if self.name.inference else self._looks.ratio(found)

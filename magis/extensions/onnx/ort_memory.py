@@ -34,22 +34,24 @@ from magis.results import Memory, Term
 # last tensor that lies in it. Scratch inside kernels is left out.
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-"""Their output is their first input, whoever else reads that."""
+"""Operators whose output is their first input, whoever else reads that."""
 _IN_PLACE = frozenset(
     (
         *("Abs", "Cast", "Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "LeakyRelu", "Log", "Neg", "Reciprocal"),
         *("Relu", "Sigmoid", "Softplus", "Sqrt", "Tanh"),
     )
 )
-"""May overwrite their input where that has the same shape and element size and dies with them. (Operators with two
-inputs might, too, and never do in ONNX Runtime 1.32: with them in this list no peak agrees, without them all do.)"""
+"""Operators that overwrite their input if it has the same shape and element size and nobody reads it later. (Operators
+with two inputs might, too, but never do in ONNX Runtime 1.32: with them here no peak agrees, without them all do.)"""
 
 
 def planned_peak(model: onnx.ModelProto) -> int:
-    """The most bytes of tensors at once while the nodes run in the order in which they stand, beyond the model's inputs
-    and outputs, constants included. Shapes must be known for every value."""
+    """Return the peak bytes of tensors, constants included, beyond the model's inputs and outputs.
+
+    The nodes run in the order in which they stand. Shapes must be known for every value.
+    """
     graph = model.graph
-    tensors = _tensors(graph)
+    tensors = _shapes_of(graph)
     outside = {value.name for value in (*graph.input, *graph.output)} | {value.name for value in graph.initializer}
     uses = Counter(name for node in graph.node for name in _reads(node))
     uses.update(value.name for value in graph.output)
@@ -60,13 +62,14 @@ def planned_peak(model: onnx.ModelProto) -> int:
 
 
 def constant_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of the constants in a graph."""
+    """Return the bytes of the constants in a graph."""
     return sum(_bytes(value.dims, value.data_type) for value in model.graph.initializer)
 
 
 def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy with the nodes in the order in which ONNX Runtime runs them: depth first, from the last node whose outputs
-    nobody reads back to what it needs (``Graph::ReverseDFSFrom``). What it has optimized it saves in that order.
+    """Return a copy with the nodes in the order in which ONNX Runtime runs them, and saves graphs that it optimizes.
+
+    Depth first, from the last node whose outputs nobody reads back to what it needs (``Graph::ReverseDFSFrom``).
     """
     nodes = list(model.graph.node)
     maker = {name: index for index, node in enumerate(nodes) for name in node.output}
@@ -106,27 +109,27 @@ class _Buffer:
 
 @dataclass
 class _Plan:
-    """What the planner knows while it goes through the nodes."""
+    """The planner's state while it goes through the nodes."""
 
     tensors: Mapping[str, tuple[tuple[int, ...], int]]
     """Shape and element type by name."""
     uses: Counter[str]
     outside: set[str]
-    """Names whose memory is not the step's."""
+    """Names of values whose memory is not the step's."""
     buffers: list[_Buffer] = field(default_factory=list)
     home: dict[str, int] = field(default_factory=dict)
     """Name -> its buffer."""
     left: dict[int, int] = field(default_factory=dict)
-    """Buffer -> reads to come of the tensor in it."""
+    """Buffer -> number of reads to come of the tensor in it."""
     free: list[int] = field(default_factory=list)
-    """Buffers nobody reads any more; the latest first."""
+    """Buffers that nobody reads any more; the latest first."""
     now: int = 0
 
     def add(self, node: onnx.NodeProto) -> None:
         """Give the node's outputs memory, then let go of the inputs that were read for the last time."""
         reads = list(_reads(node))
         for name in filter(None, node.output):
-            self._place(node, name, reads)
+            self._assign_buffer(node, name, reads)
         for name in reads:
             buffer = self.home.get(name)
             if buffer is not None:
@@ -144,7 +147,7 @@ class _Plan:
         if not self.left[buffer] and (not self.free or self.free[0] != buffer):
             self.free.insert(0, buffer)
 
-    def _place(self, node: onnx.NodeProto, name: str, reads: Sequence[str]) -> None:
+    def _assign_buffer(self, node: onnx.NodeProto, name: str, reads: Sequence[str]) -> None:
         if name in self.outside:
             return
         shape, kind = self.tensors[name]
@@ -154,7 +157,7 @@ class _Plan:
         if source is not None:
             buffer = self.home[source]
         else:
-            found = self._freed(shape, kind)
+            found = self._take_free(shape, kind)
             buffer = len(self.buffers) if found is None else found
             if found is None:
                 self.buffers.append(_Buffer((shape, kind), self.now, self.now))
@@ -162,7 +165,7 @@ class _Plan:
         self.left[buffer] = self.left.get(buffer, 0) + self.uses[name]
 
     def _shared(self, node: onnx.NodeProto, shape: tuple[int, ...], kind: int, reads: Sequence[str]) -> str | None:
-        """The input in whose memory the output lies; "outside": one whose memory is not the step's."""
+        """Return the input in whose memory the output lies; "outside" if that memory is not the step's."""
         if node.op_type in _VIEWS:
             source = node.input[0]
             return source if source in self.home else "outside"
@@ -174,7 +177,8 @@ class _Plan:
                         return str(source)
         return None
 
-    def _freed(self, shape: tuple[int, ...], kind: int) -> int | None:
+    def _take_free(self, shape: tuple[int, ...], kind: int) -> int | None:
+        """Take the latest free buffer for this shape and element size; None if there is none."""
         if not shape:
             return None
         for position, buffer in enumerate(self.free):
@@ -198,11 +202,12 @@ def _peak(buffers: Sequence[_Buffer]) -> int:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """What a node reads, as often as it names it."""
+    """Return the inputs that a node reads, as often as it names them."""
     return (str(name) for name in node.input if name)
 
 
-def _tensors(graph: onnx.GraphProto) -> dict[str, tuple[tuple[int, ...], int]]:
+def _shapes_of(graph: onnx.GraphProto) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return shape and element type of every value by name; raises MagisError if one is not known."""
     found = {value.name: (tuple(value.dims), value.data_type) for value in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         kind = value.type.tensor_type
@@ -222,9 +227,9 @@ def _bytes(shape: Sequence[int], kind: int) -> int:
 
 
 MEASURED = "ONNX Runtime's own count of its arena, from its profile; weights, state, batch, outputs and constants added"
-"""How a measured row says that its bytes were found."""
+"""Note of a measured row on the source of its bytes."""
 PREDICTED = "ONNX Runtime's allocation planner replayed over the graph that it runs; no scratch inside operators"
-"""The same of a predicted row."""
+"""Note of a predicted row on the source of its bytes."""
 
 _STEPS = 2
 _UNCAST = "InsertedPrecisionFreeCast_"
@@ -232,8 +237,8 @@ _FIGURES = ("mem_bytes_requested_in_use", "mem_in_use_peak", "mem_arena_held")
 
 
 def persistent_bytes(exported: Exported) -> int:
-    """Bytes of what exists before and after a step: weights, statistics, state, batch, and the tensors that the next
-    weights and state (of an inference: the outputs) go to."""
+    """Return the bytes of what exists before and after a step: weights, statistics, state, batch, and the tensors for
+    the next weights and state (of an inference: for the outputs)."""
     return sum(port.nbytes for port in (*exported.inputs, *exported.outputs)) + 4 * len(exported.scalars)
 
 
@@ -266,8 +271,11 @@ def measured_memory(exported: Exported, *, optimized: bool, name: str) -> Memory
 
 
 def predicted_memory(exported: Exported, *, optimized: bool, name: str) -> tuple[Memory, tuple[Term, ...]]:
-    """Peak bytes of tensors, and the terms that they consist of, without running anything: ONNX Runtime loads and
-    optimizes the graph, and its allocation planner is replayed over that. The tensors may have been fake."""
+    """Predict the peak bytes of tensors, and the terms that they consist of, without running anything.
+
+    ONNX Runtime loads and optimizes the graph, and its allocation planner is replayed over that. The tensors may have
+    been fake.
+    """
     peak = persistent_bytes(exported) + planned_peak(_as_run(exported.model, optimized, name))
     groups: dict[str, int] = {}
     for port in exported.inputs:
@@ -284,7 +292,7 @@ def predicted_memory(exported: Exported, *, optimized: bool, name: str) -> tuple
 
 
 def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelProto:
-    """The graph as ONNX Runtime runs it, in its order, the shapes of all values in it."""
+    """Return the graph as ONNX Runtime runs it, in its order, with the shapes of all values."""
     shaped: Any = onnx.shape_inference.infer_shapes(model)
     if not optimized:
         return in_order(shaped)
@@ -295,13 +303,16 @@ def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelPro
     made = {value for node in run.graph.node for value in node.output}
     run.graph.value_info.extend(value for value in shaped.graph.value_info if value.name in made)
     inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(run)
-    inferred.graph.value_info.extend(_uncast(inferred.graph, shaped.graph))
+    inferred.graph.value_info.extend(_shapes_in_float(inferred.graph, shaped.graph))
     return inferred
 
 
-def _uncast(graph: onnx.GraphProto, before: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """What ONNX Runtime's own operators, whose shapes ONNX does not know, make in float32 where there is no kernel in
-    half: it is called after the value in half, which has the same shape."""
+def _shapes_in_float(graph: onnx.GraphProto, before: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """Yield the shapes of float32 values that ONNX Runtime's own operators make in place of half-precision ones.
+
+    They do so where they have no kernel in half precision. ONNX does not know these operators; such a value is named
+    after the one in half precision, of the same shape.
+    """
     known = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
     half = {_UNCAST + value.name: value for value in (*before.output, *before.value_info)}
     for name in (name for node in graph.node for name in node.output if name in half and name not in known):

@@ -26,17 +26,17 @@ _MISSING = re.compile(r"implementation for (\w+)\(")
 
 
 def ort_version() -> str:
-    """Of ONNX Runtime: another one optimizes graphs in another way, and its kernels need other scratch."""
+    """Return ONNX Runtime's version: another one optimizes graphs otherwise, and its kernels need other scratch."""
     return str(onnxruntime.__version__)
 
 
 def open_session(
     model: ModelProto, *, optimized: bool, name: str, optimized_path: Path | None = None, profile: Path | None = None
 ) -> Any:
-    """ONNX Runtime's session of a model on the CPU, quiet. ``optimized``: with all graph optimizations, else none.
+    """Open a quiet session of a model on the CPU. ``optimized``: with all graph optimizations, else none.
 
-    ``optimized_path``: a file for the graph as it is run. ``profile``: what the names of its profiles begin with.
-    Raises UsageError where the CPU has no kernel for an operator.
+    ``optimized_path``: a file for the graph as it is run. ``profile``: prefix of the names of its profiles. Raises
+    UsageError where the CPU has no kernel for an operator.
     """
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
@@ -66,7 +66,7 @@ def open_session(
 
 
 class OrtStep:
-    """A step on tensors of torch's, which ONNX Runtime reads and writes in place of its own: nothing is copied.
+    """A step in ONNX Runtime that reads and writes torch's tensors: nothing is copied.
 
     The new value of a weight or of optimizer state cannot be written over the old one, which later operators may read;
     there are two tensors of each, and after every step the module has the one that was written.
@@ -121,18 +121,18 @@ class OrtStep:
         return tensor
 
     def _swapped(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Inputs and outputs of the step after this one."""
+        """Return inputs and outputs of the step after this one."""
         now, made = dict(self._now), dict(self._made)
         for name in self._changing:
             now[name.removeprefix(NEW)], made[name] = made[name], now[name.removeprefix(NEW)]
         return now, made
 
     def prepare(self) -> None:
-        """Nothing: the step leaves no gradients behind."""
+        """Drop the results of the last step; it leaves no gradients."""
         self._outputs = ()
 
     def run(self) -> Tensor:
-        """One step; the loss, or the first output of an inference, which the next step overwrites."""
+        """Run one step; return the loss, or the first output of an inference, which the next step overwrites."""
         self._steps += 1
         numbers = optimizers.scalars(self._rule, self._steps)
         for name, tensor in self._scalars.items():
@@ -151,22 +151,22 @@ class OrtStep:
         return self._outputs[0] if self._rule.kind == "none" else self._outputs[0].clone()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
-        """The same step, in one turn: ONNX Runtime runs all of its operators in one call."""
+        """Run the step in one turn: ONNX Runtime runs all of its operators in one call."""
         result = self.run()
         turn()
         return result
 
     def results(self) -> tuple[Tensor, ...]:
-        """What the last step returned: the loss, or all outputs of an inference; the next step overwrites them."""
+        """Return the last step's loss, or all outputs of an inference; the next step overwrites them."""
         return self._outputs
 
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state by name: "exp_avg:layer.weight"."""
+        """Return the optimizer state by name: "exp_avg:layer.weight"."""
         return {name.partition(":")[2]: each for name, each in self._now.items() if name.startswith("state:")}
 
 
 def bind(session: Any, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
-    """A binding of contiguous tensors to the names of a session's inputs and outputs; they must outlive it."""
+    """Bind contiguous tensors to the names of a session's inputs and outputs; they must outlive the binding."""
     binding = session.io_binding()
     for name, tensor in inputs.items():
         binding.bind_input(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())

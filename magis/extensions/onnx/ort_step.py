@@ -1,18 +1,18 @@
-"""From a workload to its step in ONNX Runtime. Imports neither onnx nor onnxruntime before a step is asked for."""
+"""Export of a workload's step to ONNX Runtime; imports neither onnx nor onnxruntime before a step is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensor
 
 from magis.capture import Workload
-from magis.capture.captured import Captured, capture
+from magis.capture.captured import capture
 from magis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from magis.extensions.onnx.ort_session import OrtStep
 
 PRECISIONS = {"float32": None, "amp-float16": "float16", "amp-bfloat16": "bfloat16"}
-"""Precision of a step -> what its forward and loss are autocast to. Gradients are not scaled."""
+"""Precision of a step -> data type to which forward and loss are autocast. Gradients are not scaled."""
 
 
 def check_installed() -> None:
-    """UsageError, saying what to install, unless ONNX Runtime and onnx are there."""
+    """Raise UsageError, saying what to install, unless ONNX Runtime and onnx are there."""
     missing = [name for name in ("onnxruntime", "onnx") if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -34,7 +34,7 @@ def check_installed() -> None:
 
 
 def export_step(work: Workload, *, precision: str = "float32", inference: bool = False) -> Exported:
-    """The whole training step of a workload (``inference``: its forward pass, in evaluation mode) as an ONNX model.
+    """Return a workload's training step (``inference``: its forward pass, in evaluation mode) as an ONNX model.
 
     The tensors may be fake. Attention is written out. Raises UsageError without the extra, for an unknown precision and
     for a step that has no ONNX form, naming the operator; what `capture` raises.
@@ -45,11 +45,18 @@ def export_step(work: Workload, *, precision: str = "float32", inference: bool =
     from magis.extensions.onnx.export import export
     from magis.extensions.onnx.functional_trace import trace
 
-    return export(trace(_captured(work, PRECISIONS[precision], inference)), work.name, inference=inference)
+    loss_fn = None if inference else work.loss_fn
+    rule = replace(work.optimizer, kind="none") if inference else work.optimizer.looped()
+    with _evaluating(work.module, inference):
+        captured = capture(
+            work.module, work.inputs, work.targets, loss_fn, rule,
+            explicit_attention=True, autocast=PRECISIONS[precision],
+        )  # fmt: skip
+    return export(trace(captured), work.name, inference=inference)
 
 
 def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True) -> OrtStep:
-    """The step of a workload that ONNX Runtime runs, with all of its graph optimizations or none.
+    """Return a workload's step in ONNX Runtime, with all of its graph optimizations or none.
 
     ``exported``: by `export_step`, of this workload or one like it. The module keeps its parameters, which get their
     new values. Raises UsageError where ONNX Runtime has no kernel for an operator in the data type, or where tensors
@@ -65,18 +72,9 @@ def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True)
     return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
 
 
-def _captured(work: Workload, autocast: str | None, inference: bool) -> Captured:
-    loss_fn: Callable[..., Tensor] | None = None if inference else work.loss_fn
-    rule = replace(work.optimizer, kind="none") if inference else work.optimizer.looped()
-    with _evaluating(work.module, inference):
-        return capture(
-            work.module, work.inputs, work.targets, loss_fn, rule, explicit_attention=True, autocast=autocast
-        )  # fmt: skip
-
-
 @contextmanager
 def _evaluating(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """Evaluation mode inside, if wanted; afterwards every part is as it was."""
+    """Put a module into evaluation mode, if wanted, for the duration of a block."""
     training = [part for part in module.modules() if part.training] if wanted else []
     if wanted:
         module.eval()

@@ -1,4 +1,4 @@
-"""What writes an ONNX graph: nodes, constants and casts, names and shapes kept in step with the FX graph."""
+"""Writer of an ONNX graph: nodes, constants and casts, with the names and shapes of the FX graph."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ ELEMENT: Mapping[torch.dtype, int] = {
 
 @dataclass(frozen=True)
 class Fill:
-    """A tensor that holds one number everywhere: nothing is written for it until somebody needs it whole."""
+    """A tensor filled with one number; nothing is written for it until an operator needs the whole tensor."""
 
     value: float | bool
 
 
 Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"
-"""What an FX node became: the name of an ONNX value, a fill, or several of them."""
+"""Form of an FX node in ONNX: the name of a value, a fill, or several of them."""
 
 
 class Writer:
-    """Nodes and initializers of an ONNX graph. Names of values are what its methods take and return."""
+    """Nodes and initializers of an ONNX graph; methods take and return names of values."""
 
     def __init__(self, scalars: Mapping[float, str]) -> None:
         """``scalars``: numbers that stand for an input of that name, a float32 tensor without dimensions."""
@@ -56,30 +56,30 @@ class Writer:
         self._numbers = itertools.count()
 
     def emit(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """One ONNX operator; the name of its output."""
+        """Write one ONNX operator; return the name of its output."""
         return self.emit_several(kind, *inputs, outputs=1, **attributes)[0]
 
     def emit_several(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> tuple[str, ...]:
-        """One ONNX operator with so many outputs; their names."""
+        """Write one ONNX operator with so many outputs; return their names."""
         names = tuple(f"v{next(self._numbers)}" for _ in range(outputs))
         given = {key: value for key, value in attributes.items() if value is not None}
         self.nodes.append(helper.make_node(kind, inputs, names, **given))
         return names
 
     def keep(self, node: Node, made: Made) -> None:
-        """What an FX node became."""
+        """Note the ONNX form of an FX node."""
         self._made[node] = made
 
     def found(self, node: Node) -> Made:
-        """What an FX node became."""
+        """Return the ONNX form of an FX node."""
         return self._made[node]
 
     def ints(self, numbers: Iterable[int]) -> str:
-        """A constant of int64 numbers in one dimension, as ONNX takes shapes, axes and the like."""
+        """Write a one-dimensional int64 constant, as ONNX takes shapes, axes and the like."""
         return self.array(np.array(list(numbers), dtype=np.int64))
 
     def array(self, array: np.ndarray[Any, Any]) -> str:
-        """A constant tensor; equal ones are one."""
+        """Write a constant tensor; equal ones are written once."""
         return self._constant((array.dtype.str, array.shape, array.tobytes()), numpy_helper.from_array(array))
 
     def _constant(self, key: tuple[Any, ...], tensor: onnx.TensorProto) -> str:
@@ -90,7 +90,7 @@ class Writer:
         return name
 
     def number(self, value: float | bool, dtype: torch.dtype) -> str:
-        """A constant without dimensions, or the input that it stands for."""
+        """Write a constant without dimensions, or return the input for which the number stands."""
         if isinstance(value, float) and value in self._scalars:
             name = self._scalars[value]
             self.used_scalars.add(name)
@@ -99,7 +99,7 @@ class Writer:
         return self._constant(("number", element, repr(value)), helper.make_tensor("", element, [], [value]))
 
     def cast(self, name: str, dtype: torch.dtype, wanted: torch.dtype) -> str:
-        """A tensor of another data type; cast once."""
+        """Cast a tensor to another data type, once."""
         if dtype == wanted:
             return name
         key = (name, ELEMENT[wanted])
@@ -108,7 +108,7 @@ class Writer:
         return self._casts[key]
 
     def tensor(self, arg: Any, wanted: torch.dtype | None = None) -> str:
-        """An argument as a whole tensor, of another data type if that is wanted."""
+        """Return an argument as a whole tensor, cast if another data type is wanted."""
         if not isinstance(arg, Node):
             return self.number(arg, wanted or torch.float32)
         made, like = self._made[arg], value_of(arg)
@@ -116,10 +116,12 @@ class Writer:
         if isinstance(made, Fill):
             number = self.number(made.value, dtype)
             return self.emit("Expand", number, self.ints(like.shape)) if like.dim() else number
-        return self.cast(_single(arg, made), like.dtype, dtype)
+        if not isinstance(made, str):
+            raise UsageError(f"ONNX Runtime cannot run {arg.target}: several tensors where one is meant")
+        return self.cast(made, like.dtype, dtype)
 
     def operands(self, args: Sequence[Any], wanted: Sequence[torch.dtype], shape: Sequence[int]) -> list[str]:
-        """Arguments of an operator that works element by element: fills stay numbers as long as ``shape`` results."""
+        """Return the arguments of an element-wise operator; fills stay numbers if the others broadcast to ``shape``."""
         whole = [a for a in args if isinstance(a, Node) and not isinstance(self._made[a], Fill)]
         shapes = [tuple(value_of(a).shape) for a in whole]
         enough = torch.broadcast_shapes(*shapes) == tuple(shape) if shapes else not shape
@@ -134,15 +136,9 @@ class Writer:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor that an FX node makes."""
+    """Return the fake tensor that an FX node makes."""
     found = node.meta["val"]
     if not isinstance(found, torch.Tensor) or found.dtype not in ELEMENT:
         what = found.dtype if isinstance(found, torch.Tensor) else type(found).__name__
         raise UsageError(f"ONNX Runtime cannot run {node.target}: it makes a {what}", hint="leave out the strategy ort")
     return found
-
-
-def _single(node: Node, made: Made) -> str:
-    if isinstance(made, str):
-        return made
-    raise UsageError(f"ONNX Runtime cannot run {node.target}: several tensors where one is meant")

@@ -28,7 +28,7 @@ from magis.units import share_of
 
 
 def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Callable[[str], None]) -> CaseResult:
-    """Run a case on ranks, or predict it (``pool`` None). UsageError for a case without a memory limit."""
+    """Run a case on ranks, or predict it (``pool`` None); raises UsageError for a case without a memory limit."""
     if case.memory_ratio is None:
         raise UsageError(
             f"strategy {case.strategy!r} needs a memory limit", hint="give a memory ratio (--magis-memory-ratios=0.8)"
@@ -40,7 +40,7 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
     strategy = PlannedRanks(case.strategy).within(limits, case.budget, case.device)
     check_world(strategy, case.ranks)
     told("searching")
-    found = [_planned(strategy, subject, case.ranks, rank) for rank in range(len(limits))]
+    found = [_plan_rank(strategy, subject, case.ranks, rank) for rank in range(len(limits))]
     result = _predicted(case, without, found, limits)
     if pool is None:
         return result
@@ -54,18 +54,18 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
     )
     job = replace(job, memory_limits=limits, budget=case.budget, weights=True)
     loops = any(each.plan.fission for each in found)
-    return _measured(result, pool(case.ranks, case.device).run(job), before, loops=loops)
+    return _with_measurements(result, pool(case.ranks, case.device).run(job), before, loops=loops)
 
 
 class _RankPlan(NamedTuple):
-    """The plan of a rank, and of its step without one the latency in nanoseconds and the bytes that no plan avoids."""
+    """The plan of a rank, with the unplanned step's latency in nanoseconds and the bytes that no plan avoids."""
 
     plan: Plan
     eager_ns: int
     least_bytes: int
 
 
-def _planned(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) -> _RankPlan:
+def _plan_rank(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) -> _RankPlan:
     with fake_world(ranks, rank):
         world = World(ranks, rank, subject.kind, fake=True)
         own = strategy.subject(strategy.own_part(on_fake_tensors(subject.make())[1], world))
@@ -73,8 +73,8 @@ def _planned(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) ->
 
 
 def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limits: tuple[int, ...]) -> CaseResult:
-    """With every rank's memory as planned, and what is said of the plan of the fullest one, or of one that exceeds its
-    limit; latencies are of the slowest rank's step alone, planned and not."""
+    """Return the result with every rank's memory as planned, and the search's figures of the fullest rank's plan, or of
+    one that exceeds its limit; latencies are of the slowest rank's step alone, planned and not."""
     plans = [each.plan for each in found]
     place = max(range(len(plans)), key=lambda at: (not plans[at].feasible, plans[at].peak))
     fullest = plans[place]
@@ -102,28 +102,27 @@ def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limi
     )
 
 
-def _measured(
+def _with_measurements(
     result: CaseResult, reports: tuple[RankReport, ...], before: tuple[RankReport, ...], *, loops: bool
 ) -> CaseResult:
-    """The result with what the ranks measured, and their numbers beside those of the unplanned ranks; ``loops``: parts
-    of some step are loops, which sum in another order."""
+    """Return the result with the ranks' measurements, and their numbers compared with those of the unplanned ranks;
+    ``loops``: parts of some step are loops, which sum in another order."""
     shown = [each for each in reports if result.ranks[each.rank].predicted == result.optimized.simulated]
     worst = max(shown, key=lambda report: report.memory.tensor_bytes)
     ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
-    off = [each.rank for each in ranks if not _as_planned(each)]
+    planned = [result.ranks[each.rank].predicted for each in reports]
+    pairs = zip(reports, planned, strict=True)
+    off = [each.rank for each, own in pairs if own is None or own.tensor_bytes != each.memory.tensor_bytes]
     note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else result.note
     figures = replace(result.optimized, measured=worst.memory, times_ms=slowest_ms(reports))
     return replace(result, optimized=figures, ranks=ranks, numbers=numbers_of(reports, before, loops=loops), note=note)
 
 
-def _as_planned(rank: RankMemory) -> bool:
-    one, other = rank.predicted, rank.measured
-    return one is not None and other is not None and one.tensor_bytes == other.tensor_bytes
-
-
 def numbers_of(reports: Sequence[RankReport], before: Sequence[RankReport], *, loops: bool) -> str:
-    """How losses and weights after three steps compare with those of the unplanned ranks: bit by bit, but for losses
-    alone and by their size where there are ``loops``."""
+    """Compare losses and weights after three steps with those of the unplanned ranks, in words.
+
+    Bit by bit; with ``loops``, losses alone, and up to rounding.
+    """
     pairs = list(zip(reports, before, strict=True))
     losses = [(x, y) for one, other in pairs for x, y in zip(one.losses, other.losses, strict=True)]
     equal = all(x == y for x, y in losses)

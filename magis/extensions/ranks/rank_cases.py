@@ -1,4 +1,4 @@
-"""One case of a distributed strategy: predicted on fake tensors, and measured where its ranks can be had."""
+"""One case of a distributed strategy: predicted on fake tensors, and measured where ranks are available."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from magis.strategies.single_device import on_fake_tensors
 from magis.units import median_and_spread
 
 OFF_BY = 0.02
-"""Share by which a rank's measured tensor bytes may be off the predicted ones."""
+"""Relative difference that is allowed between a rank's measured and predicted tensor bytes."""
 NOISE = 0.05
-"""Share by which a rank's peak with scratch differs from run to run: communication has threads of its own."""
+"""Relative difference of a rank's peak with scratch from run to run: communication has threads of its own."""
 ROUNDING = 1e-4
-"""Share by which sums in another order may change a loss in three steps; in lower precision it is the latter's."""
+"""Relative difference of losses in three steps that sums in another order may make."""
 PRECISION = 0.05
+"""The same for lower precision."""
 STEPS_COMPARED = 3
 TIMED = 3
-"""Steps: their times are printed, not gated."""
+"""Number of timed steps; their times are printed, not gated."""
 
 Pool = Callable[[int, str], RankPool]
-"""Makes the pool of so many ranks on a device, or hands out the one that there is."""
+"""Function that returns the pool of so many ranks on a device, made at the first call."""
 
 
 def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Callable[[str], None]) -> CaseResult:
@@ -62,7 +63,7 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
 
 
 def predicted_peaks(result: CaseResult, subject: Subject) -> tuple[int, ...]:
-    """Bytes of tensors that ranks of a result are predicted to need at most, by their place in a group."""
+    """Return the predicted peak bytes of tensors of a result's ranks, by their place in a group."""
     case, chosen = result.case, distributed_strategy(result.case.strategy)
     if chosen.group == 1:
         return (result.optimized.simulated.tensor_bytes,)
@@ -79,16 +80,18 @@ class _RankedCase:
     strategy: RankStrategy
 
     def predicted(self, note: str = "") -> CaseResult:
-        """With every rank predicted that is not like another one (each takes seconds at paper size): the bytes of the
-        fullest, the time of the slowest."""
-        found = [self.predict(rank) for rank in _distinct(self.case.strategy, self.strategy, self.case.ranks)]
+        """Return the result without a measurement: the bytes of the fullest rank, the time of the slowest.
+
+        Of ranks that are alike one is predicted: each takes seconds at paper size.
+        """
+        found = [self.predict(rank) for rank in _distinct_ranks(self.case.strategy, self.strategy, self.case.ranks)]
         worst = max((rank.predicted or Memory(0, 0) for rank, _ in found), key=lambda memory: memory.peak_bytes)
         figures = StepFigures(worst, max(ms for _, ms in found))
         original = original_figures(self.subject, measured=self.subject.runs)
         return replace(self._result(original, figures), ranks=tuple(rank for rank, _ in found), note=note)
 
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
-        """With the rank predicted that measured the highest peak."""
+        """Return the result with these measurements, and a prediction for the rank that measured the highest peak."""
         worst = max(reports, key=lambda report: report.memory.tensor_bytes)
         times = slowest_ms(reports)
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
@@ -115,20 +118,20 @@ class _RankedCase:
             self._result(original, figures),
             ranks=tuple(ranks),
             identity=identity,
-            numbers=self._numbers(mean_losses(reports)),
+            numbers=self._compare_losses(mean_losses(reports)),
             note=note,
             off_by=off_by,
         )
 
-    def _make(self) -> Workload:
-        """The network on fake tensors: a copy of one that is there already, which strategies may change."""
-        return on_fake_tensors(self.subject.make())[1]
-
     def predict(self, rank: int) -> tuple[RankMemory, float]:
-        """Memory and milliseconds."""
+        """Predict memory and milliseconds of a rank."""
         subject, case = self.subject, self.case
+
+        def make_work() -> Workload:
+            return on_fake_tensors(subject.make())[1]  # a copy, which strategies may change
+
         try:
-            return predict_step(self.strategy, self._make, case.ranks, rank, subject.device_model, subject.kind)
+            return predict_step(self.strategy, make_work, case.ranks, rank, subject.device_model, subject.kind)
         except Exception as error:
             if isinstance(error, UsageError) or not is_own(case.strategy):
                 raise
@@ -141,17 +144,21 @@ class _RankedCase:
     def _result(self, original: StepFigures, optimized: StepFigures) -> CaseResult:
         return replace(other_result(self.case, self.subject, original, optimized), off_by=OFF_BY, noise=NOISE)
 
-    def _numbers(self, losses: tuple[float, ...]) -> str:
-        """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
+    def _compare_losses(self, losses: tuple[float, ...]) -> str:
+        """Compare the mean losses of all ranks with those of one rank that takes the whole batch, in words."""
         parts = int(getattr(self.strategy, "micro_batches", None) or 1)
-        normalizes = self.case.ranks * parts > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
+        normalizes = self.case.ranks * parts > 1 and any(
+            isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+            for part in self.subject.traced.module.modules()
+        )
         lower = is_low_precision(self.strategy.name)
         if normalizes and (getattr(self.strategy, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
         if normalizes and lower:
             return f"{NOT_RUN}: what batch norm makes of a share's rounding in lower precision is no error"
-        # in data parallelism, of those of a rank's share of the batch
-        expected = self._losses_alone(parts * self.case.ranks // self.strategy.group if normalizes else 1)
+        # in data parallelism a batch norm takes the mean of the samples of a rank's share of the batch
+        shares = parts * self.case.ranks // self.strategy.group if normalizes else 1
+        expected = self.subject.memo.get(("losses", shares), lambda: self._eager_losses(shares))
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
@@ -160,11 +167,8 @@ class _RankedCase:
         whose = "one rank on the shares" if normalizes else "one rank"
         return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of {whose}"
 
-    def _losses_alone(self, shares: int) -> tuple[float, ...]:
-        """Of eager, without dropout; computed once for all cases."""
-        return self.subject.memo.get(("losses", shares), lambda: self._eager_losses(shares))
-
     def _eager_losses(self, shares: int) -> tuple[float, ...]:
+        """Return the losses of eager's first steps without dropout; () if one is not finite."""
         step = self.subject.eager(shares=shares)
         without_dropout(step.module)
         losses = []
@@ -175,15 +179,11 @@ class _RankedCase:
         return tuple(losses if all(map(math.isfinite, losses)) else ())
 
 
-def _normalizes_alone(part: nn.Module) -> bool:
-    return isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+def _distinct_ranks(name: str, chosen: RankStrategy, size: int) -> tuple[int, ...]:
+    """Return ranks one of which needs the most memory and one the most time; no two of them are alike.
 
-
-def _distinct(name: str, chosen: RankStrategy, size: int) -> tuple[int, ...]:
-    """Ranks of which none is like another, or like another with less.
-
-    Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` deals out whole
-    parameters, and of a strategy of the user's own nothing is known.
+    Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` assigns whole
+    parameters to ranks, and of a user's own strategy nothing is known.
     """
     if is_own(name) or name.removeprefix("amp+").startswith("oss"):
         return tuple(range(size))

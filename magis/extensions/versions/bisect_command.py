@@ -1,4 +1,4 @@
-"""`magis bisect`: the revision, or the release of a dependency, at which a case of the gate grew."""
+"""`magis bisect`: find the revision, or the release of a dependency, at which a case of the gate grew."""
 
 from __future__ import annotations
 

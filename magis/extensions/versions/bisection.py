@@ -13,7 +13,7 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.extensions.versions.environments import environment_of, is_requirement, releases
-from magis.extensions.versions.gate_run import GateRun, check_there, run_gate
+from magis.extensions.versions.gate_run import GateRun, check_cases, run_gate
 from magis.extensions.versions.revisions import checkout, commits_between, repository, title
 from magis.extensions.versions.scratch_folders import scratch_folder
 from magis.report import read_results
@@ -23,7 +23,7 @@ from magis.units import format_bytes
 Say = Callable[[str], None]
 RESERVED = "opt reserved bytes (predicted)"
 Needs = Mapping[str, int]
-"""Bytes by case, of the optimized step where there is one: predicted reserved bytes where these have the limit, else
+"""Bytes by case, of the optimized step where there is one: predicted reserved bytes if the limit is on these, else
 bytes of tensors at the peak."""
 
 
@@ -41,11 +41,11 @@ class CaseGrowth:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where memory grew."""
+class GrowthFound:
+    """The version at which memory grew."""
 
     versions: tuple[str, ...]
-    """The first version that needs more; several where those between could not be measured; none: nothing grew."""
+    """First version that needs more; several if those between could not be measured; empty if nothing grew."""
     grown: tuple[CaseGrowth, ...]
     measurements: int
 
@@ -59,8 +59,8 @@ def bisect(
     cases: Sequence[str] = (),
     tolerance: float = 0.0,
     say: Say,
-) -> Found:
-    """The first version after `first`, up to `last`, at which one of the cases needs more memory than at `first`.
+) -> GrowthFound:
+    """Find the first version after `first`, up to `last`, at which one of the cases needs more memory than at `first`.
 
     Both are revisions of the repository that `start` lies in, or releases ("torch==2.12.0") of one package. `arguments`
     are pytest's; `cases` are names as a run or its results have them ("bert[magis-mem0.8]", "bert[magis mem 0.8]"), all
@@ -72,19 +72,27 @@ def bisect(
     with scratch_folder() as folder:
         if is_requirement(first):
             names = releases(first, last)
-            titles = names
-            runs = _releases(names, folder, start, arguments, say)
-        else:
-            root = repository(start)
-            names = commits_between(root, first, last)
-            titles = [title(root, commit) for commit in names]
-            runs = _revisions(names, folder, start, root, arguments)
-        return _searched(titles, runs, cases, tolerance, say)
+
+            def run_release(index: int) -> GateRun:
+                python = environment_of([names[index]], say, folder)
+                return run_gate(names[index], arguments, folder / names[index], start=start, python=python)
+
+            return _search(names, run_release, cases, tolerance, say)
+
+        root = repository(start)
+        commits = commits_between(root, first, last)
+
+        def run_commit(index: int) -> GateRun:
+            commit = commits[index]
+            with checkout(root, commit, folder / "checkout") as tree:
+                return run_gate(commit[:10], arguments, folder / commit, start=start, root=root, tree=tree)
+
+        return _search([title(root, commit) for commit in commits], run_commit, cases, tolerance, say)
 
 
-def _searched(
+def _search(
     titles: Sequence[str], run: Callable[[int], GateRun], cases: Sequence[str], tolerance: float, say: Say
-) -> Found:
+) -> GrowthFound:
     say(f"measuring {titles[0]} (1 of at most {1 + math.ceil(math.log2(len(titles)))})")
     needed = needs(run(0), cases)
     grown: dict[int, tuple[CaseGrowth, ...]] = {}
@@ -112,14 +120,14 @@ def _searched(
     if not suspects and len(titles) - 1 not in grown:
         raise UsageError(f"{titles[-1]} could not be measured", hint="name another last version")
     last = suspects[-1] if suspects else None
-    return Found(tuple(titles[index] for index in suspects), () if last is None else grown[last], measured)
+    return GrowthFound(tuple(titles[index] for index in suspects), () if last is None else grown[last], measured)
 
 
 def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
-    """Which of the versions 1 ... count - 1 is the first bad one, where 0 is good and those after a bad one are bad.
+    """Return the first bad one of the versions 1 ... count - 1; 0 is good, and those after a bad one are bad.
 
-    `is_bad` says None of one that cannot be judged: its neighbours are then asked, and all that may be the first bad
-    one are returned, the last of them known to be bad. None is returned where none is known to be.
+    `is_bad` returns None for a version that cannot be judged; its neighbours are then asked, and all that may be the
+    first bad one are returned, the last of them known to be bad. The list is empty if none is known to be bad.
     """
     good, bad = 0, count  # `count` stands for no bad one at all
     unknown: set[int] = set()
@@ -138,7 +146,7 @@ def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
 
 
 def needs(run: GateRun, cases: Sequence[str]) -> Needs:
-    """What the cases of a run need. Raises UsageError where one of `cases` is missing, or nothing was gated."""
+    """Return the bytes that the cases of a run need; raises UsageError if one is missing or nothing was gated."""
     run.check_gated()
     frame = read_results(run.csv)
     found: dict[str, int] = {}
@@ -151,33 +159,12 @@ def needs(run: GateRun, cases: Sequence[str]) -> Needs:
         if nbytes != "":
             found[name], by_run[own] = int(nbytes), name
     wanted = [by_run.get(case, case) for case in cases]
-    check_there(wanted, found)
+    check_cases(wanted, found)
     return {case: found[case] for case in wanted} if cases else found
 
 
 def growths(before: Needs, after: Needs, tolerance: float) -> Iterator[CaseGrowth]:
-    """The cases of both that grew by more than the tolerance."""
+    """Yield the cases of both versions that grew by more than the tolerance."""
     for case, nbytes in before.items():
         if after.get(case, 0) > nbytes * (1 + tolerance):
             yield CaseGrowth(case, nbytes, after[case])
-
-
-def _revisions(
-    commits: Sequence[str], folder: Path, start: Path, root: Path, arguments: Sequence[str]
-) -> Callable[[int], GateRun]:
-    def run(index: int) -> GateRun:
-        commit = commits[index]
-        with checkout(root, commit, folder / "checkout") as tree:
-            return run_gate(commit[:10], arguments, folder / commit, start=start, root=root, tree=tree)
-
-    return run
-
-
-def _releases(
-    names: Sequence[str], folder: Path, start: Path, arguments: Sequence[str], say: Say
-) -> Callable[[int], GateRun]:
-    def run(index: int) -> GateRun:
-        name = names[index]
-        return run_gate(name, arguments, folder / name, start=start, python=environment_of([name], say, folder))
-
-    return run

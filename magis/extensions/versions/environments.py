@@ -1,4 +1,4 @@
-"""Virtual environments that differ from this one in some requirements, kept for the next time."""
+"""Virtual environments that differ from this one in some requirements, kept for later runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from magis.child_process import run_bound
 from magis.errors import UsageError
 
 FOLDER = "MAGIS_ENVIRONMENTS"
-"""The variable that names the folder of kept environments (else pytest-magis/environments in the user's cache)."""
+"""Variable that names the folder of kept environments (else pytest-magis/environments in the user's cache)."""
 READY = "ready"
-"""The file that a finished environment has."""
+"""Name of the file that marks a finished environment."""
 
 
 def is_requirement(text: str) -> bool:
-    """Whether a text names releases of a package ("torch==2.12.0", "timm<1.1"), and not a revision of git."""
+    """Return True if a text names releases of a package ("torch==2.12.0", "timm<1.1"), and not a revision of git."""
     try:
         found = Requirement(text)
     except InvalidRequirement:
@@ -36,12 +36,12 @@ def is_requirement(text: str) -> bool:
 
 
 def environment_of(requirements: Sequence[str], say: Callable[[str], None], scratch: Path) -> Path:
-    """The interpreter of an environment that has these requirements and, besides, what this one has.
+    """Return the interpreter of an environment with these requirements on top of the packages of this one.
 
-    It is made once, told by `say`, and kept: its name is a digest of the requirements and of this environment. What an
-    address names ("pkg @ file:///...") may be something else tomorrow: with one among the requirements it is made in
-    `scratch`, a folder of this run. Packages that the requirements bring shadow ours; all others are ours. Raises
-    UsageError with pip's last error where it cannot be made; nothing is then left of it.
+    It is made once, announced by `say`, and kept: its name is a digest of the requirements and of this environment.
+    The package at an address ("pkg @ file:///...") may change, so with one among the requirements the environment is
+    made in `scratch`, a folder of this run. Packages that the requirements bring shadow ours; all others are ours.
+    Raises UsageError with pip's last error if it cannot be made; nothing is then left of it.
     """
     is_kept = not any(map(_has_address, requirements))
     place = (_folder() if is_kept else scratch) / _name(requirements)
@@ -54,17 +54,17 @@ def environment_of(requirements: Sequence[str], say: Callable[[str], None], scra
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{place}.lock"):
             if not (place / READY).is_file():  # another process may have made it meanwhile
-                _make(place, requirements)
+                _install(place, requirements)
     except OSError as error:
         raise UsageError(f"cannot make the environment {place}: {error.strerror or error}") from None
     return python
 
 
-def _make(place: Path, requirements: Sequence[str]) -> None:
+def _install(place: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(place, ignore_errors=True)  # of an installation that was cut off
     try:
         without = ["--without-pip"] if _has_pip() else []  # ours will do
-        _run([sys.executable, "-m", "venv", *without, str(place)])
+        _checked_output([sys.executable, "-m", "venv", *without, str(place)])
         packages = next(place.glob("lib/python*/site-packages"))
         user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
         ours = [entry for entry in (*site.getsitepackages(), *user) if Path(entry).is_dir()]
@@ -89,11 +89,11 @@ def _has_address(requirement: str) -> bool:
 
 
 def _pip(python: str, command: str, *arguments: str) -> str:
-    """What a command of pip prints. Raises UsageError with its last error."""
-    return _run([python, "-m", "pip", command, "--disable-pip-version-check", *arguments])
+    """Return the output of a pip command; raises UsageError with its last error."""
+    return _checked_output([python, "-m", "pip", command, "--disable-pip-version-check", *arguments])
 
 
-def _run(command: Sequence[str]) -> str:
+def _checked_output(command: Sequence[str]) -> str:
     done = run_bound(command)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -104,7 +104,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def releases(first: str, last: str) -> list[str]:
-    """The releases from one requirement (`name==version`) to another of the same package, both included, in order.
+    """Return the releases from one requirement (`name==version`) to another of the same package, inclusive, in order.
 
     Pre-releases and local builds between the two are left out. Raises UsageError for anything else, and where pip knows
     no such package.
@@ -144,7 +144,7 @@ def _pinned(text: str) -> tuple[str, Version]:
 
 
 def read_version(text: str) -> Version | None:
-    """A release; None for a text that is none."""
+    """Return a release; None for a text that is none."""
     try:
         return Version(text.strip())
     except InvalidVersion:
@@ -158,8 +158,8 @@ def _folder() -> Path:
 
 
 def _name(requirements: Sequence[str]) -> str:
-    """Two environments are the same where the interpreter, what it starts from and the requirements are."""
-    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # what pip finds satisfied is ours
+    """Return an environment's name: a digest of the interpreter, the packages installed here and the requirements."""
+    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # pip takes those that satisfy
     what = "\n".join((sys.version, sys.prefix, *here, *sorted(requirements)))
     first = Requirement(requirements[0]).name
     return f"{first}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"

@@ -27,32 +27,32 @@ RAN = (0, 1, 5)
 
 @dataclass(frozen=True)
 class GatedCase:
-    """What a run found of one case, compared with its baseline."""
+    """The result of one case in a run, compared with its baseline."""
 
     name: str
     passed: bool
     differs: str
-    """What differs from the baseline, or else is wrong; empty: nothing."""
+    """Difference from the baseline, or another fault, in words; "" if there is none."""
     needs: tuple[str, ...]
-    """Kinds of updates that would store the result; empty where there is nothing to store, or none may be."""
+    """Kinds of updates that would store the result; empty if there is nothing to store, or it must not be."""
     stored_with: tuple[str, ...]
-    """Identities of the devices that the baseline has measurements of."""
+    """Identities of the devices of which the baseline has measurements."""
     is_foreign: bool
-    """Whether these are all of other machines, or with another torch: only tensor bytes were compared. On simulated
-    devices they hold everywhere."""
+    """True if these are all of other machines or another torch, so that only tensor bytes were compared. Baselines of
+    simulated devices hold everywhere."""
     path: str
-    """The file of its baseline."""
+    """File of its baseline."""
     outcome: str
-    """What the plugin makes a baseline of."""
+    """Text from which the plugin makes a baseline."""
 
     @property
     def is_new(self) -> bool:
-        """Whether it has no baseline."""
+        """True if it has no baseline."""
         return "new" in self.needs
 
     @property
     def has_moved(self) -> bool:
-        """Whether its figures are not those of its baseline, and may take their place."""
+        """True if its figures differ from those of its baseline, and may replace them."""
         return bool(self.needs) and not self.is_new
 
 
@@ -64,42 +64,42 @@ class GateRun:
 
     @property
     def baselines(self) -> Path:
-        """What it stored as baselines."""
+        """Folder of the baselines that it stored."""
         return self.folder / "baselines"
 
     @property
     def csv(self) -> Path:
-        """Its results.csv; there is no such file where nothing was gated."""
+        """Its results.csv, which is missing if nothing was gated."""
         return self.folder / "results.csv"
 
     @property
     def strays(self) -> Path:
-        """The modules of the working tree that it imported, a line each; no such file: none."""
+        """File of the modules that it imported from the working tree, a line each; missing if there are none."""
         return self.folder / "strays"
 
     @property
     def cases(self) -> Path:
-        """Its `GatedCase`s, a line of JSON each; no such file: nothing was gated."""
+        """File of its `GatedCase`s, a line of JSON each; missing if nothing was gated."""
         return self.folder / "cases"
 
     def read_cases(self, names: Sequence[str] = ()) -> dict[str, GatedCase]:
-        """The cases of these names, or all. Raises UsageError where one is missing, or nothing was gated."""
+        """Return the cases of these names, or all; raises UsageError if one is missing or nothing was gated."""
         self.check_gated()
         lines = self.cases.read_text(encoding="utf-8").splitlines()
         cases = [from_plain(GatedCase, json.loads(line), "case") for line in lines]
         found = {case.name: case for case in cases}
-        check_there(names, found)
+        check_cases(names, found)
         return {name: found[name] for name in names} if names else found
 
     def check_gated(self) -> None:
-        """Raise UsageError where nothing was gated."""
+        """Raise UsageError if nothing was gated."""
         if not self.csv.is_file():
             hint = "give pytest's arguments behind --, such as -- test_memory.py"
             raise UsageError("nothing was gated there", hint=hint)
 
 
-def check_there(names: Sequence[str], found: Collection[str]) -> None:
-    """Raise UsageError where a run has no case of one of these names."""
+def check_cases(names: Sequence[str], found: Collection[str]) -> None:
+    """Raise UsageError if a run lacks a case of one of these names."""
     missing = [name for name in names if name not in found]
     if missing:
         raise UsageError(f"there is no case {missing[0]}", hint=f"the run has {', '.join(sorted(found)[:8]) or 'none'}")
@@ -155,7 +155,7 @@ def run_gate(
 
 
 def _python_path(root: Path, tree: Path) -> str:
-    """PYTHONPATH of the child: its own checkout in the place of ours, in front of what is installed."""
+    """Return the child's PYTHONPATH: its own checkout in place of ours, ahead of installed packages."""
     prefix = Path(sys.prefix)
     ours = [Path(entry or ".").absolute() for entry in sys.path]
     ours = [entry for entry in ours if entry.is_relative_to(root) and not entry.is_relative_to(prefix)]

@@ -29,7 +29,7 @@ from magis.extensions.versions.gate_run import GatedCase, run_gate
 from magis.extensions.versions.scratch_folders import scratch_folder
 
 STORE = "pytest_magis.store_outcomes"
-"""The program of the plugin that makes baselines of outcomes."""
+"""Module of the plugin, run as a program, that stores outcomes as baselines."""
 NAME_THEM = "name them: magis rebase transformers==5.22.0 -- test_memory.py"
 
 
@@ -39,9 +39,9 @@ class RebasedCase:
 
     name: str
     is_updated: bool
-    """Whether its baseline is now what was measured here."""
+    """True if its baseline is now the measurement made here."""
     is_red: bool
-    """Whether the gate is red for it still, or compares its tensor bytes alone."""
+    """True if the gate still is red for it, or compares its tensor bytes alone."""
     text: str
 
     def __str__(self) -> str:
@@ -50,10 +50,10 @@ class RebasedCase:
 
 @dataclass(frozen=True)
 class Rebased:
-    """What became of the baselines."""
+    """The outcome of a rebase."""
 
     releases: str
-    """Those that were compared with; empty: nothing moved, so none were."""
+    """Releases that were compared with; "" if nothing moved, so that none were."""
     looked_at: int
     cases: tuple[RebasedCase, ...]
 
@@ -78,7 +78,7 @@ def rebase(
     if any(argument.startswith("--magis-update") for argument in arguments):
         raise UsageError("--magis-update: what the environment moved is updated, nothing else", hint="leave it out")
     with scratch_folder() as folder:
-        if requirements:  # what pip does not find is told before anything is measured
+        if requirements:  # fails here, before anything is measured, if pip does not find them
             environment_of(requirements, say, folder)
         say("measuring with what is installed")
         run = run_gate("this environment", arguments, folder / "here", start=start, stores=False)
@@ -88,20 +88,20 @@ def rebase(
             raise UsageError(f"no baseline is stored of {', '.join(list(here)[:8])}", hint=hint)
         moved = [case for case in here.values() if case.has_moved or _is_uncompared(case)]
         if not moved:
-            return Rebased("", len(here), tuple(_judged(here.values(), {}, "")))
+            return Rebased("", len(here), tuple(_judge_cases(here.values(), {}, "")))
         wanted = requirements or stored_with(moved)
         releases = " ".join(wanted)
         python = environment_of(wanted, say, folder)
         say(f"measuring with {releases}")
         run = run_gate(releases, arguments, folder / "there", start=start, python=python, stores=False)
-        found = tuple(_judged(here.values(), run.read_cases(), releases))
+        found = tuple(_judge_cases(here.values(), run.read_cases(), releases))
         updated = {case.name for case in found if case.is_updated}
-        _store([case for case in moved if case.name in updated], folder / "updated")
+        _store_baselines([case for case in moved if case.name in updated], folder / "updated")
         return Rebased(releases, len(here), found)
 
 
-def _judged(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases: str) -> Iterator[RebasedCase]:
-    """What is to be told of each case, and done."""
+def _judge_cases(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases: str) -> Iterator[RebasedCase]:
+    """Yield the verdict on each case that is not as stored, and whether it is updated."""
     torch = Version(version("torch")).public
     unmeasured = f"peaks not compared: the baseline has no measurement of this device with torch {torch}"
     for case in here:
@@ -132,12 +132,12 @@ def _judged(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases:
 
 
 def _is_uncompared(case: GatedCase) -> bool:
-    """Whether only its tensor bytes could be compared, and are as stored."""
+    """Return True if only its tensor bytes could be compared, and are as stored."""
     return case.is_foreign and case.passed and not case.differs
 
 
 def stored_with(cases: Iterable[GatedCase]) -> list[str]:
-    """The release of torch that the baselines of these cases were stored with, as a requirement.
+    """Return the release of torch with which the baselines of these cases were stored, as a requirement.
 
     Baselines of simulated devices name none, and none name other packages. Raises UsageError where they name no single
     release, or the one that is installed.
@@ -154,8 +154,8 @@ def stored_with(cases: Iterable[GatedCase]) -> list[str]:
     return [f"torch=={found.pop()}"]
 
 
-def _store(cases: Sequence[GatedCase], file: Path) -> None:
-    """Make baselines of what was measured here."""
+def _store_baselines(cases: Sequence[GatedCase], file: Path) -> None:
+    """Store the results of these cases, measured here, as baselines."""
     if not cases:
         return
     file.write_text("".join(f"{json.dumps((case.path, case.outcome))}\n" for case in cases), encoding="utf-8")

@@ -21,13 +21,13 @@ OF_A_HOOK = (
     "GIT_PREFIX",
     "GIT_NAMESPACE",
 )
-"""What git sets for its hooks, and then obeys: a checkout would go into the index of the commit that is being made."""
+"""Variables that git sets for its hooks: with them a checkout would go into the index of the commit being made."""
 FETCH = "name a branch, a tag or a commit that was fetched"
 SHALLOW = "the clone is shallow: fetch its history with git fetch --unshallow (in CI: fetch-depth: 0)"
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What a git command prints. Raises UsageError with git's last line where it fails."""
+    """Return the output of a git command; raises UsageError with git's last line if it fails."""
     try:
         done = run_captured(["git", "-C", str(folder), *arguments], env=environment())
     except OSError as error:
@@ -39,17 +39,17 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of this process without what git sets for its hooks."""
+    """Return this process's environment without the variables that git sets for its hooks."""
     return {name: value for name, value in os.environ.items() if name not in OF_A_HOOK}
 
 
 def repository(start: Path) -> Path:
-    """The root of the repository that a folder lies in."""
+    """Return the root of the repository in which a folder lies."""
     return Path(git(start, "rev-parse", "--show-toplevel"))
 
 
 def resolved(root: Path, revision: str) -> str:
-    """The commit that a revision names. Raises UsageError where there is none."""
+    """Return the commit that a revision names; raises UsageError if there is none."""
     try:
         return git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except UsageError:
@@ -58,9 +58,9 @@ def resolved(root: Path, revision: str) -> str:
 
 
 def commits_between(root: Path, good: str, bad: str) -> list[str]:
-    """The commits from `good` to `bad`, both included, oldest first, along the first parents of `bad`.
+    """Return the commits from `good` to `bad`, inclusive, oldest first, along the first parents of `bad`.
 
-    Raises UsageError where `good` is no ancestor of `bad`, or not one along first parents.
+    Raises UsageError if `good` is no ancestor of `bad` along first parents.
     """
     first, last = resolved(root, good), resolved(root, bad)
     listed = git(root, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
@@ -75,35 +75,34 @@ def commits_between(root: Path, good: str, bad: str) -> list[str]:
 
 
 def title(root: Path, commit: str) -> str:
-    """A commit in one line: abbreviated name, date, author and subject."""
+    """Return a commit in one line: abbreviated name, date, author and subject."""
     return git(root, "show", "--no-patch", "--date=short", "--format=%h %ad %an: %s", commit)
 
 
 @contextmanager
 def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
-    """The commit's files in `folder`, removed again at the end. What killed runs left in the repository goes first."""
+    """Check a commit out in `folder` for the duration of a block; checkouts that killed runs left are removed first."""
     forget_abandoned(root)
     try:
         git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        _forget(root, folder)
+        _unregister(root, folder)
 
 
 def forget_abandoned(root: Path) -> None:
-    """Remove the checkouts whose process was killed, and what the repository knows of them; no others."""
+    """Remove the checkouts whose process was killed, and their entries in the repository; no others."""
     listed = git(root, "worktree", "list", "--porcelain").splitlines()
     paths = [Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")]
     ours = [path for path in paths if path.parent.name.startswith(PREFIX)]
     remove_abandoned(path.parent for path in ours)
     for path in ours:
         if not path.parent.exists():
-            _forget(root, path)
+            _unregister(root, path)
 
 
-def _forget(root: Path, path: Path) -> None:
-    """Remove what the repository knows of a checkout that is gone. Not by `prune`, which takes those of disks that are
-    not mounted, too."""
+def _unregister(root: Path, path: Path) -> None:
+    """Remove the repository's entry of a checkout that is gone; `prune` would remove those of unmounted disks, too."""
     with suppress(UsageError):  # it is not known, or somebody else was quicker
         git(root, "worktree", "remove", "--force", "--force", str(path))

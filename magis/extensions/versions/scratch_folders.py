@@ -1,4 +1,4 @@
-"""Temporary folders of runs that compare versions. What a killed run leaves of its own is removed by the next one."""
+"""Temporary folders of runs that compare versions; those of a killed run are removed by the next one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "magis-versions-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is there inside of the block, and locked as long as this process lives."""
+    """Make a folder for the duration of a block, locked as long as this process lives."""
     remove_abandoned(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -1,8 +1,8 @@
 """Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
 
 A rule, named in an operator's row (`magis.ops.operators`), labels the dimensions of a call's tensors and size literals;
-each label gives one way to run the call in equal parts. An operator without a rule is never split. Every rule is tested
-by cutting real tensors.
+each label gives one way to run the call in equal parts; a rule's docstring names the dimensions that can be cut. An
+operator without a rule is never split. Every rule is tested by cutting real tensors.
 The published method cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here the
 backward, losses and weight updates have rules too, since a training step is one graph.
 """
@@ -42,7 +42,7 @@ _MODULES = {
 
 
 def splits(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
-    """The ways to cut the call into equal parts, one per axis of the computation; () where there is none.
+    """Return the ways to cut the call into equal parts, one per axis of the computation; () where there is none.
 
     `values` holds the call's inputs and outputs. What `op` reads and writes does not matter here: that the written
     argument of an in-place operator is cut along with its result is all that a split says about it.
@@ -52,7 +52,7 @@ def splits(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
 
 
 def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
-    """Why the call has no split, in a few words; "" where it has one."""
+    """Return the reason why the call has no split, in a few words; "" where it has one."""
     found = _labels(op, values)
     if isinstance(found, str):
         return found
@@ -66,7 +66,7 @@ def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
 
 
 def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
-    """Why the call cannot be cut along dimension `dim` of its input number `taken`, in a few words; "" where it can."""
+    """Return the reason why the call cannot be cut along `dim` of its input number `taken`; "" where it can."""
     ways = [split.inputs[taken] for split in splits(op, values)]
     if dim in ways:
         return ""
@@ -79,13 +79,13 @@ def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
 
 
 def has_rule(target: str) -> bool:
-    """Whether the operator has a rule, one that says why it is never split included."""
+    """Return True if the operator has a rule or a reason why it is never split."""
     info = op_info(target)
     return target.count(".") == 2 and bool(info.split or info.never_split)
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of this name in a row: module, and function."""
+    """Return the rule of this name in a row: module, and function."""
     module, _, function = name.partition(".")
     found: Rule = getattr(_MODULES[module], function)
     return found

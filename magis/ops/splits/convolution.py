@@ -83,7 +83,7 @@ def convolution(call: LabelledCall) -> Labels | str:
 
 
 def convolution_backward(call: LabelledCall) -> Labels | str:
-    """The same labels; what a gradient lacks, it is a sum over."""
+    """The labels of `convolution`; a gradient is a sum over every label that it lacks."""
     gradient, image, weight = call.shape(0), call.shape(1), call.shape(2)
     if len(image) != len(weight):
         return "not (sample, channel, place)"
@@ -143,7 +143,7 @@ def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
 
 
 def _rank(call: LabelledCall) -> int:
-    """How many place dimensions the operator's name says that it has: 2 for `avg_pool2d_backward`."""
+    """Return the number of place dimensions by the operator's name: 2 for `avg_pool2d_backward`."""
     return int(next(word for word in call.name.split("_") if word[-2:] in ("1d", "2d", "3d"))[-2])
 
 
@@ -212,20 +212,17 @@ def adaptive_pool(call: LabelledCall) -> Labels | str:
 def resize(call: LabelledCall) -> Labels | str:
     """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
     rank = _rank(call)
-    if call.name.endswith("_backward"):
-        return _resize_backward(call, rank)
-    labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
-    return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
-
-
-def _resize_backward(call: LabelledCall, rank: int) -> Labels:
-    """The same; the sizes before are literals too."""
-    places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
+    literals: dict[Path, str]
+    if call.name.endswith("_backward"):  # the sizes before are literals, too
+        places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
+        literals = {(2, 0): "n", (2, 1): "c"}
+        for index, label in enumerate(places):
+            if label is not None:
+                literals |= {(1, index): label, (2, index + 2): label}
+    else:
+        places = _repeated(call, call.shape(0), call.shape_of_output(), rank, 2)
+        literals = {(1, index): f"s{index}" for index in range(rank)}
     labels: Dims = ["n", "c", *places]
-    literals: dict[Path, str] = {(2, 0): "n", (2, 1): "c"}
-    for index, label in enumerate(places):
-        if label is not None:
-            literals |= {(1, index): label, (2, index + 2): label}
     return Labels({(0,): labels}, [labels], literals)
 
 

@@ -1,4 +1,4 @@
-"""What a split of an operator is, and from the labels of its dimensions to its splits.
+"""Splits of an operator into parts, derived from labels of its dimensions.
 
 A rule writes a call down as an einsum does: a label for every dimension that can be cut, the same label wherever the
 same stretches belong together.
@@ -20,17 +20,17 @@ from magis.graph.nodes import Arg, Op, Ref, Value
 from magis.ops.operators import op_info
 
 Path: TypeAlias = tuple[int, ...]
-"""Where a literal or a tensor stands in a call: position in the arguments (of the keyword arguments: after the last
-positional one), then positions inside of nested tuples."""
+"""Place of a literal or a tensor in a call: position among the arguments (keyword arguments follow the positional
+ones), then positions inside of nested tuples."""
 
 COMBINATIONS = ("sum", "mean", "max", "min", "same")
-"""How whole-size results of the parts become the result: added, averaged, the element-wise largest or smallest; or
-every part already gives all of it."""
+"""Operations that combine whole-size results of the parts: sum, mean, element-wise maximum or minimum; "same": every
+part already gives all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """How an input is cut where windows overlap: a stretch of dimension `dim`, and the rows next to it on both sides.
+    """Cut of an input where windows overlap: a stretch of dimension `dim`, and the rows next to it on both sides.
 
     Rows outside of the tensor are zeros, so that all stretches have the same size. They may reach over several parts.
     """
@@ -42,8 +42,8 @@ class Halo:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How an output is put together where windows overlap: each part gives its stretch of dimension `dim` and adds to
-    the rows next to it on both sides; what it gives outside of the tensor is dropped."""
+    """Sum of parts into an output where windows overlap: each part adds its stretch of dimension `dim` and the rows
+    next to it on both sides; rows outside of the tensor are dropped."""
 
     dim: int
     before: int
@@ -51,11 +51,11 @@ class Overlap:
 
 
 Cut: TypeAlias = int | Halo | None
-"""How parts take an input: a stretch of a dimension, one with a halo, or all of it (None)."""
+"""Share of an input that a part takes: a stretch of a dimension, one with a halo, or all of it (None)."""
 
 How: TypeAlias = int | str | Overlap | None
-"""How parts make up an output: joined along a dimension, one of COMBINATIONS, or rows that overlap; None where the
-operator returned None."""
+"""Rule by which parts make up an output: joined along a dimension, one of COMBINATIONS, or rows that overlap; None
+where the operator returned None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +66,26 @@ class Split:
     """
 
     inputs: tuple[Cut, ...]
-    """For every entry of `op.inputs()`."""
+    """Cuts of the inputs, one for every entry of `op.inputs()`."""
     outputs: tuple[How, ...]
-    """For every entry of `op.outputs`."""
+    """Rules of the outputs, one for every entry of `op.outputs`."""
     sizes: tuple[Path, ...] = ()
-    """Where the integer literals stand that a part divides by n."""
+    """Places of the integer literals that a part divides by n."""
     extent: int = 1
-    """What n must divide: the greatest common divisor of all cut dimensions' sizes and literals."""
+    """Number that n must divide: the greatest common divisor of all cut dimensions' sizes and literals."""
     replaced: tuple[tuple[Path, int], ...] = ()
-    """Where a part has another integer literal, and which: no padding where a halo has it already."""
+    """Places and values of integer literals that differ in a part: no padding where a halo has it already."""
 
 
 def dimension(how: Cut | How) -> int | None:
-    """The dimension that is cut or joined; None where none is."""
+    """Return the dimension that is cut or joined; None where none is."""
     if isinstance(how, Halo | Overlap):
         return how.dim
     return how if isinstance(how, int) else None
 
 
 def part(op: Op, split: Split, n: int) -> Op:
-    """The call of one of `n` parts: the same operator with a part's literals; ids, reads and writes as they were.
+    """Return the call of one of `n` parts: the operator with a part's literals; ids, reads and writes as they were.
 
     Raises MagisError if `n` does not divide the split's extent.
     """
@@ -95,28 +95,28 @@ def part(op: Op, split: Split, n: int) -> Op:
     args = (*op.args, *(arg for _, arg in op.kwargs))
     for path in split.sizes:
         size = _literal(args, path)
-        args = _changed(args, path, None if size is None or size % n else size // n)
+        args = _with_literal(args, path, None if size is None or size % n else size // n)
     for path, literal in split.replaced:
-        args = _changed(args, path, None if _literal(args, path) is None else literal)
+        args = _with_literal(args, path, None if _literal(args, path) is None else literal)
     kwargs = tuple((name, arg) for (name, _), arg in zip(op.kwargs, args[count:], strict=True))
     return replace(op, args=args[:count], kwargs=kwargs)
 
 
 def _literal(arg: Arg, path: Path) -> int | None:
-    """The integer at `path` of the arguments; None where none is."""
+    """Return the integer at `path` of the arguments; None where none is."""
     for position in path:
         arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
     return arg if isinstance(arg, int) and not isinstance(arg, bool) else None
 
 
-def _changed(args: Arg, path: Path, new: int | None) -> Any:
-    """The arguments with another integer at `path`."""
+def _with_literal(args: Arg, path: Path, new: int | None) -> Any:
+    """Return the arguments with another integer at `path`."""
     if new is None:
         raise MagisError(f"no integer that can be cut at {path} of the arguments {args!r}")
     if not path or not isinstance(args, tuple):
         return new
     head, *rest = path
-    return (*args[:head], _changed(args[head], tuple(rest), new), *args[head + 1 :])
+    return (*args[:head], _with_literal(args[head], tuple(rest), new), *args[head + 1 :])
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _changed(args: Arg, path: Path, new: int | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """A label whose stretches, of this dimension, need the rows next to them: windows overlap."""
+    """A label of a dimension whose stretches need the rows next to them, since windows overlap."""
 
     label: str
     before: int
@@ -135,12 +135,12 @@ Dims: TypeAlias = Sequence[str | None]
 """One label per dimension; None: not cut by any split."""
 
 Places: TypeAlias = Sequence[str | Around | None]
-"""The same where some stretches need the rows next to them."""
+"""Labels of dimensions, some of whose stretches need the rows next to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of one call. What is not mentioned is never cut."""
+    """The labels of one call. Dimensions that it does not mention are never cut."""
 
     inputs: Mapping[Path, Places]
     """Labels of the tensor arguments, by where they stand."""
@@ -149,14 +149,14 @@ class Labels:
     literals: Mapping[Path, str] = field(default_factory=dict)
     """Integer literals that stand for the size of a labelled dimension; a -1 among them is left alone."""
     combine: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
-    """How outputs without the label combine, for all outputs or for each; labels that are missing here are dropped
-    where an output lacks them."""
+    """Label -> combination of outputs without it, for all outputs or for each. A label gives no split if an output
+    lacks it and it is missing here."""
     replaced: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
-    """The one literal that is another one in parts along a label, and which."""
+    """Label -> place and value of the one literal that differs in parts along it."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """Numbers that the count of parts must divide beyond the sizes."""
+    """Label -> number that the count of parts must divide beyond the sizes."""
     reason: str = ""
-    """Why nothing can be cut, where no label gives a split and sizes are not what prevents it."""
+    """Reason why nothing can be cut, for reports, where no label gives a split although sizes would allow one."""
 
 
 class LabelledCall:
@@ -174,7 +174,7 @@ class LabelledCall:
             self.tensors |= {path: values[ref.value] for path, ref in _refs(arg, (position,))}
 
     def at(self, position: int, keyword: str = "") -> Path:
-        """Where an argument stands, by position or else by keyword; (-1,), nowhere, if the call leaves it out."""
+        """Return the place of an argument, by position or else by keyword; (-1,) if the call leaves it out."""
         if not 0 <= position < len(self.op.args):
             for number, (name, _) in enumerate(self.op.kwargs):
                 if name == keyword:
@@ -221,27 +221,23 @@ Rule: TypeAlias = Callable[[LabelledCall], "Labels | str"]
 
 
 def derive(call: LabelledCall, labels: Labels) -> tuple[Split, ...]:
-    """One split per label that cuts something into equal parts, in the order of first use."""
+    """Return one split per label that cuts something into equal parts, in the order of first use."""
     order: dict[str, None] = {}
     for dims in (*labels.inputs.values(), *labels.outputs):
         order |= dict.fromkeys(d.label if isinstance(d, Around) else d for d in dims if d is not None)
-    if not _fit(call, labels):
+    # Proofs try calls that no operator would take, some of which torch's fakes let pass (the gradient of index 0 of
+    # dimension 32): there tensors may lack dimensions that are labelled.
+    pairs = [(value, labels.inputs.get(path, ())) for path, value in call.tensors.items()]
+    pairs += [(value, dims) for value, dims in zip(call.outputs, labels.outputs, strict=False) if value is not None]
+    if any(len(dims) > len(value.shape) for value, dims in pairs):
         return ()
     found = (_split(call, labels, label) for label in order)
     return tuple(dict.fromkeys(split for split in found if split is not None))
 
 
-def _fit(call: LabelledCall, labels: Labels) -> bool:
-    """Whether every tensor has the dimensions that are labelled: proofs try calls that no operator would take, some of
-    which torch's fakes let pass (the gradient of index 0 of dimension 32)."""
-    pairs = [(value, labels.inputs.get(path, ())) for path, value in call.tensors.items()]
-    pairs += [(value, dims) for value, dims in zip(call.outputs, labels.outputs, strict=False) if value is not None]
-    return all(len(dims) <= len(value.shape) for value, dims in pairs)
-
-
 def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
-    """The split that cuts everything with that label; None where the call does not allow it."""
-    inputs = tuple(_place(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
+    """Return the split that cuts everything with that label; None where the call does not allow it."""
+    inputs = tuple(_cut_along(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
     pairs = [(value, dimension(cut)) for value, cut in zip(call.tensors.values(), inputs, strict=True)]
     sizes = [value.shape[dim] for value, dim in pairs if dim is not None]
     outputs: list[How] = []
@@ -249,7 +245,7 @@ def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
         if value is None:
             outputs.append(None)
             continue
-        place = _place(value, labels.outputs[index], label)
+        place = _cut_along(value, labels.outputs[index], label)
         how = labels.combine.get(label) if value.numel else "same"
         how = how if how is None or isinstance(how, str) else how[index]
         joined: How = Overlap(place.dim, place.before, place.after) if isinstance(place, Halo) else place
@@ -267,10 +263,10 @@ def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
 
 
 def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
-    """Whether the parts write different elements where the output is on an input's memory.
+    """Return True if parts write different elements where the output lies on an input's memory.
 
-    A window on the input is no write. What is written in place must be cut there as it is joined; parts that each
-    wrote all of it would undo or repeat each other's work.
+    A view of the input is no write. A tensor that is written in place must be cut as the output is joined; parts that
+    each wrote all of it would undo or repeat each other's work.
     """
     on_input = [
         (value, cut)
@@ -286,8 +282,8 @@ def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]
     )
 
 
-def _place(value: Value, dims: Places, label: str) -> Cut:
-    """The dimension with that label; None where there is none, or no element along it."""
+def _cut_along(value: Value, dims: Places, label: str) -> Cut:
+    """Return the cut of the dimension with that label; None where there is none, or no element along it."""
     for index, found in enumerate(dims):
         if isinstance(found, Around) and found.label == label and value.shape[index]:
             return Halo(index, found.before, found.after)
@@ -297,7 +293,7 @@ def _place(value: Value, dims: Places, label: str) -> Cut:
 
 
 def _literals(call: LabelledCall, labels: Labels, label: str) -> dict[Path, int] | None:
-    """The literals to divide; None where one of them is no size."""
+    """Return the literals to divide, by place; None where one of them is no size."""
     found: dict[Path, int] = {}
     everything = (*call.op.args, *(arg for _, arg in call.op.kwargs))
     for path, owner in labels.literals.items():
@@ -323,18 +319,18 @@ def _refs(arg: Arg, path: Path) -> Iterator[tuple[Path, Ref]]:
 
 
 def wrapped(dim: int, rank: int) -> int:
-    """A dimension counted from 0."""
+    """Return a dimension counted from 0."""
     return dim + rank if dim < 0 else dim
 
 
 def numbered(shape: Sequence[int], but: Sequence[int] = (), prefix: str = "d") -> list[str | None]:
-    """A label of its own for every dimension, save those listed (negative ones count from the end)."""
+    """Return a label of its own for every dimension, except those listed (negative ones count from the end)."""
     left_out = {wrapped(dim, len(shape)) for dim in but}
     return [None if index in left_out else f"{prefix}{index}" for index in range(len(shape))]
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """The common shape of tensors of these shapes; None where they do not go together."""
+    """Return the shape to which these shapes broadcast; None where they do not."""
     rank = max((len(shape) for shape in shapes), default=0)
     common = [1] * rank
     for shape in shapes:
@@ -346,7 +342,7 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def aligned(shape: Sequence[int], common: Sequence[int], labels: Dims) -> list[str | None]:
-    """The labels of a tensor that is broadcast to the labelled shape `common`, None for expanded dimensions."""
+    """Return the labels of a tensor that is broadcast to the labelled shape `common`, None for expanded dimensions."""
     skipped = len(common) - len(shape)
     if skipped < 0:  # only tensors without elements are left out of the common shape
         return [None] * len(shape)

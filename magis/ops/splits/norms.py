@@ -60,19 +60,14 @@ def _batch_norm(call: LabelledCall, images: Sequence[int], how: str) -> Labels |
     the channel is not cut."""
     if any(value.numel and value.dtype == "uint8" for value in (*call.tensors.values(), *call.outputs) if value):
         return "the kernel's reserve has no dimensions"
-    training = _trains(call)
+    position = 3 if call.overload == "no_stats" else call.info.training
+    evaluates = call.name.endswith(("_no_training", "_no_update"))
+    training = not evaluates and (position is None or call.arg(position) is not False)
     image = ["c" if index == 1 else None if training else f"d{index}" for index in range(len(call.shape(0)))]
     inputs: dict[Path, Dims] = {path: ["c"] for path, value in call.tensors.items() if value.numel}
     inputs |= {(position,): image for position in images}
     combine = {label: how for label in image if label is not None and label != "c"}
     return Labels(inputs, [image, *(["c"] for _ in call.outputs[1:])], combine=combine, reason=COUPLED)
-
-
-def _trains(call: LabelledCall) -> bool:
-    if call.name.endswith(("_no_training", "_no_update")):
-        return False
-    position = 3 if call.overload == "no_stats" else call.info.training
-    return position is None or call.arg(position) is not False
 
 
 # -- group norm ------------------------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ def pointwise(call: LabelledCall) -> Labels | str:
 
 def factory(call: LabelledCall) -> Labels | str:
     """A tensor of one number: its sizes are literals, behind a tensor of `new_zeros` that gives type and device."""
-    return _sized(call, int(call.name.startswith("new_")))
+    return _sizes_as_literals(call, int(call.name.startswith("new_")))
 
 
 def strided(call: LabelledCall) -> Labels | str:
     """Sizes and strides are literals: only the outermost dimension can shrink without changing a stride."""
     position = int(call.name.startswith("new_"))
     sizes, steps = call.integers(position), call.integers(position + 1)
-    labels = _sized(call, position)
+    labels = _sizes_as_literals(call, position)
     if isinstance(labels, str) or len(sizes) != len(steps) or not sizes:
         return "strides are literals"
     real = [index for index, size in enumerate(sizes) if size > 1]
@@ -51,7 +51,7 @@ def strided(call: LabelledCall) -> Labels | str:
     return Labels({}, [dims], labels.literals)
 
 
-def _sized(call: LabelledCall, position: int) -> Labels | str:
+def _sizes_as_literals(call: LabelledCall, position: int) -> Labels | str:
     sizes = call.shape_of_output()
     (where,) = call.at(position, "size")
     if len(call.integers(position, "size")) != len(sizes):
@@ -87,7 +87,7 @@ def _combination(call: LabelledCall) -> str | None:
 
 
 def _reduced(call: LabelledCall) -> set[int] | None:
-    """The reduced dimensions, as the shapes of input and result tell them where no dimension is named."""
+    """Return the reduced dimensions, found from the shapes where the call names none; None if the shapes disagree."""
     shape, made = call.shape(0), call.shape_of_output()
     asked = {wrapped(dim, len(shape)) for dim in call.integers(call.info.dim, "dim")}
     keeps = len(made) == len(shape)

@@ -1,4 +1,4 @@
-"""Views: other looks at the same elements, or at some of them.
+"""Views of the same elements, or of some of them.
 
     view([36], [3, 2, 6]):  (x) -> (x, -, -), the literal 3 is divided
     permute(a, [2, 0, 1]):  (x, y, z) -> (z, x, y)
@@ -38,8 +38,9 @@ def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[i
 def view(call: LabelledCall) -> Labels | str:
     """Other sizes for the same elements in the same order."""
     before, after = call.shape(0), call.shape_of_output()
-    if call.overload == "dtype":
-        return _as_dtype(call)
+    if call.overload == "dtype":  # the same bytes as another data type: the innermost dimension changes its size
+        labels = numbered(before, () if before == after else (-1,))
+        return Labels({(0,): labels}, [labels])
     if 0 in before:
         return "no elements"
     taken, made = _leading(before, after)
@@ -56,13 +57,6 @@ def _leading(before: Sequence[int], after: Sequence[int]) -> tuple[list[str | No
     for here, there in groups(before, after):
         taken[here[0]] = made[there[0]] = f"d{here[0]}"
     return taken, made
-
-
-def _as_dtype(call: LabelledCall) -> Labels:
-    """The same bytes as another data type: the innermost dimension changes its size."""
-    same = call.shape(0) == call.shape_of_output()
-    labels = numbered(call.shape(0), () if same else (-1,))
-    return Labels({(0,): labels}, [labels])
 
 
 def flatten(call: LabelledCall) -> Labels | str:
@@ -170,16 +164,11 @@ def window(call: LabelledCall) -> Labels | str:
     """A window, or windows side by side, along one dimension: all others; that one too where all of it is taken."""
     shape = call.shape(0)
     dim = wrapped(call.integer(call.info.dim, "dim"), len(shape))
-    return rearranged(call, range(len(shape)), () if _whole(call, shape[dim]) else (dim,))
-
-
-def _whole(call: LabelledCall, size: int) -> bool:
-    """Whether a slice keeps the whole dimension by literals that mean the same for a shorter one."""
-    if not call.name.startswith("slice"):
-        return False
+    # a slice may keep the whole dimension, by literals that mean the same for a shorter one
     end = call.arg(3, "end")
-    reaches = end is None or (isinstance(end, int) and end >= size)
-    return call.arg(2, "start") in (None, 0) and reaches and call.integer(4, "step", 1) == 1
+    reaches_end = end is None or (isinstance(end, int) and end >= shape[dim])
+    whole = call.arg(2, "start") in (None, 0) and reaches_end and call.integer(4, "step", 1) == 1
+    return rearranged(call, range(len(shape)), () if call.name.startswith("slice") and whole else (dim,))
 
 
 def as_strided(call: LabelledCall) -> Labels | str:

@@ -1,10 +1,10 @@
 """`magis.checkpoint_policy`: which blocks to recompute, and what of them to save, for a limit on the peak.
 
-Every candidate is judged by capturing the whole step under it: torch's own checkpointing runs on fake tensors, whose
-deaths are those of the real ones, so that the peak is that of the step that will run, with everything that a block
-makes again at once. Blocks whose repetition would be another computation stay as they are. Candidates come from one
-price: an operator is saved if recomputing it costs more nanoseconds than its bytes are worth. The price is bisected;
-then blocks are left plain again, the last first, while the limit holds.
+Every candidate is judged by capturing the whole step under it: torch's own checkpointing runs on fake tensors, which
+are freed when the real ones would be, so the peak is that of the step that will run. Blocks whose repetition would
+compute something else stay as they are. Candidates come from one price: an operator is saved if recomputing it costs
+more nanoseconds than its bytes are worth. The price is bisected; then blocks are left plain again, the last first,
+while the limit holds.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from magis.units import format_bytes
 __all__ = ["checkpoint_policy"]
 
 TRIES = 24
-"""Captures at most."""
+"""Limit on the number of captures."""
 
 
 @dataclass(frozen=True)
 class _Item:
-    """What may be saved: its key, the bytes that this keeps, the time that it saves."""
+    """A result that may be saved: its key, the bytes that it occupies, and the time that saving it spares."""
 
     path: str
     key: tuple[str, int] | str
-    """An operator by name and number; for torch_remat the path of a sub-module."""
+    """Operator by name and number; for torch_remat, path of a sub-module."""
     nbytes: int
     ns: int
 
@@ -82,7 +82,7 @@ def checkpoint_policy(
     library: Literal["torch", "torch_remat"] = "torch",
     autocast: torch.dtype | None = None,
 ) -> RegionPolicies:
-    """A policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
+    """Return a policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
 
     `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss` None
     the module returns its loss; an optimizer that is given is not used. The limit is `memory_ratio` (share of the
@@ -127,7 +127,10 @@ def checkpoint_policy(
 
 
 def blocks_of(module: nn.Module) -> tuple[str, ...]:
-    """Paths of the layers: children with parts of their own, of the outermost lists and sequences; UsageError: none."""
+    """Return the paths of the layers: children, with parts of their own, of the outermost lists and sequences.
+
+    Raises UsageError if there are none.
+    """
     found: list[str] = []
     for path, part in module.named_modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(f"{path}.".startswith(f"{p}.") for p in found):
@@ -142,7 +145,7 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
 
 
 class _PolicySearch:
-    """One step and its candidates."""
+    """Search for a policy of one step."""
 
     def __init__(
         self, module: nn.Module, work: Workload, blocks: Sequence[str], library: str, autocast: torch.dtype | None
@@ -170,7 +173,7 @@ class _PolicySearch:
             reads = observe_step(work, self._autocast, draws=True)
         check_stateless(reads)
         self.left: dict[str, str] = {}
-        """Blocks that stay as they are, and why."""
+        """Blocks that stay as they are, with the reasons."""
         with drawing(module, blocks, self.left):
             self._plain = self._captured(())
         self.plain = self._judge((), self._plain)
@@ -178,7 +181,7 @@ class _PolicySearch:
         self._paths = tuple(dict.fromkeys(item.path for item in self._items))
 
     def run(self, limit: int) -> _Judged:
-        """The cheapest policy found under a limit in bytes; UsageError if there is none."""
+        """Return the cheapest policy found under a limit in bytes; raises UsageError if there is none."""
         if self.plain.peak <= limit:
             return self.plain
         prices = sorted({item.worth for item in self._items if item.nbytes})
@@ -207,8 +210,10 @@ class _PolicySearch:
         return best
 
     def _mixed(self, prices: Sequence[float], low: int, limit: int, best: _Judged) -> _Judged:
-        """Blocks mostly have the same operators, so that one price for all moves in large steps: as many as fit, from
-        the last on, get the next lower price."""
+        """Give the next lower price to as many blocks as fit, from the last on.
+
+        Blocks mostly have the same operators, so one price for all moves in large steps.
+        """
         if not 0 < low < len(prices):
             return best
         few, many = 0, len(self._paths)
@@ -222,7 +227,8 @@ class _PolicySearch:
         return best
 
     def _at(self, price: float, other: float = 0.0, others: frozenset[str] = frozenset()) -> _Judged:
-        """All blocks recomputed, but for what is worth more than a price (ns per byte); ``others`` have another one."""
+        """Judge the policy that recomputes all blocks and saves what is worth more than a price (ns per byte); the
+        blocks ``others`` have the price ``other``."""
         regions = {path: CheckpointedRegion(path) for path in self._paths}
         for item in self._items:
             if not item.nbytes or item.worth > (other if item.path in others else price):
@@ -250,13 +256,14 @@ class _PolicySearch:
             return capture(*self._work.parts, autocast=self._autocast)
 
     def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
-        """What may be saved of each block that runs once and can be run again."""
+        """Return what may be saved of each block that runs once and can be run again."""
         where = next(path for path, part in self._work.module.named_modules() if part is self._module)
         prefix = f"{where}." if where else ""
         inside: dict[str, list[Op]] = {}
         for path in blocks:
-            ops = self._inside(f"{prefix}{path}")
-            if path not in self.left and ops and not (why := self._why_once(ops)):
+            inner = f"{prefix}{path}."
+            ops = [op for op in self._plain.graph.ops if op.phase == "forward" and f"{op.module}.".startswith(inner)]
+            if path not in self.left and ops and not (why := self._why_not_again(ops)):
                 inside[path] = ops
             elif path not in self.left:
                 self.left[path] = why if ops else "it does not run"
@@ -272,7 +279,7 @@ class _PolicySearch:
         except (CaptureError, RuntimeError) as error:
             if self._library == TORCH and not isinstance(error, CaptureError):
                 raise
-            raise self._cannot_repeat(error) from None
+            raise self._no_repetition(error) from None
         finally:
             begins.remove()
         found: list[_Item] = []
@@ -293,8 +300,8 @@ class _PolicySearch:
             )
         return found
 
-    def _cannot_repeat(self, error: Exception) -> UsageError:
-        """Of a step that runs as it is, but not with its blocks run again."""
+    def _no_repetition(self, error: Exception) -> UsageError:
+        """Return the error for a step that runs as it is, but not with its blocks run again."""
         if getattr(getattr(self._module, "config", None), "use_cache", False):
             return UsageError(
                 "the blocks keep keys and values for later calls, and cannot be recomputed",
@@ -303,13 +310,12 @@ class _PolicySearch:
         text = " ".join(str(error).split()).partition(". ")[0]
         return UsageError(f"the blocks cannot be recomputed: {text}", hint="name others: blocks=[...]")
 
-    def _inside(self, path: str) -> list[Op]:
-        ops = self._plain.graph.ops
-        return [op for op in ops if op.phase == "forward" and f"{op.module}.".startswith(f"{path}.")]
+    def _why_not_again(self, ops: Sequence[Op]) -> str:
+        """Return the reason why a block cannot run again; "" if it can.
 
-    def _why_once(self, ops: Sequence[Op]) -> str:
-        """Why a block cannot run again: it writes what others made, or reads a buffer that it changes afterwards, whose
-        new contents its repetition would meet. Empty: it can."""
+        It must not write what others made, nor read a buffer that it changes later: its repetition would read the new
+        contents.
+        """
         graph = self._plain.graph
         maker = {graph.values[value].storage: op.id for op in reversed(graph.ops) for value in op.made()}
         last = {pair[0]: pair[1] for op in graph.ops for pair in op.writes}
@@ -352,8 +358,10 @@ class _PolicySearch:
             yield _Item(path, (op.target, number), nbytes, self._subject.roofline.nanoseconds(op, graph.values))
 
     def _modules_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:
-        """Sub-modules without parts of their own that run once and write to nothing but buffers of theirs. What a call
-        keeps: its result, and what it reads besides parameters, buffers and the batch."""
+        """Yield the leaf modules of a block that run once and write nothing but their own buffers.
+
+        A saved call occupies its result and what it reads besides parameters, buffers and the batch.
+        """
         graph = self._plain.graph
         block = self._module.get_submodule(path)
         where = next(name for name, part in self._work.module.named_modules() if part is block)

@@ -39,28 +39,26 @@ __all__ = ["RegionPolicies"]
 
 TORCH, REMAT = "torch", "torch_remat"
 LIBRARIES = (TORCH, REMAT)
-"""What may run a policy; a file's version is the place in this tuple, from 1."""
-
-# One checkpointed block: which of its operators' results are saved, told to torch while the block runs.
+"""Libraries that can run a policy; a file's version is the place in this tuple, from 1."""
 
 Seen: TypeAlias = Callable[[str], object]
-"""Told the name of every operator of a region's forward as it runs."""
+"""Function that is told the name of every operator of a region's forward as it runs."""
 
 
 @dataclass(frozen=True)
 class CheckpointedRegion:
-    """A block that is recomputed in its backward, but for what is saved of it."""
+    """A block that is recomputed in the backward, except for saved results."""
 
     path: str
-    """Of the module (`get_submodule`)."""
+    """Path of the module (`get_submodule`)."""
     saved: frozenset[tuple[str, int]] = frozenset()
-    """Operators by name ("aten.mm.default") and how many of that name ran in the block before."""
+    """Operators by name ("aten.mm.default") and the count of that name in the block before."""
     modules: frozenset[str] = frozenset()
     """With torch_remat: paths, below the block, of sub-modules whose calls are saved whole; ``saved`` is then empty."""
 
 
 def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
-    """What `torch.utils.checkpoint.checkpoint(context_fn=...)` makes: contexts of a forward and of its repetition.
+    """Return contexts of a forward and of its repetition, for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
 
     Buffers change once: the repetition leaves running statistics and counters as the forward left them.
     """
@@ -81,8 +79,10 @@ def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = N
 
 
 def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator casts a trained weight. Autocast keeps the result for the next use of the weight, so that a
-    block runs as many casts as uses ahead of it have left, and its repetition others."""
+    """Return True if an operator casts a trained weight.
+
+    Autocast caches the result for the next use of the weight, so a block and its repetition may run different casts.
+    """
     if func is not torch.ops.aten._to_copy.default:  # noqa: SLF001 (its name)
         return False
     return bool(args[0].is_leaf and args[0].requires_grad)
@@ -90,8 +90,7 @@ def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
 
 @cache
 def _past_casts(kind: type[Any]) -> type[Any]:
-    """A kind of mode of torch's, which counts operators of a block and of its repetition, that takes no notice of casts
-    of weights."""
+    """Return a subclass of one of torch's checkpointing modes that does not count casts of weights."""
 
     class PastCasts(kind):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +102,7 @@ def _past_casts(kind: type[Any]) -> type[Any]:
 
 
 class _Repetition:
-    """The context of torch, and around it the one that spares buffers."""
+    """The context of a repetition: torch's, inside of the one that spares buffers."""
 
     def __init__(self, again: Any, block: nn.Module) -> None:
         self._again = again
@@ -121,11 +120,11 @@ class _Repetition:
 
 
 class _Sparing(TorchDispatchMode):
-    """Runs operators without what they would write to a block's buffers."""
+    """Mode that runs operators without their writes to a block's buffers."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = {_memory(buffer) for buffer in block.buffers()}
+        self._buffers = {_storage_key(buffer) for buffer in block.buffers()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,12 +134,12 @@ class _Sparing(TorchDispatchMode):
         if hidden:
             return func(*(None if place in hidden else arg for place, arg in enumerate(args)), **kwargs)
         writes = bool(func._schema.arguments) and func._schema.arguments[0].alias_info  # noqa: SLF001 (what it says of itself)
-        if writes and writes.is_write and isinstance(args[0], Tensor) and _memory(args[0]) in self._buffers:
+        if writes and writes.is_write and isinstance(args[0], Tensor) and _storage_key(args[0]) in self._buffers:
             return args[0]
         return func(*args, **kwargs)
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (a storage's identity, fake ones included)
 
 
@@ -153,7 +152,7 @@ def wrapped(
     preserve_rng_state: bool = True,
     seen: Seen | None = None,
 ) -> Callable[..., Any]:
-    """A block's forward under checkpointing; plain where no gradient is wanted."""
+    """Return a block's forward under checkpointing; plain where no gradient is wanted."""
     if library == REMAT:
         return by_remat(
             region.path,
@@ -186,22 +185,26 @@ AGAIN = "plan and save it again"
 
 @dataclass(frozen=True)
 class RegionPolicies:
-    """What to save of each checkpointed block; blocks that are not named stay as they are. Bytes are peaks of forward
-    and backward, with parameters, buffers and batch."""
+    """A policy: the results to save in each checkpointed block; other blocks stay as they are.
+
+    Bytes are peaks of forward and backward, with parameters, buffers and batch.
+    """
 
     regions: tuple[CheckpointedRegion, ...]
     original_bytes: int
     planned_bytes: int
     latency_ratio: float
-    """Predicted, by operators' times: planned / original."""
+    """Planned time / original time, predicted from operators' times."""
     library: str = TORCH
-    """What runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
+    """Library that runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
     left: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Blocks that planning found unfit to run again, and why; not part of the file."""
+    """Blocks that cannot run again, with the reasons; not part of the file."""
 
     def context_fn(self, path: str, block: nn.Module) -> Callable[[], tuple[Any, Any]]:
-        """For `checkpoint(block, ..., use_reentrant=False, context_fn=...)`. UsageError for a block without region, and
-        for a policy that torch_remat runs."""
+        """Return the `context_fn` for `checkpoint(block, ..., use_reentrant=False, context_fn=...)`.
+
+        Raises UsageError for a block without region, and for a policy that torch_remat runs.
+        """
         if self.library != TORCH:
             raise UsageError(f"a policy for {self.library} has no context_fn", hint="use apply()")
         for region in self.regions:
@@ -211,7 +214,7 @@ class RegionPolicies:
         raise UsageError(f"{path!r} is no region of the policy", hint=f"leave it plain; regions: {known}")
 
     def apply(self, module: nn.Module) -> Applied:
-        """Put every region of a module under checkpointing, in place. UsageError for blocks that it does not have."""
+        """Put every region of a module under checkpointing, in place; raises UsageError for blocks that it lacks."""
         blocks = [(region, _block(module, region.path)) for region in self.regions]
         for region, block in blocks:
             if "forward" in vars(block):
@@ -222,7 +225,7 @@ class RegionPolicies:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
-        """As `apply`, for the duration of a block."""
+        """Apply the policy for the duration of a block."""
         handle = self.apply(module)
         try:
             yield module
@@ -250,7 +253,7 @@ class RegionPolicies:
 
     @staticmethod
     def load(path: Path | str) -> RegionPolicies:
-        """Read a file of `save`. UsageError, one line, for any other."""
+        """Read a file of `save`; raises UsageError, one line, for any other."""
         try:
             check_readable(Path(path))
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -265,7 +268,7 @@ class RegionPolicies:
         if data.get("version") != expected:
             raise UsageError(f"{path} is of version {data.get('version')!r}, not {expected}", hint=AGAIN)
         try:
-            return _parsed(data)
+            return _from_json(data)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"the policy {path} is corrupt: {type(error).__name__} {error}", hint=AGAIN) from None
 
@@ -302,32 +305,32 @@ def _block(module: nn.Module, path: str) -> nn.Module:
         ) from None
 
 
-def _parsed(data: dict[str, Any]) -> RegionPolicies:
-    """Of JSON; KeyError, TypeError or ValueError for what is none."""
+def _from_json(data: dict[str, Any]) -> RegionPolicies:
+    """Read a policy from JSON; raises KeyError, TypeError or ValueError if it is none."""
     regions = []
     library = data.get("library", TORCH)
     if library not in LIBRARIES:
         raise ValueError(f"library {str(library)[:40]!r}")
     for each in data["regions"]:
-        saved = [(_text(name), _count(number)) for name, number in each["saved"]] if library == TORCH else []
-        modules = [_text(name) for name in each["modules"]] if library == REMAT else []
-        regions.append(CheckpointedRegion(_text(each["path"]), frozenset(saved), frozenset(modules)))
+        saved = [(_as_name(name), _as_count(number)) for name, number in each["saved"]] if library == TORCH else []
+        modules = [_as_name(name) for name in each["modules"]] if library == REMAT else []
+        regions.append(CheckpointedRegion(_as_name(each["path"]), frozenset(saved), frozenset(modules)))
     if len({region.path for region in regions}) != len(regions):
         raise ValueError("a block is named twice")
     ratio = data["latency_ratio"]
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1e9:
         raise ValueError(f"latency_ratio {ratio!r}")
-    original, planned = _count(data["original_bytes"]), _count(data["planned_bytes"])
+    original, planned = _as_count(data["original_bytes"]), _as_count(data["planned_bytes"])
     return RegionPolicies(tuple(regions), original, planned, float(ratio), library)
 
 
-def _text(value: object) -> str:
+def _as_name(value: object) -> str:
     if not isinstance(value, str) or len(value) > 1000:
         raise TypeError(f"{str(value)[:40]!r} is no name")
     return value
 
 
-def _count(value: object) -> int:
+def _as_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{str(value)[:40]!r} is no whole number")
     return value

@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 
 
 def torch_remat() -> Any:
-    """The library; UsageError, one line, where it is not installed."""
+    """Import the library; raises UsageError, one line, if it is not installed."""
     try:
         return import_module("torch_remat")
     except ImportError:
@@ -33,16 +33,16 @@ def torch_remat() -> Any:
 
 
 class _GeneratorState:
-    """What a checkpointed call tells torch_remat of the generators: a `RecomputeStateHook`.
+    """The states of the generators for torch_remat: a `RecomputeStateHook`.
 
-    A repetition puts earlier states back; `leave` gives the generators the state in which it found them.
+    A repetition puts earlier states back; `leave` restores the states that it found.
     """
 
     def __init__(self) -> None:
         self._found: list[Tensor] | None = None
 
     def snapshot(self) -> list[Tensor]:
-        """States of the CPU's generator and, where CUDA is in use, of the current device's."""
+        """Return the states of the CPU's generator and, where CUDA is in use, of the current device's."""
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *cuda]
 
@@ -53,7 +53,7 @@ class _GeneratorState:
         self._set(state)
 
     def leave(self) -> None:
-        """A repetition is over."""
+        """End a repetition: restore the states that it found."""
         if self._found is not None:
             self._set(self._found)
             self._found = None
@@ -75,7 +75,7 @@ def by_remat(
     preserve_rng_state: bool = True,
     seen: Callable[[str], object] | None = None,
 ) -> Forward:
-    """A block's forward under torch_remat; plain where no gradient is wanted. Its buffers change once.
+    """Return a block's forward under torch_remat; plain where no gradient is wanted. Buffers change once.
 
     `kept` are paths of sub-modules below the block; `sparing` makes the mode under which a repetition leaves buffers;
     `seen` is told the path of every sub-module without parts of its own that the forward, not a repetition, calls.
@@ -94,10 +94,10 @@ def by_remat(
                     stack.callback(state.leave)
                     stack.enter_context(sparing(block))
                 for name in sorted(kept):
-                    stack.enter_context(_kept(remat, block.get_submodule(name), name))
+                    stack.enter_context(_saving_calls(remat, block.get_submodule(name), name))
                 if seen is not None and not again:
                     for name in leaves(block):
-                        stack.enter_context(_told(block.get_submodule(name), name, seen))
+                        stack.enter_context(_telling_calls(block.get_submodule(name), name, seen))
                 return forward(*given, **named)
 
         hooks = (state,) if preserve_rng_state else ()
@@ -107,13 +107,13 @@ def by_remat(
 
 
 def leaves(block: nn.Module) -> tuple[str, ...]:
-    """Paths below a block of its sub-modules that have no parts of their own."""
+    """Return the paths, below a block, of its leaf modules."""
     return tuple(name for name, part in block.named_modules() if name and not any(True for _ in part.children()))
 
 
 @contextmanager
-def _forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
-    """A part whose forward is another one for the duration of a block."""
+def forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
+    """Replace a module's forward for the duration of a block."""
     own = vars(part).get("forward")
     part.forward = forward
     try:
@@ -125,8 +125,8 @@ def _forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
             part.forward = own
 
 
-def _kept(remat: Any, part: nn.Module, name: str) -> Any:
-    """A sub-module whose call is saved, and whose result whoever runs again may read."""
+def _saving_calls(remat: Any, part: nn.Module, name: str) -> Any:
+    """Save the calls of a sub-module for the duration of a block; repetitions may read their results."""
     call = remat.region(part.forward, name, recompute=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -134,11 +134,12 @@ def _kept(remat: Any, part: nn.Module, name: str) -> Any:
         remat.recompute_needs_tensor(out)
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)
 
 
-def _told(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
-    """A sub-module whose calls are told; one whose result is no tensor cannot be kept, and is not."""
+def _telling_calls(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
+    """Tell ``seen`` of a sub-module's calls for the duration of a block; "" if the result is no tensor, and so cannot
+    be saved."""
     own = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -146,4 +147,4 @@ def _told(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
         seen(name if isinstance(out, Tensor) else "")
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)

@@ -1,4 +1,4 @@
-"""Checkpointed blocks while a step is captured: what each runs, first and again, and which would not repeat itself.
+"""Comparison of checkpointed blocks with their repetitions while a step is captured.
 
 Torch puts the default generators back before a block runs again, a policy leaves its buffers as they are. Nothing puts
 back other generators, counters and whatever else Python code has changed by then.
@@ -7,7 +7,7 @@ back other generators, counters and whatever else Python code has changed by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magis.extensions.compile.checkpointing.policy import CheckpointedRegion, is_weight_cast, wrapped
+from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
 
 
@@ -24,22 +25,21 @@ from magis.ops.generators import HostGenerators, same_generator
 def _forwards(
     module: nn.Module, paths: Sequence[str], make: Callable[[nn.Module, str], Callable[..., Any]]
 ) -> Iterator[None]:
-    """The module's blocks with other forwards, as ``make`` makes them."""
-    blocks = [(path, module.get_submodule(path)) for path in paths]
-    for path, block in blocks:
-        block.forward = make(block, path)
-    try:
+    """Replace the forwards of a module's blocks for the duration of a block, by those that ``make`` returns."""
+    with ExitStack() as stack:
+        for path in paths:
+            block = module.get_submodule(path)
+            stack.enter_context(forward_as(block, make(block, path)))
         yield
-    finally:
-        for _, block in blocks:
-            vars(block).pop("forward", None)
 
 
 def under(
     module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, Runs] | None
 ) -> AbstractContextManager[None]:
-    """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
-    is filled with the calls of each block, and what they run."""
+    """Put the module's blocks under checkpointing while a step is captured, in which no random numbers are drawn.
+
+    ``seen`` receives the calls of each block, and the operators that they run.
+    """
     by_path = {region.path: region for region in regions}
 
     def make(block: nn.Module, path: str) -> Callable[..., Any]:
@@ -59,21 +59,21 @@ def under(
 
 
 def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> AbstractContextManager[None]:
-    """Note in ``left`` which blocks, while a step is captured, draw numbers that a repetition would draw anew, or count
-    their calls: torch puts the default generators back, and nothing else."""
+    """Note in ``left``, while a step is captured, blocks that draw from other generators than torch's default ones, or
+    count their calls: torch puts the default generators back, and nothing else."""
 
     def make(block: nn.Module, path: str) -> Callable[..., Any]:
         own = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hosts, numbers = HostGenerators(), _numbers(block)
+            hosts, numbers = HostGenerators(), _plain_attributes(block)
             with _Calls() as calls:
                 out = own(*args, **kwargs)
             if hosts.moved() or calls.draws:
                 left[path] = "it draws from Python's, numpy's or its own generator"
             elif calls.reads:
                 left[path] = "it reads a number off a tensor"
-            elif _numbers(block) != numbers:
+            elif _plain_attributes(block) != numbers:
                 left[path] = "it counts its calls"
             return out
 
@@ -82,8 +82,8 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
     return _forwards(module, blocks, make)
 
 
-def _numbers(block: nn.Module) -> dict[tuple[str, str], object]:
-    """What a block keeps in plain attributes, its parts' included."""
+def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], object]:
+    """Return the plain attributes of a block and of its parts."""
     parts = block.named_modules()
     return {(path, name): it for path, part in parts for name, it in vars(part).items() if type(it) in _PLAIN}
 
@@ -93,7 +93,7 @@ _PLAIN = (int, float, bool, str)
 
 @dataclass
 class Runs:
-    """What a block runs in a step, first and again."""
+    """The operators that a block runs in a step, first and again."""
 
     calls: int = 0
     names: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Runs:
         self.made.clear()
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward whose operators are noted at each run."""
+        """Return the forward, with its operators noted at each run."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.made.append(_Calls())
@@ -116,21 +116,24 @@ class Runs:
         return run
 
     def alike(self) -> bool:
-        """Whether repetitions, which end once the backward has what it wants, run what the first run did."""
+        """Return True if every repetition runs the operators of the first run, as far as it goes.
+
+        A repetition ends as soon as the backward has what it needs.
+        """
         first, *again = [each.calls for each in self.made]
         return all(each == first[: len(each)] for each in again)
 
 
 class _Calls(TorchDispatchMode):
-    """Notes operators with all that is in them but tensors: the numbers that Python code made."""
+    """Mode that notes operators with their arguments, tensors by shape: numbers that Python computed show up."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, ...]] = []
         self.draws = False
-        """Whether one draws from another generator than the default one."""
+        """True once an operator draws from another generator than the default one."""
         self.reads = False
-        """Whether Python reads a number off a tensor."""
+        """True once Python reads a number off a tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,6 +143,6 @@ class _Calls(TorchDispatchMode):
         self.draws = self.draws or not all(same_generator(each, torch.default_generator) for each in given)
         self.reads = self.reads or func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its name)
         if func is not torch.ops.aten.detach.default and not is_weight_cast(func, args):  # of checkpointing itself
-            looks = (str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in leaves)
-            self.calls.append((str(func), *looks))
+            texts = (str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in leaves)
+            self.calls.append((str(func), *texts))
         return func(*args, **(kwargs or {}))

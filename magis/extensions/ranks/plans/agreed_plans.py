@@ -24,9 +24,9 @@ class Ranks:
     world: World
 
     def all_or_none(self, what: str, make: Callable[[], T]) -> T:
-        """Return what ``make`` makes on this rank. Raises MagisError, the same on all ranks, where one fails."""
+        """Return ``make()`` of this rank; raises MagisError, the same on all ranks, if it fails on one."""
         found = attempt(make)
-        told(what, found if isinstance(found, str) else "", "", self.world)
+        tell_all(what, found if isinstance(found, str) else "", "", self.world)
         return cast("T", found)
 
     def agreed(self, subject: Callable[[], S], planned: Callable[[S], OfGraph]) -> Graph:
@@ -42,32 +42,32 @@ class Digested(Protocol):
 
 
 class OfGraph(Protocol):
-    """A plan of it."""
+    """A plan of a captured step."""
 
     @property
     def graph(self) -> Graph: ...
 
 
 def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: World, *, group: int) -> Graph:
-    """The plan of the first rank that has this rank's step, which all ranks with that step run.
+    """Return the plan of the first rank with the same step as this one; all ranks with that step run it.
 
-    Groups of so many ranks, one behind the other, are replicas of each other. Raises MagisError, with the same line on
-    all ranks, where one of them captures no step, or another one than its replicas, where a first one finds no plan,
-    and where one gets another plan.
+    Consecutive groups of ``group`` ranks are replicas of each other. Raises MagisError, with the same line on all
+    ranks, if one of them captures no step, or another one than its replicas, if a first one finds no plan, or if one
+    receives another plan.
     """
     if world.size == 1:
         return planned(subject()).graph
     found = attempt(subject)
-    steps = told("step", *((found, "") if isinstance(found, str) else ("", found.digest)), world)
+    steps = tell_all("step", *((found, "") if isinstance(found, str) else ("", found.digest)), world)
     check_same("step", steps, [rank % group for rank in range(world.size)])
     firsts = [steps.index(each) for each in steps]
     mine = ("", "")
     if firsts[world.rank] == world.rank and not isinstance(found, str):
         best = attempt(partial(planned, found))
         mine = (best, "") if isinstance(best, str) else ("", dump(best.graph))
-    texts = told("plan", *mine, world)
-    graph = attempt(partial(_read, texts[firsts[world.rank]]))
-    plans = told("plan", *((graph, "") if isinstance(graph, str) else ("", digest(graph))), world)
+    texts = tell_all("plan", *mine, world)
+    graph = attempt(partial(_parse_verified, texts[firsts[world.rank]]))
+    plans = tell_all("plan", *((graph, "") if isinstance(graph, str) else ("", digest(graph))), world)
     check_same("plan", plans, firsts)
     if isinstance(graph, str):
         raise MagisError(graph)
@@ -75,15 +75,15 @@ def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: Wor
 
 
 def attempt(make: Callable[[], T]) -> T | str:
-    """What ``make`` makes, or in one line why it does not."""
+    """Return ``make()``, or its error in one line."""
     try:
         return make()
     except MagisError as error:
         return str(error)
 
 
-def told(what: str, wrong: str, mine: str, world: World) -> list[str]:
-    """What every rank has; raises MagisError, the same on all of them, unless all say that nothing is wrong."""
+def tell_all(what: str, wrong: str, mine: str, world: World) -> list[str]:
+    """Send ``mine`` to all ranks, and return every rank's; raises MagisError, the same on all, if one is ``wrong``."""
     found: list[tuple[str, str]] = [("", "")] * world.size
     dist.all_gather_object(found, (wrong, mine))
     for rank, (each, _) in enumerate(found):
@@ -93,7 +93,7 @@ def told(what: str, wrong: str, mine: str, world: World) -> list[str]:
 
 
 def check_same(what: str, found: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise MagisError unless every rank has the same as its first one."""
+    """Raise MagisError unless every rank found the same as the rank that ``firsts`` names for it."""
     others = [rank for rank, each in enumerate(found) if each != found[firsts[rank]]]
     if others:
         raise MagisError(
@@ -102,7 +102,7 @@ def check_same(what: str, found: Sequence[str], firsts: Sequence[int]) -> None:
         )
 
 
-def _read(text: str) -> Graph:
+def _parse_verified(text: str) -> Graph:
     graph = parse(text)
     verify(graph)
     return graph

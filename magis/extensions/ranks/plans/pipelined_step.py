@@ -1,11 +1,11 @@
-"""A pipeline stage's whole step as one function of its parameters: what torch's `Schedule1F1B` runs, as operators.
+"""A pipeline stage's whole step as one function of its parameters: torch's `Schedule1F1B` as operators.
 
     warm-up    forwards of the first micro-batches, one less than stages are left behind this one
     then       one forward, one backward, in turns: hidden states go on to the next stage, gradients back
     at last    the backwards that are left; gradients are means over the micro-batches and the replicas
 
-The messages are operators of the step (`magis/ops/exchanges.py`), which a plan leaves in their order; what it keeps of
-a forward until its backward, and when it computes it, is its own business.
+The messages are operators of the step (`magis/ops/exchanges.py`), which a plan leaves in their order. It is free to
+choose what it keeps of a forward until its backward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from magis.strategies.rank_step import split
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What goes from stage to stage for one micro-batch."""
+class HiddenState:
+    """Size and type of the tensor that goes from stage to stage for one micro-batch."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, and who is around it."""
+    """One stage of a pipeline, and its groups of ranks."""
 
     cut: StageCut
     blocks: range
@@ -46,8 +46,8 @@ class Stage:
     stages: int
     micro_batches: int
     samples: int
-    """Of the pipeline's share of the batch."""
-    hidden: Hidden
+    """Number of samples in the pipeline's share of the batch."""
+    hidden: HiddenState
     group: str
     """Name of the pipeline's process group."""
     replicas: Replica
@@ -67,8 +67,11 @@ class Stage:
 
 
 def pipelined(work: Workload, stage: Stage) -> Workload:
-    """The workload as this stage's step: its module, with the parameters of the stage alone, takes what the stage reads
-    of the batch and returns the mean loss, which is 0 on all stages but the last."""
+    """Return the workload as this stage's step.
+
+    Its module, with the parameters of the stage alone, takes what the stage reads of the batch and returns the mean
+    loss, which is 0 on all stages but the last.
+    """
     inputs = work.inputs if stage.is_first else ()
     targets = work.targets if stage.is_last else ()
     work.module.forward = Forward(work.module, stage, work.loss_fn, len(inputs))
@@ -82,23 +85,23 @@ def _itself(loss: Tensor) -> Tensor:
 
 @dataclass
 class Forward:
-    """What the module of a stage does when it is called."""
+    """The forward of a stage's module: one step, with its gradients ready for the backward."""
 
     net: nn.Module
     stage: Stage
     loss_fn: Callable[..., Tensor]
     inputs: int
-    """How many of the tensors it is given are inputs of the network; the others are targets."""
+    """Number of the arguments that are inputs of the network; the others are targets."""
 
     def __call__(self, *given: Tensor) -> Tensor:
         params = {name: each for name, each in self.net.named_parameters() if each.requires_grad}
         run = OneForwardOneBackward(self.net, self.stage, self.loss_fn, tuple(params), tuple(params.values()))
-        loss: Tensor = _Stepped.apply(run, given[: self.inputs], given[self.inputs :], *params.values())  # type: ignore[no-untyped-call]
+        loss: Tensor = _PrecomputedGradients.apply(run, given[: self.inputs], given[self.inputs :], *params.values())  # type: ignore[no-untyped-call]
         return loss
 
 
-class _Stepped(torch.autograd.Function):
-    """The loss of a step, whose gradients are there already."""
+class _PrecomputedGradients(torch.autograd.Function):
+    """The loss of a step whose gradients have been computed with it."""
 
     @staticmethod
     def forward(
@@ -123,13 +126,13 @@ class OneForwardOneBackward:
     names: tuple[str, ...]
     params: tuple[Tensor, ...]
     begun: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque)
-    """Of each micro-batch whose backward is to come: what came from the stage before, and what goes to the next."""
+    """Input and output of each micro-batch whose backward is to come."""
     losses: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
-    """Sums so far."""
+    """Sums of the gradients so far."""
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The mean loss, and the gradients of all parameters."""
+        """Run the schedule; return the mean loss, and the gradients of all parameters."""
         stage, count = self.stage, self.stage.micro_batches
         before, behind = stage.index - 1, stage.index + 1
         warm = min(count, stage.stages - stage.index)
@@ -137,24 +140,24 @@ class OneForwardOneBackward:
         shares = [split(tensors, stage.samples, count) for tensors in (inputs, targets)]
         sends: list[Tensor] = []  # to the next stage, then to the one before
         for number in range(warm):
-            given = None if stage.is_first else self._exchanged([], before)
+            given = None if stage.is_first else self._exchange([], before)
             sends = self._forward(number, given, *shares)
             if number < warm - 1:
-                self._exchanged(sends, behind, receives=False)
+                self._exchange(sends, behind, receives=False)
         for number in range(count):
-            grad = None if stage.is_last else self._exchanged(sends, behind)
+            grad = None if stage.is_last else self._exchange(sends, behind)
             sends = self._backward(grad)
             if number + warm < count:
-                given = None if stage.is_first else self._exchanged(sends, before)
+                given = None if stage.is_first else self._exchange(sends, before)
                 sends = self._forward(number + warm, given, *shares)
             else:
                 if not stage.is_first:
-                    self._exchanged(sends, before, receives=False)
+                    self._exchange(sends, before, receives=False)
                 sends = []
         loss = torch.stack(self.losses).mean() if self.losses else torch.zeros((), device=stage.hidden.device)
-        return loss, self._means()
+        return loss, self._mean_gradients()
 
-    def _exchanged(self, sent: Sequence[Tensor], peer: int, *, receives: bool = True) -> Tensor:
+    def _exchange(self, sent: Sequence[Tensor], peer: int, *, receives: bool = True) -> Tensor:
         hidden = self.stage.hidden
         size = hidden.size if receives else NOTHING
         ready = [tensor.detach().contiguous() for tensor in sent]
@@ -164,7 +167,7 @@ class OneForwardOneBackward:
     def _forward(
         self, number: int, given: Tensor | None, inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Any]
     ) -> list[Tensor]:
-        """What goes to the next stage; nothing from the last, which has the loss."""
+        """Run a micro-batch forward; return what goes to the next stage: nothing from the last, which has the loss."""
         stage = self.stage
         with torch.enable_grad():
             start = None if given is None else given.requires_grad_()
@@ -176,7 +179,7 @@ class OneForwardOneBackward:
         return [] if stage.is_last else [out]
 
     def _backward(self, grad: Tensor | None) -> list[Tensor]:
-        """Adds up the gradients of a micro-batch; what goes to the stage before."""
+        """Add up the gradients of a micro-batch; return what goes to the stage before."""
         start, out = self.begun.popleft()
         wanted = self.params if start is None else (start, *self.params)
         found: list[Tensor | None] = [*torch.autograd.grad(out, wanted, grad, allow_unused=True)]
@@ -187,7 +190,7 @@ class OneForwardOneBackward:
         ]
         return [] if back is None else [back]
 
-    def _means(self) -> tuple[Tensor | None, ...]:
+    def _mean_gradients(self) -> tuple[Tensor | None, ...]:
         stage = self.stage
         grads = {
             name: grad / stage.micro_batches

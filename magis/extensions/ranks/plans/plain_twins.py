@@ -1,8 +1,7 @@
-"""Plain twins of modules that ranks share: of those under `fully_shard`, or in `DistributedDataParallel`.
+"""Plain twins of modules that ranks share by `fully_shard` or `DistributedDataParallel`.
 
-What these do by hooks is no part of a step that could be captured. Their twin is: a copy of the module which holds the
-very memory of this rank's weights and has the same messages as operators (`sharded_weights.py`). Its gradients go to
-where the user's optimizer finds them.
+These work by hooks, which a capture does not see. Their twin is a copy of the module on the very memory of this rank's
+weights, with the same messages as operators (`sharded_weights.py`). Its gradients are handed to the user's parameters.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from magis.strategies.single_device import blocks_of
 
 FSDP = "torch.distributed.fsdp"
 _COPIED = (nn.Module, types.MethodType, partial, dict, list, tuple, set)
-"""What may hold modules, of which the twin has its own."""
+"""Types that may hold modules, so that the twin needs its own."""
 _HELD = Reads(own=None, names=frozenset())
-"""All that modules hold; of other objects, torch's own among them, not what they hold."""
+"""Reads of all that modules hold, but not of what other objects hold."""
 STATES = (STATE_KEY, REGISTRY_KEY)
-"""Where torch notes in a module what was done to it."""
+"""Attributes in which torch notes what was done to a module."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A parameter as the user's module has it, and the plain one on the same memory."""
+    """A parameter of the user's module, and the plain one on the same memory."""
 
     own: nn.Parameter
     plain: nn.Parameter
@@ -51,12 +50,12 @@ class Held:
 
     @property
     def is_current(self) -> bool:
-        """Whether both still lie on the same bytes."""
+        """True if both still lie on the same bytes."""
         memory: Tensor = self.own if self.sharded is None else self.sharded._sharded_param_data
         return memory.data_ptr() == self.plain.data_ptr()
 
     def hand_over(self) -> None:
-        """Add the gradient of the plain one to that of the user's."""
+        """Add the gradient of the plain parameter to that of the user's."""
         grad, self.plain.grad = self.plain.grad, None
         if grad is None:
             return
@@ -77,19 +76,19 @@ class SharedModule:
     world: World
     held: tuple[Held, ...]
     modes: tuple[tuple[nn.Module, nn.Module], ...]
-    """Modules of the user's and their twins, which train or evaluate as those do."""
+    """The user's modules and their twins, which are in the same mode, training or evaluation."""
     user: nn.Module
-    looks: Snapshot
-    """Of the user's module, when the twin was made."""
+    snapshot: Snapshot
+    """State of the user's module when the twin was made."""
 
     def refresh(self) -> None:
-        """Take over what the user's module says now. UsageError where it is not what it was."""
+        """Take over the modes of the user's module; raises UsageError if anything else of it has changed."""
         check_forms(self.user)
         for theirs, plain in self.modes:
             plain.training = theirs.training
         if not all(each.is_current for each in self.held):
             raise UsageError("the weights of the model have moved in memory", hint="call magis.optimize again")
-        changed = changed_part(self.looks)
+        changed = changed_part(self.snapshot)
         if changed:
             raise UsageError(f"{changed} has changed", hint="call magis.optimize again")
 
@@ -100,17 +99,17 @@ class SharedModule:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Whether ranks share a module, in a form that has a twin or in one that has none."""
+    """Return True if ranks share a module, in a form with a twin or without one."""
     return isinstance(model, DistributedDataParallel) or check_others(model, refuse=False)
 
 
 def shared_module(model: nn.Module) -> SharedModule:
-    """The plain twin of a module that ranks share. UsageError in one line for forms of sharing that have none."""
+    """Return the plain twin of a module that ranks share; raises UsageError, one line, for forms that have none."""
     return _replicated(model) if isinstance(model, DistributedDataParallel) else _sharded(model)
 
 
 def check_forms(model: nn.Module) -> None:
-    """UsageError for what torch does there and the twin does not; weights that are gathered are given up."""
+    """Raise UsageError for settings that the twin does not follow; gathered weights are resharded."""
     if isinstance(model, DistributedDataParallel):
         check_replica(model)
     else:
@@ -134,7 +133,7 @@ def _replicated(model: DistributedDataParallel) -> SharedModule:
 
 @dataclass(frozen=True)
 class _Named:
-    """As much of a workload as blocks are found in."""
+    """The part of a workload that `blocks_of` reads."""
 
     module: nn.Module
     blocks: tuple[str, ...] = ()
@@ -154,7 +153,10 @@ def _sharded(model: nn.Module) -> SharedModule:
         if each.mesh_info.shard_process_group.size() != world.size:
             raise UsageError("fully_shard over several groups of ranks", hint=OTHERWISE)
         each.lazy_init()
-        held += [_shard_of(param) for param in each.fsdp_params]
+        for param in each.fsdp_params:
+            memory = param._sharded_param_data.view(param.padded_sharded_param_size)
+            own: nn.Parameter = param.sharded_param
+            held.append(Held(own, nn.Parameter(memory, own.requires_grad), param))
     twin = _twin(model, {id(each.own): each.plain for each in held})
     pairs = dict(zip(model.modules(), twin.modules(), strict=True))
     name = register_group(group, REPLICAS)
@@ -169,12 +171,12 @@ def _sharded(model: nn.Module) -> SharedModule:
     for module, plain in pairs.items():
         if isinstance(module, FSDPModule):  # with parameters of its own or without
             state: Any = module._get_fsdp_state()
-            _cast(plain, state._mp_policy)
+            _hook_casts(plain, state._mp_policy)
     return SharedModule(twin, world, tuple(held), tuple(pairs.items()), model, Snapshot({"model": model}, _HELD))
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
-    """Torch's groups of parameters that are gathered together, each with its modules."""
+    """Yield torch's groups of parameters that are gathered together, each with its modules."""
     seen = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -195,12 +197,6 @@ def _world(group: dist.ProcessGroup, what: str) -> World:
     return World(size, rank)
 
 
-def _shard_of(param: Any) -> Held:
-    own: nn.Parameter = param.sharded_param
-    memory: Tensor = param._sharded_param_data.view(param.padded_sharded_param_size)
-    return Held(own, nn.Parameter(memory, own.requires_grad), param)
-
-
 def _piece(param: Any, pairs: Mapping[nn.Module, nn.Module], paths: Mapping[nn.Module, str]) -> ShardedParameter:
     info = param._module_info
     owners = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
@@ -210,9 +206,9 @@ def _piece(param: Any, pairs: Mapping[nn.Module, nn.Module], paths: Mapping[nn.M
 
 
 def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output: Any) -> None:
-    """Have the modules meet the unit's parameters in the backward, too: what is checkpointed runs again there.
+    """Show the modules the unit's parameters in the backward, too, where checkpointed blocks run again.
 
-    Until their gradients are there, or the backward is over.
+    They stay until their gradients are there, or the backward is over.
     """
     places = [(module.get_submodule(path), name) for piece in unit.pieces for path, name in piece.owners]
     shown = {place: vars(place[0])[place[1]] for place in dict.fromkeys(places)}
@@ -242,8 +238,8 @@ def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output
             tensor.register_hook(again)
 
 
-def _cast(module: nn.Module, policy: Any) -> None:
-    """Have a module cast what comes and goes as its policy says."""
+def _hook_casts(module: nn.Module, policy: Any) -> None:
+    """Have a module cast its inputs and outputs as its mixed-precision policy says."""
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), prepend=True, with_kwargs=True)
     if policy.output_dtype is not None:
@@ -266,8 +262,10 @@ def _as(given: Any, dtype: torch.dtype) -> Any:
 
 
 def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """A copy of a module without what torch's sharding has put into it: other parameters, by the identities of the
-    model's; all other tensors that modules hold are shared."""
+    """Return a copy of a module without the traces of torch's sharding.
+
+    ``parameters``: those of the copy, by the `id` of the model's; all other tensors that modules hold are shared.
+    """
     memo: dict[int, Any] = dict(parameters)
     theirs = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in model.modules():
@@ -291,11 +289,8 @@ def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module
 
 
 def _without_sharding(name: str, value: Any) -> Any:
-    """An attribute of a module; a table of hooks without those of `fully_shard`."""
+    """Return an attribute of a module; a table of hooks without those of `fully_shard`."""
     if not name.endswith("_hooks") or not isinstance(value, dict):
         return value
-    return type(value)((key, each) for key, each in value.items() if not _is_sharding(each))
-
-
-def _is_sharding(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(FSDP)
+    others = ((key, hook) for key, hook in value.items() if not str(getattr(hook, "__module__", "")).startswith(FSDP))
+    return type(value)(others)

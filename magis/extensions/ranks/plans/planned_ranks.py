@@ -1,8 +1,8 @@
-"""magis inside each rank: ranks that run a planned step, whose messages are operators of the plan.
+"""Strategies whose ranks run planned steps, with messages as operators of the plan.
 
 `magis+ddp` averages gradients unit by unit, `magis+fsdp` also holds weights, gradients and the optimizer's state in
-shards; with either every rank runs the same step on its share of the batch. Of `magis+tp2` two ranks share each block,
-of `magis+pp2` two have half of the blocks each. Ranks with the same step run one plan: the first of them searches, the
+shards; with either every rank runs the same step on its share of the batch. In `magis+tp2` two ranks share each block,
+in `magis+pp2` two have half of the blocks each. Ranks with the same step run one plan: the first of them searches, the
 others get its plan, and none begins before all agree (`magis/extensions/ranks/plans/agreed_plans.py`).
 """
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.capture import Workload
 from magis.errors import UsageError, VerifyError
 from magis.extensions.ranks.plans.agreed_plans import agreed
-from magis.extensions.ranks.plans.pipelined_step import Hidden, Stage, pipelined
+from magis.extensions.ranks.plans.pipelined_step import HiddenState, Stage, pipelined
 from magis.extensions.ranks.plans.sharded_weights import Replica, average_weights, shard_weights
 from magis.extensions.ranks.plans.tensor_parts import hold_parts
 from magis.extensions.ranks.strategies.distributed import mesh, place, trained
@@ -41,7 +41,7 @@ from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
 
 SHARE = 0.6
-"""Of the peak of a rank's own step: the limit where none is given."""
+"""Limit where none is given, as a share of the peak of a rank's own step."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class PlannedRanks:
 
     name: str
     limits: tuple[int, ...] = ()
-    """Bytes of tensors that a rank keeps, by its place in a group, or of all ranks; empty: `SHARE`."""
+    """Limits in bytes of tensors, by a rank's place in a group, or one for all ranks; empty: `SHARE`."""
     budget: int | None = None
-    """Plans evaluated; None: as many as for a case of one rank."""
+    """Number of plans evaluated; None: as many as for a case of one rank."""
     device: str = "cpu"
-    """Whose operators and prices plans are made with: "cpu" or "sim:<name>"."""
+    """Device whose operators and prices plans are made with: "cpu" or "sim:<name>"."""
 
     plans: dict[str, Plan] = field(default_factory=dict, compare=False, repr=False)
-    """By the digest of the step: what was planned already."""
+    """Plans made so far, by the digest of the step."""
 
     warm_steps = 1
 
@@ -66,12 +66,14 @@ class PlannedRanks:
         return group_of(self.name)
 
     def within(self, limits: tuple[int, ...], budget: int | None, device: str = "cpu") -> PlannedRanks:
-        """The same under limits."""
+        """Return the same strategy under limits."""
         return replace(self, limits=limits, budget=budget, device=device, plans={})
 
     def prepare(self, work: Workload, world: World) -> PlannedStep:
-        """The step on this rank's share of the batch. CaptureError where it is no single static graph, MagisError
-        where ranks do not agree on it."""
+        """Return the step on this rank's share of the batch.
+
+        Raises CaptureError if it is no single static graph, MagisError if ranks do not agree on it.
+        """
         check_world(self, world.size)
         shards = plain_of(self.name) == "fsdp"
         lengths = {name: len(p) for name, p in work.module.named_parameters() if shards and p.dim()}
@@ -80,20 +82,16 @@ class PlannedRanks:
             subject, planned = partial(self.subject, own), partial(self.planned, rank=world.rank)
             graph = planned(subject()).graph if world.fake else agreed(subject, planned, world, group=self.group)
         step = GraphStep(graph, own.module, own.inputs, own.targets, own.optimizer, device=place(world))
-        sees_loss = not self._is_pipeline or world.rank % self.group == self.group - 1
+        sees_loss = not plain_of(self.name).startswith("pp") or world.rank % self.group == self.group - 1
         return PlannedStep(own.module, own, step, world.rank, lengths, sees_loss)
 
-    @property
-    def _is_pipeline(self) -> bool:
-        return plain_of(self.name).startswith("pp")
-
     def own_part(self, work: Workload, world: World) -> Workload:
-        """The workload with this rank's share of the batch and of the weights; the module is taken over."""
+        """Return the workload with this rank's share of the batch and of the weights; its module is changed."""
         check_update(work, self.name)
         return _OWN_PARTS[re.sub(r"\d", "", plain_of(self.name))](work, world, self.group)
 
     def subject(self, own: Workload) -> Subject:
-        """What is planned: a rank's own part, captured. CaptureError where it is no single static graph."""
+        """Capture a rank's own part, to be planned; raises CaptureError if it is no single static graph."""
         _, fake = on_fake_tensors(own)
         found = Subject(Source(own.name, lambda _seed: fake, "", self.device, 0))
         names = {str(op.args[-1]) for op in found.captured.graph.ops if is_message(op.target)}
@@ -104,49 +102,45 @@ class PlannedRanks:
         return found
 
     def planned(self, subject: Subject, rank: int = 0) -> Plan:
-        """The plan of a rank's own part. No machine's scratch decides it."""
+        """Return the plan of a rank's own part; it does not depend on the scratch memory of this machine's kernels."""
         if subject.digest not in self.plans:
-            self.plans[subject.digest] = self._searched(subject, rank)
+            limits = self.limits or (share_of(SHARE, subject.original_with({}).peak_bytes),)
+            self.plans[subject.digest] = plan(
+                subject, memory_limit=limits[rank % len(limits)], latency_limit_ns=None, budget=self.budget,
+                seconds=None, seed=0, stored={} if self.device == "cpu" else None,
+            )  # fmt: skip
         return self.plans[subject.digest]
-
-    def _searched(self, subject: Subject, rank: int) -> Plan:
-        limits = self.limits or (share_of(SHARE, subject.original_with({}).peak_bytes),)
-        stored: dict[str, int] | None = {} if self.device == "cpu" else None  # no machine's scratch
-        return plan(
-            subject, memory_limit=limits[rank % len(limits)], latency_limit_ns=None, budget=self.budget, seconds=None,
-            seed=0, stored=stored,
-        )  # fmt: skip
 
 
 def _replicated(work: Workload, world: World, _group: int) -> Workload:
-    """With all weights on every rank."""
+    """Return the workload with all weights on every rank."""
     work = share_of_batch(work, world.rank, world.size)
-    average_weights(work.module, work.blocks, world.size, register_group(_everybody(), REPLICAS))
+    average_weights(work.module, work.blocks, world.size, register_group(_all_ranks(), REPLICAS))
     return work
 
 
 def _sharded(work: Workload, world: World, _group: int) -> Workload:
-    """With a shard of every weight."""
+    """Return the workload with a shard of every weight."""
     work = share_of_batch(work, world.rank, world.size)
-    shard_weights(work.module, work.blocks, world.size, world.rank, register_group(_everybody(), REPLICAS))
+    shard_weights(work.module, work.blocks, world.size, world.rank, register_group(_all_ranks(), REPLICAS))
     return work
 
 
 def _tensor_parallel(work: Workload, world: World, tensor: int, *, sequence: bool = False) -> Workload:
-    """With this rank's part of every block, of the vocabulary, and of the ``sequence`` between blocks."""
+    """Return the workload with this rank's part of every block, of the vocabulary, and of the ``sequence``."""
     count = world.size // tensor
     ranks = mesh(world, {REPLICAS: count, "tp": tensor})
     work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
     own = ranks["tp"]
     name_group(own, "tp")
     work = share_network(work, own, sequence=sequence)
-    looks = hold_parts(work.module)
-    average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
+    wrappers = hold_parts(work.module)
+    average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), wrappers)
     return work
 
 
 def _pipeline(work: Workload, world: World, stages: int) -> Workload:
-    """With the blocks of this rank's stage."""
+    """Return the workload with the blocks of this rank's stage."""
     replicas, cut = world.size // stages, cut_of(work, stages)
     ranks = mesh(world, {REPLICAS: replicas, "pp": stages, "tp": 1})
     index = ranks.get_local_rank("pp")
@@ -170,7 +164,7 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
         stages,
         count,
         batch_size(work),
-        Hidden(tuple(hidden.shape), hidden.dtype, hidden.device),
+        HiddenState(tuple(hidden.shape), hidden.dtype, hidden.device),
         register_group(ranks.get_group("pp"), "pp"),
         averaged,
         cut.tied,
@@ -179,7 +173,7 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
     return pipelined(work, stage)
 
 
-def _everybody() -> dist.ProcessGroup:
+def _all_ranks() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
@@ -193,12 +187,12 @@ _OWN_PARTS: Mapping[str, Callable[[Workload, World, int], Workload]] = {
 
 
 def factory_of(name: str) -> str:
-    """What makes the strategy of that name, as ranks are told."""
+    """Return the strategy's name, or "module:factory" for a planned one, as ranks are told."""
     return f"{__name__}:{plain_of(name).replace('+', '_')}" if is_planned(name) else name
 
 
 def __getattr__(name: str) -> Callable[[], PlannedRanks]:
-    """The factories: ``ddp``, ``fsdp``, ``tp2``, ``tp2_sp``, ..."""
+    """Return a factory: ``ddp``, ``fsdp``, ``tp2``, ``tp2_sp``, ..."""
     planned = f"magis+{name.replace('_', '+')}"
     if not is_planned(planned):
         raise AttributeError(name)
@@ -214,28 +208,28 @@ class PlannedStep:
     step: GraphStep
     rank: int
     lengths: Mapping[str, int]
-    """First dimensions of whole parameters, of those in shards."""
+    """First dimension of every whole parameter that is held in shards."""
     sees_loss: bool = True
-    """Whether the loss is known on this rank: in a pipeline, on the last one."""
+    """True if this rank knows the loss: in a pipeline, only the last one does."""
 
     def prepare(self) -> None:
-        """Nothing is left of the last step but what it returned."""
+        """Drop all that is left of the last step but its results."""
         self.step.prepare()
 
     def run(self) -> Tensor | None:
-        """One whole step; the mean loss of the share, None on a rank that does not see it."""
+        """Run one whole step; return the mean loss of the share, None on a rank that does not see it."""
         loss = self.step.run().detach()
         return loss if self.sees_loss else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What the rank holds for longer than an operator, each with its kind."""
+        """Yield the tensors that the rank holds for longer than an operator, each with its kind."""
         yield from (("parameters", parameter) for parameter in self.module.parameters())
         yield from (("buffers", buffer) for buffer in self.module.buffers())
         yield from (("batch", tensor) for tensor in (*self.work.inputs, *self.work.targets))
         yield from (("optimizer state", tensor) for tensor in self.step.state().values())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of the parameters by their names, without padding."""
+        """Yield this rank's parts of the parameters by name, without padding."""
         for name, own in self.module.named_parameters():
             length = self.lengths.get(name)
             yield name, own.detach() if length is None else own.detach()[: max(0, length - self.rank * len(own))]

@@ -1,8 +1,8 @@
 """Weights in shards: a module that holds this rank's part of each parameter and gathers the whole where it uses it.
 
-What torch's `fully_shard` does by hooks on streams, as operators of the step itself: the capture sees them, so that a
-plan decides how long a gathered weight stays and when it is gathered again. The messages are those of `fully_shard`,
-unit by unit and byte by byte, hence the same sums:
+torch's `fully_shard` does this by hooks on streams; here it is operators of the step itself: the capture sees them, so
+that a plan decides how long a gathered weight stays and when it is gathered again. The messages are those of
+`fully_shard`, unit by unit and byte by byte, hence the same sums:
 
     forward of a unit    shards -> one flat tensor -> all-gather -> whole parameters
     backward of a unit   gradients -> one flat tensor -> reduce-scatter (mean) -> gradients of the shards
@@ -34,17 +34,17 @@ class ShardedParameter:
     """Paths of modules, from the unit's, and the names that the parameter has there; tied ones have several."""
     shape: tuple[int, ...]
     trained: bool
-    look: Callable[[Tensor], Tensor] | None = None
-    """What modules meet is made of the shown tensor by that; None: it is that."""
+    wrap: Callable[[Tensor], Tensor] | None = None
+    """Function from the shown tensor to the one that modules use; None: they use the shown one."""
     dtype: torch.dtype | None = None
-    """What gradients are cast to in the end; None: nothing."""
+    """Data type to which gradients are cast in the end; None: they are not."""
 
     def rows(self, ranks: int) -> int:
-        """First dimension of a shard, with the padding that makes all of them equal."""
+        """Return the first dimension of a shard, with the padding that makes all of them equal."""
         return -(-self.shape[0] // ranks)
 
     def length(self, ranks: int) -> int:
-        """Elements of a shard."""
+        """Return the number of elements of a shard."""
         return self.rows(ranks) * prod(self.shape[1:])
 
 
@@ -58,31 +58,31 @@ class Unit:
     """Name of the process group."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the modules meet in place of the parameters that they hold."""
+        """Return the tensors that the modules use in place of the parameters that they hold."""
         raise NotImplementedError
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters that the modules hold; None for one without."""
+        """Return the gradients of the parameters that the modules hold; None for one without."""
         raise NotImplementedError
 
     def enter(self, module: nn.Module, _args: object) -> None:
-        """Before the forward: other tensors where the modules look for their parameters."""
+        """Put the shown tensors, before a forward, where the modules look for their parameters."""
         first = (piece.owners[0] for piece in self.pieces)
         held = (module.get_submodule(path)._parameters[name] for path, name in first)
         for piece, tensor in zip(self.pieces, _Shown.apply(self, *held), strict=True):  # type: ignore[no-untyped-call]
-            met = tensor if piece.look is None else piece.look(tensor)
+            met = tensor if piece.wrap is None else piece.wrap(tensor)
             for path, name in piece.owners:
                 module.get_submodule(path).__dict__[name] = met
 
     def leave(self, module: nn.Module, _args: object, _result: object) -> None:
-        """After it: the parameters themselves."""
+        """Put the parameters themselves back after a forward."""
         for piece in self.pieces:
             for path, name in piece.owners:
                 module.get_submodule(path).__dict__.pop(name, None)
 
 
 class _Shown(torch.autograd.Function):
-    """What a unit shows, and what its gradients take."""
+    """The tensors that a unit shows, with their gradients returned to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *held: Tensor) -> tuple[Tensor, ...]:
@@ -102,12 +102,12 @@ class GatheredUnit(Unit):
     """Parameters in shards, which are gathered together."""
 
     gathered: torch.dtype | None = None
-    """What they are cast to before; None: nothing."""
+    """Data type to which shards are cast before they are gathered; None: they are not."""
     reduced: torch.dtype | None = None
-    """What gradients are cast to before they are reduced; None: nothing."""
+    """Data type to which gradients are cast before they are reduced; None: they are not."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The whole parameters."""
+        """Return the whole parameters."""
         ranks, lengths = self.ranks, [piece.length(self.ranks) for piece in self.pieces]
         flats = [_cast(shard.reshape(-1), self.gathered) for shard in held]
         table = all_gather(flats[0] if len(flats) == 1 else torch.cat(flats), ranks, self.group).view(ranks, -1)
@@ -117,7 +117,7 @@ class GatheredUnit(Unit):
         )
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """This rank's parts of the mean gradients; None for a parameter without one."""
+        """Return this rank's parts of the mean gradients; None for a parameter without one."""
         ranks = self.ranks
         given = [(piece, grad) for piece, grad in zip(self.pieces, grads, strict=True) if grad is not None]
         if not given:
@@ -137,11 +137,11 @@ class Replica(Unit):
     """Whole parameters, whose gradients are averaged together."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The parameters."""
+        """Return the parameters."""
         return tuple(parameter.view_as(parameter) for parameter in held)
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The means of the gradients over all ranks; None for a parameter without one."""
+        """Return the means of the gradients over all ranks; None for a parameter without one."""
         given = [grad for grad in grads if grad is not None]
         if not given or self.ranks == 1:
             return tuple(grads)
@@ -160,10 +160,10 @@ def _padded(grad: Tensor, rows: int) -> Tensor:
 
 
 def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: int, group: str) -> None:
-    """Cut the parameters of a module for the ranks of a group: each block is a unit, and what is in none is one.
+    """Cut the parameters of a module for the ranks of a group: each block is a unit, and so are all other parameters.
 
-    The module then holds shards under the names of the parameters, [rows, ...]. UsageError for a parameter that is one
-    number.
+    The module then holds shards [rows, ...] under the names of the parameters. Raises UsageError for a parameter that
+    is one number.
     """
     for part, named in units(module, blocks):
         pieces = tuple(_sharded(parameter, owners) for parameter, owners in named.items())
@@ -173,27 +173,31 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
                     f"{'.'.join(owners[0]).strip('.')} is one number, which cannot be cut into shards",
                     hint="make it a tensor of one element, as torch's fully_shard wants it, too",
                 )
-            shard = nn.Parameter(_shard(parameter.detach(), piece.rows(ranks), rank), parameter.requires_grad)
+            whole, rows = parameter.detach(), piece.rows(ranks)
+            own = whole[min(rank * rows, len(whole)) :][:rows]
+            padded = whole.new_zeros(rows, *whole.shape[1:])
+            padded[: len(own)].copy_(own)
+            shard = nn.Parameter(padded, parameter.requires_grad)
             for owner, name in owners:
                 part.get_submodule(owner)._parameters[name] = shard
         hook_unit(part, GatheredUnit(pieces, ranks, group))
 
 
 def average_weights(
-    module: nn.Module, blocks: Sequence[str], ranks: int, group: str, looks: Looks | None = None
+    module: nn.Module, blocks: Sequence[str], ranks: int, group: str, wrappers: Wrappers | None = None
 ) -> None:
-    """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest.
+    """Average the gradients of a module over the ranks of a group: of each block together, and of the rest.
 
-    Modules meet parameters as ``looks`` has them.
+    Modules use parameters as ``wrappers`` return them.
     """
     for part, named in units(module, blocks):
         pieces = (_sharded(parameter, owners) for parameter, owners in named.items())
-        looking = [replace(piece, look=(looks or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
-        hook_unit(part, Replica(tuple(looking), ranks, group))
+        wrapped = [replace(piece, wrap=(wrappers or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
+        hook_unit(part, Replica(tuple(wrapped), ranks, group))
 
 
 def hook_unit(part: nn.Module, unit: Unit, *, first: bool = False) -> None:
-    """Show a unit's parameters while that module runs: ``first``, to its other hooks too, which are there already."""
+    """Show a unit's parameters while that module runs; ``first``: to the hooks that it already has, too."""
     part.register_forward_pre_hook(unit.enter, prepend=first)
     part.register_forward_hook(unit.leave)
 
@@ -203,12 +207,12 @@ def _sharded(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> Shar
 
 
 Owners: TypeAlias = "dict[nn.Parameter, list[tuple[str, str]]]"
-Looks: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
-"""By the parameters that a rank holds: what modules meet is made of them so."""
+Wrappers: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
+"""Parameter that a rank holds -> function that makes the tensor that modules use."""
 
 
 def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Owners]]:
-    """The blocks of a module and the module itself, each with the parameters that are its own and who holds them."""
+    """Return the blocks of a module and the module itself, each with its own parameters and their holders."""
     taken: set[nn.Parameter] = set()
     found = []
     for path in (*blocks, ""):
@@ -225,15 +229,7 @@ def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Own
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules by their paths, in the order in which fully_shard puts their parameters side by side."""
+    """Yield modules by path, in the order in which fully_shard puts their parameters side by side."""
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path, module
-
-
-def _shard(whole: Tensor, rows: int, rank: int) -> Tensor:
-    low = min(rank * rows, whole.shape[0])
-    own = whole[low : low + rows]
-    shard = whole.new_zeros(rows, *whole.shape[1:])
-    shard[: own.shape[0]].copy_(own)
-    return shard

@@ -1,4 +1,4 @@
-"""What torch does to modules that ranks share beyond what their plain twins do: each refused in one line."""
+"""Refusals, one line each, of ways to share modules between ranks that their plain twins do not follow."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_others(model: nn.Module, *, refuse: bool) -> bool:
-    """Whether a module is shared otherwise than by one `DistributedDataParallel` around it. UsageError, if it is to be
-    refused, for every other way than `fully_shard`."""
+    """Return True if a module is shared in another way than by one `DistributedDataParallel` around it.
+
+    With ``refuse``, raises UsageError for every way but `fully_shard`.
+    """
     shards = False
     for name, module in model.named_modules():
         shards = shards or isinstance(module, FSDPModule)
@@ -37,7 +39,7 @@ def check_others(model: nn.Module, *, refuse: bool) -> bool:
 
 
 def check_replica(model: DistributedDataParallel) -> None:
-    """UsageError for what a `DistributedDataParallel` was told to do besides."""
+    """Raise UsageError for settings of a `DistributedDataParallel` that its twin does not follow."""
     own: Any = model
     odd = {
         "with a communication hook": own._comm_hooks,
@@ -55,7 +57,7 @@ def check_replica(model: DistributedDataParallel) -> None:
 
 
 def check_group(group: Any) -> None:
-    """UsageError for what `fully_shard` was told to do besides, of torch's group of parameters."""
+    """Raise UsageError for settings of `fully_shard`, in torch's group of parameters, that the twin does not follow."""
     mesh, params = group.mesh_info, group.fsdp_params
     types = {param._sharded_param_data.dtype for param in params}
     casts = group.mp_policy.param_dtype is not None
@@ -85,8 +87,8 @@ def _refuse(what: str, odd: dict[str, Any]) -> None:
             raise UsageError(f"{what} {how}", hint=BY_HAND)
 
 
-def changed_part(looks: Snapshot) -> str:
-    """The first of what a model's modules hold that is something else by now; empty: all is as it was."""
-    paths = (path for path, _, _ in looks.changes())
+def changed_part(snapshot: Snapshot) -> str:
+    """Return the first part of a model that has changed since the snapshot, in words; "" if nothing has."""
+    paths = (path for path, _, _ in snapshot.changes())
     modes = ("/.training", "/._is_full_backward_hook")
     return next((told(path) for path in paths if not path.endswith(modes)), "")

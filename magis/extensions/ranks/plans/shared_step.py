@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
-from magis.extensions.ranks.plans.agreed_plans import Ranks, attempt, check_same, told
+from magis.extensions.ranks.plans.agreed_plans import Ranks, attempt, check_same, tell_all
 from magis.extensions.ranks.plans.plain_twins import is_shared, shared_module
 from magis.frontends.kept_steps import Choice
 from magis.frontends.limits import Limits
@@ -23,9 +23,8 @@ from magis.strategies.rank_step import World
 
 BEHIND = "by the optimizer itself, after the step: ranks share the weights; its state and its step are not counted"
 
-
 Made: TypeAlias = tuple[OptimizedStep, Batch, str]
-"""A step, its first batch, and what is said of its limits."""
+"""A step, its first batch, and its limits in words."""
 
 
 def shared_step(model: nn.Module) -> type[SharedStep] | None:
@@ -55,14 +54,14 @@ class SharedStep(OptimizedStep):
 
     @classmethod
     def together(cls, made: Callable[[], Made]) -> Made:
-        """Make a step on every rank, or on none. MagisError, the same on all of them."""
+        """Make a step on every rank, or raise MagisError, the same on all of them."""
         ranks = Ranks(World(dist.get_world_size(), dist.get_rank()))
         found = ranks.all_or_none("step", made)
-        check_same("limit", told("limit", "", found[2], ranks.world), [0] * ranks.world.size)
+        check_same("limit", tell_all("limit", "", found[2], ranks.world), [0] * ranks.world.size)
         return found
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
-        """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss of this rank's batch, detached."""
+        """Run `step(inputs, targets)` or `step(**keywords)`; return the loss of this rank's batch, detached."""
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
         self._agree(given)
         if self._behind is not None:
@@ -75,10 +74,10 @@ class SharedStep(OptimizedStep):
         return loss
 
     def _agree(self, batch: Batch) -> None:
-        """Take over what the model says now. MagisError on all ranks where it cannot be on one of them, or where some
-        have a plan for their batch and others have none.
+        """Take over the model's present state, on all ranks or on none.
 
-        Only on a CPU do ranks tell each other: a GPU would have to wait for what it has been told so far.
+        Raises MagisError on all ranks if one of them cannot, or if some have a plan for their batch and others have
+        none. Ranks tell each other on a CPU alone: a GPU would have to wait for its queue.
         """
         line = attempt(self._refresh)
         if self._device != "cpu":
@@ -90,7 +89,7 @@ class SharedStep(OptimizedStep):
         dist.all_reduce(states, dist.ReduceOp.MAX)
         some_miss, some_hit, fails = states.tolist()
         if fails:
-            told("step", line, "", self._shared.world)
+            tell_all("step", line, "", self._shared.world)
         if some_miss and some_hit:
             raise UsageError(
                 "some ranks have a batch of a kind that was not planned yet, others have not",
@@ -107,7 +106,7 @@ class SharedStep(OptimizedStep):
 
 
 def check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
-    """UsageError for a module with a generator of its own, which only its copy would draw from."""
+    """Raise UsageError for a module with a generator of its own: the planned copy would draw from another one."""
     if held_generators(module, loss_fn):
         raise UsageError(
             "the model holds a random generator of its own, and what is planned is a copy of it",

@@ -1,4 +1,4 @@
-"""Every storage alive, real or fake, from the start of a rank's life: what its tensors take, and what they are for.
+"""Ledger of all live storages of a rank, real or fake, with their bytes and purposes.
 
 Unlike `magis.runtime.measure.tensor_peak`, which counts above a start, it counts persistent tensors too, follows
 storages that change their size (sharded weights come and go that way), and looks into distributed tensors. The same
@@ -29,15 +29,15 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 class LiveStorage(StorageLedger):
     """Counts after every operator, and after every change of a storage's size, with inputs and outputs alive.
 
-    Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` tells it
-    apart by kind, as far as `name` and `KIND` said what storages are for.
+    Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` splits it
+    by kind, as far as `name` and `KIND` said what storages are for.
     """
 
     def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], object] | None = None) -> None:
-        """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``).
+        """``replays``: also simulate what a GPU's caching allocator would reserve (``allocator``).
 
-        ``let_threads_rest`` is called before a sum counts in which there are storages that a collective took part in: a
-        backend's threads let go of them a moment after the collective has ended.
+        ``let_threads_rest`` is called before a new peak counts that includes storages lent to a collective: a backend's
+        threads release them a moment after the collective has ended.
         """
         super().__init__()
         self.allocator = CachingAllocator() if replays else None
@@ -51,7 +51,7 @@ class LiveStorage(StorageLedger):
         self._stack = ExitStack()
 
     def open_window(self) -> None:
-        """Start anew with what is alive now."""
+        """Begin the peak anew with the storages alive now."""
         self._watching = True
         if self._let_threads_rest is not None:
             self._let_threads_rest()
@@ -62,12 +62,12 @@ class LiveStorage(StorageLedger):
         self._on_peak()
 
     def close_window(self) -> None:
-        """What comes from now on does not count."""
+        """End the window: later operators do not count for the peak."""
         self._watching = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """No: code runs as it is written, compiled nowhere."""
+        """Return False: code under it runs in eager mode, not compiled."""
         return False
 
     def name(self, kind: str, tensor: torch.Tensor) -> None:
@@ -78,13 +78,13 @@ class LiveStorage(StorageLedger):
             self._kinds.setdefault(self._alive[reference.cdata].serial, kind)
 
     def name_rest(self, kind: str) -> None:
-        """Call all storages alive, of which nothing was said, ``kind``."""
+        """Name all storages alive that have no name yet ``kind``."""
         self._purge()
         for entry in self._alive.values():
             self._kinds.setdefault(entry.serial, kind)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the window's peak, most first; they sum up to it."""
+        """Return the bytes by kind at the window's peak, most first; they sum up to it."""
         found: Counter[str] = Counter()
         for key, nbytes in self._peak.items():
             found[self._kinds.get(key, TEMPORARY)] += nbytes
@@ -115,8 +115,8 @@ class LiveStorage(StorageLedger):
         result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
         of_args = storages_of(args)
         given = [*of_args, *storages_of(kwargs)]
-        # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
-        # which makes its storage out of sight and announces it by this operator.
+        # A storage that no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for
+        # torch.tensor(...), which makes its storage out of sight and announces it by this operator.
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
         arguments = {reference.cdata for reference, _ in of_args}
@@ -156,7 +156,7 @@ class LiveStorage(StorageLedger):
 
 @contextmanager
 def _resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Hear of every storage whose size is changed from Python: no operator tells of that."""
+    """Call ``seen`` with every storage that Python code resizes: no operator shows that."""
     own = vars(torch.UntypedStorage).get("resize_")
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 

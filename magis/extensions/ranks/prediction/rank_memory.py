@@ -1,4 +1,4 @@
-"""The peak of one rank's tensors in a step: predicted on fake tensors, or measured on real ones by the same code."""
+"""Peak bytes of one rank's tensors in a step: predicted on fake tensors, or measured on real ones by the same code."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from magis.strategies.distributed_names import check_world, is_low_precision
 from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 
 _SCALING = 3
-"""Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""
+"""Number of further warm-up steps with scaled gradients on a GPU: updates are skipped until the scale fits."""
 
 
 class Watch(AbstractContextManager[object], Protocol):
-    """What sees the operators of a step, while it is ``watching``."""
+    """Context that sees the operators of a step while it is ``watching``."""
 
     watching: bool
 
@@ -42,14 +42,14 @@ class _Blind(nullcontext[None]):
 
 @dataclass(frozen=True)
 class RankPeak:
-    """What a rank's tensors took in a step, and the losses of all steps (fake ones: none)."""
+    """Peak bytes of a rank's tensors in a step, and the losses of all steps (fake ones: none)."""
 
     peak_bytes: int
     terms: tuple[Term, ...]
-    """They sum up to the peak."""
+    """Bytes by kind, which sum up to the peak."""
     losses: tuple[float | None, ...] = ()
     reserved_bytes: int | None = None
-    """What a GPU's caching allocator would have reserved in the end, at its defaults; None where nobody asked."""
+    """Bytes that a GPU's caching allocator would have reserved in the end, at its defaults; None if not simulated."""
 
 
 def rank_peak(
@@ -70,11 +70,13 @@ def rank_peak(
     """
     warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
+    watch: Watch = _Blind() if watched_by is None else watched_by
+    watch.watching = False
     with (
         collector_spared(),
         no_collection(),
         propagated_apart(),
-        _shut(watched_by) as watch,  # below the ledger, which looks at references as they are where no mode is above it
+        watch,  # below the ledger, which counts references as if no mode were above it
         LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
     ):
         step = strategy.prepare(make_work(), world)
@@ -83,31 +85,22 @@ def rank_peak(
             step.prepare()
             gc.collect()
             if index == warm_steps:
-                _name(step, ledger)
+                _name_held(step, ledger)
                 ledger.name_rest("communication buckets")
                 ledger.open_window()
                 watch.watching = True
             losses.append(number(step.run(), world))
         ledger.close_window()
         watch.watching = False
-        _name(step, ledger)
+        _name_held(step, ledger)
     found = ledger.at_peak()
     terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
     reserved = None if ledger.allocator is None else ledger.allocator.reserved
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
 
 
-@contextmanager
-def _shut(watch: Watch | None) -> Iterator[Watch]:
-    """It is there, and sees nothing yet."""
-    watch = _Blind() if watch is None else watch
-    watch.watching = False
-    with watch:
-        yield watch
-
-
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
-    """Steps after which a strategy's next one is like all later ones."""
+    """Return the number of steps after which a strategy's next one is like all later ones."""
     steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
     scaled = world.device == "cuda" and not world.fake and is_low_precision(strategy.name)
     return steps + (_SCALING if scaled else 0)
@@ -123,12 +116,12 @@ def predict_rank(
     explicit_attention: bool = False,
     watched_by: Watch | None = None,
 ) -> RankMemory:
-    """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
+    """Predict the memory of rank ``rank`` of ``world_size`` in a step, without allocating anything.
 
-    ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
+    ``make_work`` is called under fake tensors. ``device`` "cuda": with the operators and the autocast of a GPU;
     ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves.
-    ``watched_by`` sees the step whose bytes count. UsageError where a process group is set up already.
+    are those of tensors, without workspace and context; on "cuda" also those that the caching allocator reserves.
+    ``watched_by`` sees the step whose bytes count. Raises UsageError if a process group is set up already.
     """
     with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
         found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
@@ -141,7 +134,7 @@ def predict_rank(
 def fake_rank(
     strategy: RankStrategy, size: int, rank: int, device: str, *, explicit_attention: bool = False
 ) -> Iterator[World]:
-    """The place of rank ``rank`` in a fake world, where tensors are fake and operators are those of ``device``."""
+    """Enter the place of rank ``rank`` in a fake world, with fake tensors and the operators of ``device``."""
     check_world(strategy, size)
     with ExitStack() as stack:
         stack.enter_context(fake_world(size, rank))
@@ -156,7 +149,7 @@ def fake_rank(
 
 @contextmanager
 def fake_world(size: int, rank: int) -> Iterator[None]:
-    """torch.distributed's default process group as of a world of ``size``, in which nothing is sent."""
+    """Set up torch.distributed for the duration of a block as in a world of ``size``, in which nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -178,12 +171,12 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def number(loss: Tensor | None, world: World) -> float | None:
-    """The loss as a number; None where this rank sees none, or nothing is computed."""
+    """Return the loss as a number; None if this rank sees none, or tensors are fake."""
     return None if loss is None or world.fake else float(loss)
 
 
 def _name_gradients(step: RankStep, ledger: LiveStorage) -> None:
-    """Gradients are named when they come: some are gone before the step ends."""
+    """Name gradients in the ledger as soon as they arrive: some are gone before the step ends."""
 
     def came(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -194,7 +187,7 @@ def _name_gradients(step: RankStep, ledger: LiveStorage) -> None:
             parameter.register_post_accumulate_grad_hook(came)
 
 
-def _name(step: RankStep, ledger: LiveStorage) -> None:
+def _name_held(step: RankStep, ledger: LiveStorage) -> None:
     held = getattr(step, "held", None)
     for kind, tensor in held() if held is not None else ():
         if torch.is_tensor(tensor):

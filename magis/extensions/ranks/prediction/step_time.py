@@ -1,7 +1,7 @@
-"""How long one rank's step should take: its operators at a device's prices, and its messages over the links.
+"""Estimate of the time of one rank's step: its operators at a device's prices, and its messages over the links.
 
-An estimate to compare strategies with, not to gate: it knows nothing of contention or of the host's work between
-kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is magis/cost/links.py.
+It is meant for comparing strategies, not for gating: it knows nothing of contention or of the host's work between
+kernels. It rests on the constants of devices (magis/cost/devices.py) and links (magis/cost/links.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from magis.results import RankMemory
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
 _BY_TORCH = ("ddp", "oss")
-"""Strategies on DistributedDataParallel, of whose messages no operator tells."""
+"""Strategies on DistributedDataParallel, whose messages no dispatch mode sees."""
 _ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
 _SHARED = frozenset(
     {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
@@ -42,7 +42,7 @@ _TWICE = frozenset({"allreduce_", "all_reduce", "all_reduce_", "allreduce_coales
 
 
 class StepTime(TorchDispatchMode):
-    """Adds up what the operators under it would take."""
+    """Mode that adds up the predicted time of the operators under it."""
 
     def __init__(self, device: DeviceModel, links: Links) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,17 +52,17 @@ class StepTime(TorchDispatchMode):
         self._entered = False
         self.compute_ns: int = 0
         self.exposed_ns: float = 0.0
-        """Messages that are waited for."""
+        """Time of messages that are waited for."""
         self.hidden_ns: float = 0.0
-        """Messages beside other work."""
+        """Time of messages beside other work."""
         self.sends: int = 0
-        """Messages from one rank to another: from stage to stage."""
+        """Number of messages from stage to stage."""
         self.sent_ns: float = 0.0
-        """Of ``exposed_ns``, what those take."""
+        """Time of these, a part of ``exposed_ns``."""
         self.took: dict[tuple[int, str], float] = {}
-        """Of ``compute_ns``, what the stages of a pipeline take, by what they compute."""
+        """Time of a pipeline's stages by (stage, kind of computation), parts of ``compute_ns``."""
         self._updating = 0
-        """Optimizers that are at it, one within the other: the backward is over, nothing hides a message."""
+        """Number of optimizers, nested, that are in their step: the backward is over, nothing hides a message."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class StepTime(TorchDispatchMode):
 
     @property
     def watching(self) -> bool:
-        """Whether operators are added up. Only then are there hooks on optimizers, with which some are refused."""
+        """True while operators are added up. Only then optimizers have hooks, with which some are refused."""
         return self._watching
 
     @watching.setter
@@ -105,17 +105,19 @@ class StepTime(TorchDispatchMode):
             return result
         space, _, name = str(func._schema.name).partition("::")
         if space in ("c10d", "_c10d_functional"):
-            self._message(func, name, args, result)
+            self._add_message(func, name, args, result)
         elif space == "aten":
-            took = _ns(self._device, func, args, kwargs or {}, result)
+            took = _call_ns(self._device, func, args, kwargs or {}, result)
             self.compute_ns += took
             if (at := COMPUTED.get()) is not None:
                 self.took[at] = self.took.get(at, 0.0) + took
         return result
 
     def ms(self, waiting: Waiting | None = None, *, passes: int = 1) -> float:
-        """Of the whole step; a rank of a pipeline is ``waiting`` in it, for others or for their messages. Messages
-        hide behind the last of ``passes``."""
+        """Return the milliseconds of the whole step.
+
+        ``waiting``: idle time of a rank of a pipeline. Messages hide behind the last of ``passes``.
+        """
         compute, exposed = float(self.compute_ns), self.exposed_ns
         if waiting is not None:
             compute += waiting.idle_ns(self.compute_ns, self.took, self.sent_ns / max(1, self.sends))
@@ -124,17 +126,17 @@ class StepTime(TorchDispatchMode):
         return (compute + exposed + beside) / 1e6
 
     def add_hidden(self, nbytes: int, ranks: int) -> None:
-        """An all-reduce that no operator tells of: of DistributedDataParallel."""
+        """Add an all-reduce of DistributedDataParallel, which no dispatch mode sees."""
         self.hidden_ns += 2 * (ranks - 1) / ranks * nbytes / self._links.bytes_per_s * 1e9
 
-    def _message(self, func: Any, name: str, args: tuple[Any, ...], result: object) -> None:
+    def _add_message(self, func: Any, name: str, args: tuple[Any, ...], result: object) -> None:
         ranks = _group_size(args)
         if ranks < 2:
             return
         factor = 2 * (ranks - 1) / ranks if name in _TWICE else (ranks - 1) / ranks if name in _SHARED else 0.0
         if name in _ONCE:
             factor = 1.0
-        if not factor:  # waits, barriers; what is received is somebody's send
+        if not factor:  # waits, barriers, and receives, which are counted as sends
             return
         sizes = [*map(_nbytes, args[:2]), _nbytes(result) if name in _SHARED else 0]  # the whole, not the pieces
         took = self._links.ns(factor * max(sizes))
@@ -155,12 +157,12 @@ def predict_step(
     device: DeviceModel,
     kind: str = "cpu",
 ) -> tuple[RankMemory, float]:
-    """Memory and milliseconds of a step of rank ``rank``, by one run on fake tensors (see `predict_rank`).
+    """Predict memory and milliseconds of a step of rank ``rank``, by one run on fake tensors (see `predict_rank`).
 
-    ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
+    ``device`` gives prices and links, ``kind`` ("cpu", "cuda") the operators.
     """
     pace = StepTime(device, links_of(device.name))
-    seen = _Seen(strategy)
+    seen = _ObservedStrategy(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
     passes = 1
     if strategy.name.rpartition("+")[2] in _BY_TORCH:
@@ -170,13 +172,13 @@ def predict_step(
 
 
 @dataclass
-class _Seen(Wrapping):
-    """A strategy, of whose step is noted what no operator tells."""
+class _ObservedStrategy(Wrapping):
+    """A strategy that notes facts of its step that no operator shows."""
 
     strategy: RankStrategy
     trained_bytes: int = 0
     waiting: Waiting | None = None
-    """Of a rank of a pipeline."""
+    """Idle time, for a rank of a pipeline."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         step = self.strategy.prepare(work, world)
@@ -186,16 +188,16 @@ class _Seen(Wrapping):
         return step
 
 
-def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
-    """Of one call, as of an operator of a graph."""
+def _call_ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the nanoseconds of one call, priced as an operator of a graph."""
     values: dict[int, Value] = {}
 
     def known(item: Any) -> Any:
         if isinstance(item, Tensor):
             number = len(values)
             storage = item.untyped_storage()._cdata
-            looks = (tuple(map(int, item.shape)), tuple(map(int, item.stride())))
-            values[number] = Value(number, *looks, str(item.dtype).removeprefix("torch."), storage)
+            shape, stride = tuple(map(int, item.shape)), tuple(map(int, item.stride()))
+            values[number] = Value(number, shape, stride, str(item.dtype).removeprefix("torch."), storage)
             return Ref(number)
         if isinstance(item, (list, tuple)):
             return tuple(map(known, item))
@@ -213,7 +215,7 @@ def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], re
 
 
 def _is_asynchronous(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call says that nobody waits for it; an argument that has its default value is not handed on."""
+    """Return a call's ``async_op``: True if nobody waits for it. Arguments with default values are not handed on."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "async_op":
             return bool(args[index] if index < len(args) else argument.default_value)
@@ -225,7 +227,7 @@ def _nbytes(tree: object) -> int:
 
 
 def _group_size(args: tuple[Any, ...]) -> int:
-    """Ranks of the group that a call is for; other texts and objects among the arguments name none."""
+    """Return the number of ranks of a call's group; 1 if no argument names a group."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     for arg in args:
         if isinstance(arg, str | torch.ScriptObject):

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _MEET_SECONDS = 300.0
-"""For all processes of a job to start."""
+"""Time for all processes of a job to start."""
 _LOOK_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _LOST_SECONDS = 30.0
-"""Without a sign of life after which a process is given up."""
+"""Time without a sign of life after which a process is given up."""
 _OVER_SECONDS = 10.0
 _WHERE = "magis/address"
 
@@ -52,15 +52,15 @@ class Agents:
 
     @property
     def address(self) -> str:
-        """Of this machine, as the others reach it."""
+        """Address at which the others reach this machine."""
         return "127.0.0.1" if self.one_machine else self._attachment.address
 
     def are_there(self) -> bool:
-        """Whether all processes of the job serve by now."""
+        """Return True if all processes of the job serve by now."""
         return all(host.is_there() for host in self._hosts.values())
 
     def hosts(self, size: int) -> dict[int, RankHost]:
-        """Where the first ``size`` ranks live: this process's in a keeper of its own, made here."""
+        """Return the hosts of the first ``size`` ranks; this process's is a keeper of its own, made here."""
         threads = max(1, cores() // min(size, self.local_size))
         own: dict[int, RankHost] = {0: LocalHost(threads, self._attachment.local_rank)}
         return own | {rank: self._hosts[rank] for rank in range(1, size)}
@@ -72,7 +72,7 @@ class Agents:
         self.close()
 
     def close(self) -> None:
-        """Tell all that it is over, and wait until they know: the store ends with this process."""
+        """Dismiss all processes, and wait until they know: the store ends with this process."""
         for host in self._hosts.values():
             host.dismiss()
         until = time.monotonic() + _OVER_SECONDS
@@ -96,7 +96,7 @@ class _RemoteHost:
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
         until = time.monotonic() + timeout_s
-        while not (found := self._new()):
+        while not (found := self._new_events()):
             self._check_beat()
             if time.monotonic() > until:
                 break
@@ -110,7 +110,7 @@ class _RemoteHost:
         self.send({"do": "close"})
 
     def is_there(self) -> bool:
-        """Whether the process has given a sign of life."""
+        """Return True if the process has given a sign of life."""
         return self._store.check([f"beat/{self._rank}"])
 
     def dismiss(self) -> None:
@@ -120,7 +120,7 @@ class _RemoteHost:
     def has_left(self) -> bool:
         return self._store.check([f"left/{self._rank}"])
 
-    def _new(self) -> list[dict[str, Any]]:
+    def _new_events(self) -> list[dict[str, Any]]:
         found = []
         while self._store.check([key := f"from/{self._rank}/{self._heard}"]):
             found.append(json.loads(self._store.get(key)))
@@ -161,7 +161,7 @@ def lead(attachment: Attachment) -> Agents:
 
 
 def _store(attachment: Attachment, port: int, *, keep: bool = False) -> TCPStore:
-    """The store at a port of rank 0's machine; ``keep``: kept by this process."""
+    """Connect to the store at a port of rank 0's machine; ``keep``: host it in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=_MEET_SECONDS)
@@ -175,11 +175,11 @@ def _prefixed(store: Store) -> Store:
 
 
 def serve(attachment: Attachment) -> int:
-    """Lend this process's rank to rank 0 until that says that it is over; returns the number of its commands.
+    """Lend this process's rank to rank 0 until that dismisses it; return the number of commands obeyed.
 
-    Raises MagisError when rank 0 cannot be found within minutes, or disappears. No process is left in any case.
+    Raises MagisError if rank 0 cannot be found within minutes, or disappears. No process is left in any case.
     """
-    agent = _Agent(attachment, _met(attachment))
+    agent = _Agent(attachment, _find_store(attachment))
     try:
         return agent.serve()
     except (RuntimeError, OSError) as error:  # torch's errors of a store: its server is gone
@@ -190,7 +190,7 @@ def serve(attachment: Attachment) -> int:
         agent.close()
 
 
-def _met(attachment: Attachment) -> Store:
+def _find_store(attachment: Attachment) -> Store:
     try:
         port = attachment.port
         if attachment.kept_elsewhere:
@@ -214,7 +214,7 @@ class _Agent:
         self._beats, self._beat_at = 0, 0.0
 
     def serve(self) -> int:
-        """Until it is over."""
+        """Pass commands and events on until rank 0 dismisses this process; return the number of commands."""
         own = self._attachment.rank
         while True:
             self._beat()
@@ -230,7 +230,11 @@ class _Agent:
             if self._host is None:
                 time.sleep(_LOOK_SECONDS)
             else:
-                self._pass_on(self._host)
+                try:
+                    for event in self._host.events(_LOOK_SECONDS):
+                        self._tell(event)
+                except MagisError as error:
+                    self._lose(error)
 
     def close(self) -> None:
         """End the keeper, if there is one."""
@@ -252,15 +256,8 @@ class _Agent:
         except MagisError as error:
             self._lose(error)
 
-    def _pass_on(self, host: LocalHost) -> None:
-        try:
-            for event in host.events(_LOOK_SECONDS):
-                self._tell(event)
-        except MagisError as error:
-            self._lose(error)
-
     def _lose(self, error: MagisError) -> None:
-        """The keeper is gone; a new one comes with the next command."""
+        """Report that the keeper is gone; a new one comes with the next command."""
         self.close()
         self._tell({"event": "lost", "said": str(error)})
 

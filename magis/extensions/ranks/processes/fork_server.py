@@ -3,10 +3,11 @@
 Run as ``python -m``. Commands come as lines of JSON on standard input, events leave on standard output. A fork of a
 process that has loaded torch and used nothing of it costs milliseconds where a start costs seconds, so ranks can be
 thrown away after every failure. The keeper runs nothing of a user's, hence outlives whatever a rank does. It ends,
-and everything below it, when its input closes or its parent is gone, however that came about:
+and everything below it, when its input closes or its parent is gone, for whatever reason:
 
 * every rank leads a process group of its own, which is killed as one;
-* what leaves that group becomes the keeper's child when its parent dies (PR_SET_CHILD_SUBREAPER), and is killed too;
+* a process that leaves that group becomes the keeper's child when its parent dies (PR_SET_CHILD_SUBREAPER), and is
+  killed too;
 * a rank dies with the keeper (PR_SET_PDEATHSIG), should somebody kill that.
 
 Commands: start (generation, size, ranks, device, env), tell (rank, line), where, kill. Events, with the generation that
@@ -51,7 +52,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ASK = signal.SIGUSR1
 _LOOK_SECONDS = 1.0
 _STACK_SECONDS = 0.5
-"""For a rank to write its stack, asked by a signal."""
+"""Time for a rank to write its stack, asked by a signal."""
 _SWEEP_SECONDS = 5.0
 _TAIL_BYTES = 16384
 
@@ -63,7 +64,7 @@ class _Child:
     commands: int
     events: int
     log: int
-    """Of a file without a name, to which the rank's standard output and error go."""
+    """Descriptor of an unnamed file for the rank's standard output and error."""
     lines: JsonLines = field(default_factory=JsonLines)
 
 
@@ -89,7 +90,7 @@ class _Keeper:
         self._selector.register(commands, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the input closes or the parent is gone."""
+        """Keep ranks until the input closes or the parent is gone."""
         try:
             self._emit("ready")
             while os.getppid() == self._parent:
@@ -121,7 +122,7 @@ class _Keeper:
             case "tell":
                 self._tell(message)
             case "where":
-                self._where()
+                self._send_stacks()
             case "kill":
                 self._kill()
                 self._emit("killed")
@@ -138,7 +139,7 @@ class _Keeper:
             write_line(child.commands, message["line"])
 
     def _hear(self, child: _Child) -> None:
-        """Pass on what a rank has said so far."""
+        """Pass on the messages of a rank."""
         while True:
             try:
                 data = os.read(child.events, 65536)
@@ -157,21 +158,21 @@ class _Keeper:
             if pid:
                 self._hear(child)
                 said = last_words(_tail(child.log))
-                self._forget(child)
+                self._drop(child)
                 _kill_group(child.pid)
                 code = os.waitstatus_to_exitcode(status)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
                 self._emit("died", rank=child.rank, how=how, said=said)
 
-    def _forget(self, child: _Child) -> None:
+    def _drop(self, child: _Child) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.events)
         for descriptor in (child.commands, child.events, child.log):
             os.close(descriptor)
         del self._children[child.rank]
 
-    def _where(self) -> None:
-        """Ask every rank for its stack."""
+    def _send_stacks(self) -> None:
+        """Ask every rank for its stack, and pass the stacks on."""
         asked = list(self._children.values())
         for child in asked:
             os.ftruncate(child.log, 0)
@@ -186,7 +187,7 @@ class _Keeper:
         for child in list(self._children.values()):
             _kill_group(child.pid)
             os.waitpid(child.pid, 0)
-            self._forget(child)
+            self._drop(child)
         until = time.monotonic() + _SWEEP_SECONDS
         while (left := _children_of(os.getpid())) and time.monotonic() < until:
             for pid in left:
@@ -210,7 +211,7 @@ class _Keeper:
         self._selector.register(event_read, selectors.EVENT_READ)
 
     def _be_rank(self, rank: int, message: dict[str, Any], commands: int, events: int, log: int) -> None:
-        """In the forked process: never returns."""
+        """Run a rank in the forked process; never returns."""
         status = 70
         try:
             os.setpgid(0, 0)
@@ -221,7 +222,7 @@ class _Keeper:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
-            # other ranks' pipes above all: as long as a copy is open, they do not close
+            # above all other ranks' pipes: as long as a copy is open, they do not close
             for entry in list(Path("/proc/self/fd").iterdir()):
                 descriptor = int(entry.name)
                 if descriptor > 2 and descriptor not in (commands, events, log):
@@ -245,7 +246,7 @@ class _Keeper:
 
 
 def _unnamed_file() -> int:
-    """A file that is gone once nobody has it open; what is written goes to its end, also after it was cut."""
+    """Open a file that is gone once nobody has it open; writes append, also after it was truncated."""
     with tempfile.TemporaryFile() as made:
         descriptor = os.dup(made.fileno())
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
@@ -253,19 +254,19 @@ def _unnamed_file() -> int:
 
 
 def _tail(log: int) -> str:
-    """The last of what a rank printed."""
+    """Return the end of a rank's output."""
     return os.pread(log, _TAIL_BYTES, max(0, os.fstat(log).st_size - _TAIL_BYTES)).decode(errors="replace")
 
 
 def _kill_group(leader: int) -> None:
-    """Kill a rank's process group; the rank alone where it did not come as far as to lead one."""
+    """Kill a rank's process group; the rank alone if it does not lead one yet."""
     for kill in (partial(os.killpg, leader), partial(os.kill, leader)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(signal.SIGKILL)
 
 
 def _children_of(parent: int) -> list[int]:
-    """The processes whose parent is ``parent``, by /proc."""
+    """Return the processes whose parent is ``parent``, by /proc."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -1,8 +1,8 @@
-"""What one rank measures of a job: peak memory, times, losses.
+"""Measurements of one rank in a job: peak memory, times, losses.
 
 Peaks include everything that the job keeps. On a CPU all allocations from before the workload is built until the
-measured step has ended are logged, so that nothing in the measured step is older than the log; what earlier jobs left
-in the process does not count.
+measured step has ended are logged, so that nothing in the measured step is older than the log; memory that earlier jobs
+left in the process does not count.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from magis.strategies.prepared_work import has_dropout, without_dropout
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size
 
 _COMPARED = 3
-"""Steps whose losses are reported."""
+"""Number of steps whose losses are reported."""
 _REST_SECONDS = 5.0
 _TASKS = Path("/proc/self/task")
 _MARK = "magis: the measured step"
 
 
-def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
-    """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
+def run_job(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
+    """Run a job on this rank and report; ``enter`` is told the next phase. All ranks run it at the same time."""
     where = _Where(world, enter)
     chosen = distributed_strategy(job.strategy)
     check_world(chosen, world.size)
     if job.memory_limits:
         within: Any = chosen  # a strategy that plans
         chosen = within.within(tuple(job.memory_limits), job.budget, world.device)
-    told = _Told(chosen, where)
+    told = _AnnouncedStrategy(chosen, where)
     gc.collect()
-    gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
+    gc.freeze()  # collections in the job need not look through all of torch
     torch.manual_seed(job.seed)
     rest = None if world.device == "cuda" else _let_threads_rest
     tensors = rank_peak(told, partial(_workload, job, where), world, let_threads_rest=rest)
@@ -62,7 +62,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     told.release()
     weights = ""
     if job.losses and (told.drops or job.weights or len(losses) < _COMPARED):
-        losses, weights = _losses(job, told, where)
+        losses, weights = _losses_and_weights(job, told, where)
         told.release()
     enter("the end of the job")
     where.meet()
@@ -80,7 +80,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
 
 @dataclass(frozen=True)
 class _Where:
-    """A world, and who is told how far a rank is."""
+    """A world, and the function that is told a rank's progress."""
 
     world: World
     enter: Callable[[str], None]
@@ -100,29 +100,29 @@ class _Where:
 
 
 @dataclass
-class _Told(Wrapping):
-    """A strategy whose steps tell when they begin; notes what the workload is like."""
+class _AnnouncedStrategy(Wrapping):
+    """A strategy whose steps announce their beginning; notes facts of the workload."""
 
     strategy: RankStrategy
     where: _Where
     modules: list[nn.Module] = field(default_factory=list)
-    """Of steps that may still be there."""
+    """Modules of steps that may still be alive."""
     samples: int = 0
-    """In the global batch."""
+    """Number of samples in the global batch."""
     drops: bool = False
-    """Whether the network has dropout."""
+    """True if the network has dropout."""
 
-    def prepare(self, work: Workload, world: World) -> _ToldStep:
-        """The strategy's step."""
+    def prepare(self, work: Workload, world: World) -> _AnnouncedStep:
+        """Return the strategy's step."""
         self.samples = batch_size(work)
         self.drops = self.drops or has_dropout(work.module)
         self.where.enter("the preparation of the step")
         step = self.strategy.prepare(work, world)
         self.modules.append(step.module)
-        return _ToldStep(step, self.where)
+        return _AnnouncedStep(step, self.where)
 
     def release(self) -> None:
-        """Free the steps, nobody else having them: a hook on a parameter that knows the parameter keeps it for ever."""
+        """Free the steps: a hook on a parameter that refers to the parameter would keep it alive for ever."""
         for module in self.modules:
             for parameter in module.parameters():
                 hooks = parameter._post_accumulate_grad_hooks
@@ -133,7 +133,7 @@ class _Told(Wrapping):
 
 
 @dataclass
-class _ToldStep:
+class _AnnouncedStep:
     step: RankStep
     where: _Where
     count: int = 0
@@ -150,26 +150,26 @@ class _ToldStep:
         return self.step.run()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What the step says that it holds, by kind, if it says so."""
+        """Yield the tensors that the step says it holds, by kind."""
         own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
         return iter(()) if own is None else own()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of the parameters, without padding."""
+        """Return this rank's parts of the parameters by name, without padding."""
         own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "weights", None)
         named = self.step.module.named_parameters()
         return ((name, local(p)) for name, p in named) if own is None else own()
 
 
 def _peak_and_times(
-    job: RankJob, strategy: _Told, where: _Where
+    job: RankJob, strategy: _AnnouncedStrategy, where: _Where
 ) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
-    """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
+    """Return peak bytes of the measured step, bytes that a GPU's allocator held, times of later steps, first losses."""
     losses: list[float | None] = []
     on_gpu = where.world.device == "cuda"
     resting = nullcontext() if on_gpu else _RestAfterCollectives()
     with no_collection(), profile(enabled=not on_gpu, profile_memory=True) as log, resting:
-        step = _prepared(job, strategy, where, dropout=True)
+        step = _prepare_fresh(job, strategy, where, dropout=True)
         for _ in range(warm_steps_of(strategy, where.world)):
             step.prepare()
             losses.append(number(step.run(), where.world))
@@ -190,12 +190,12 @@ def _peak_and_times(
     else:
         peak, reserved = peak_within(log, _MARK), None
         del log
-    times = _times(job, step, where, losses)
+    times = _time_steps(job, step, where, losses)
     return peak, reserved, times, tuple(losses[:_COMPARED])
 
 
-def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
-    """Milliseconds of each timed step, from a barrier before it; its loss goes to ``losses``."""
+def _time_steps(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
+    """Return the milliseconds of each timed step, from a barrier before it; its loss is appended to ``losses``."""
     times = []
     with no_collection():
         for _ in range(job.rounds):
@@ -209,28 +209,28 @@ def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | Non
     return tuple(times)
 
 
-def _losses(job: RankJob, strategy: _Told, where: _Where) -> tuple[tuple[float | None, ...], str]:
-    """Of the first steps from fresh weights, and the digest of the weights behind them. Without dropout, unless weights
-    are asked for: those are compared with another job's on the same ranks, which draws the same numbers."""
-    step = _prepared(job, strategy, where, dropout=job.weights)
+def _losses_and_weights(
+    job: RankJob, strategy: _AnnouncedStrategy, where: _Where
+) -> tuple[tuple[float | None, ...], str]:
+    """Return the losses of the first steps from fresh weights, and a digest of this rank's weights after them.
+
+    Without dropout, unless weights are asked for: those are compared with another job's on the same ranks, which draws
+    the same numbers.
+    """
+    step = _prepare_fresh(job, strategy, where, dropout=job.weights)
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()
         found.append(number(step.run(), where.world))
     where.meet()
-    return tuple(found), _digest(step)
-
-
-def _digest(step: _ToldStep) -> str:
-    """Of what this rank holds of each parameter: its bytes, without the padding of a step that says what is real."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for _, tensor in sorted(step.weights(), key=lambda pair: pair[0]):
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return tuple(found), digest.hexdigest()
 
 
-def _prepared(job: RankJob, strategy: _Told, where: _Where, *, dropout: bool) -> _ToldStep:
-    """This rank's step, from fresh weights."""
+def _prepare_fresh(job: RankJob, strategy: _AnnouncedStrategy, where: _Where, *, dropout: bool) -> _AnnouncedStep:
+    """Return this rank's step, from fresh weights."""
     work = _workload(job, where)
     if not dropout:
         without_dropout(work.module)
@@ -253,15 +253,15 @@ def _workload(job: RankJob, where: _Where) -> Workload:
 
 
 def peak_within(log: profile, mark: str) -> int:
-    """The most bytes alive during the event called ``mark``, of those allocated since the log began."""
-    window = _window(log, mark)
+    """Return the peak bytes during the event called ``mark``, of those allocated since the log began."""
+    window = _event_times(log, mark)
     live: dict[int, int] = {}
     now = peak = 0
     for event in allocations(log):
         if event.time_ns > window[1]:
             break
         if event.time_ns >= window[0]:
-            peak = max(peak, now)  # what the window begins with
+            peak = max(peak, now)  # bytes alive when the event begins
         if event.nbytes < 0:
             now -= live.pop(event.address, 0)
         else:
@@ -273,7 +273,7 @@ def peak_within(log: profile, mark: str) -> int:
     return max(peak, now)
 
 
-def _window(log: profile, mark: str) -> tuple[int, int]:
+def _event_times(log: profile, mark: str) -> tuple[int, int]:
     results: Any = log.kineto_results
     pending = list(results.experimental_event_tree())
     while pending:
@@ -285,12 +285,12 @@ def _window(log: profile, mark: str) -> tuple[int, int]:
 
 
 class _RestAfterCollectives(TorchDispatchMode):
-    """What a collective works on stays until all threads rest, before the next other operator.
+    """Keep the tensors of a collective alive until all threads rest, before the next other operator.
 
-    A thread that lets go of a tensor last frees it, which nobody logs: the tensor would count as scratch from then on,
-    in some runs and not in others (seen: 6% of the peak of ``zero3``). A thread that waits for a slower rank rests,
-    too: scratch of collectives that nobody has waited for yet may still differ. Where threads never rest, since
-    somebody else computes in this process, that is tried once.
+    The thread that drops a tensor last frees it, and other threads' frees are not logged: the tensor would count as
+    scratch from then on, in some runs and not in others (seen: 6% of the peak of ``zero3``). A thread that waits for a
+    slower rank rests, too: scratch of collectives that nobody has waited for yet may still differ. If threads never
+    rest, since somebody else computes in this process, that is tried once.
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class _RestAfterCollectives(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """No: code runs as it is written, compiled nowhere."""
+        """Return False: code under it runs in eager mode, not compiled."""
         return False
 
     def __torch_dispatch__(
@@ -317,10 +317,10 @@ class _RestAfterCollectives(TorchDispatchMode):
 
 
 def _let_threads_rest() -> bool:
-    """Wait until no other thread of the process runs; returns whether that came to be in time.
+    """Wait until no other thread of the process runs; return False if that takes too long.
 
     Gloo's threads free what they still hold when a collective has ended. A tensor seems alive until then, and torch's
-    profiler, which logs what they free, does not expect that while it stops: seen to crash in one of twenty jobs (torch
+    profiler, which logs these frees, does not expect them while it stops: seen to crash in one of twenty jobs (torch
     2.13).
     """
     own, calm = str(threading.get_native_id()), 0
@@ -332,7 +332,7 @@ def _let_threads_rest() -> bool:
 
 
 def _runs(task: Path) -> bool:
-    """Whether a thread runs or would if it had a core, by Linux's table."""
+    """Return True if a thread runs or waits for a core, by Linux's table."""
     try:
         return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "S"
     except OSError:  # gone meanwhile

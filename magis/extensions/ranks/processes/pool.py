@@ -1,7 +1,7 @@
-"""A pool of rank processes for one job after the other, and which rank is to blame when one fails.
+"""A pool of rank processes for one job after the other, and the choice of the rank to blame when one fails.
 
-A failure is whatever keeps a rank from answering: it raises, it dies, it hangs. The job then ends with one line, within
-a bounded time, and all its ranks are killed with everything that they started; the next job gets new ones.
+A rank fails if it does not answer: it raises, it dies, it hangs. The job then ends with one line, within a bounded
+time, and all its ranks are killed with everything that they started; the next job gets new ones.
 """
 
 from __future__ import annotations
@@ -23,43 +23,41 @@ from magis.plain_records import from_plain, to_plain
 if TYPE_CHECKING:
     from magis.extensions.ranks.processes.agents import Agents
 
-# What a rank has said so far, and which of several ranks is to blame when they do not all answer.
-
 _OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "socket", "recvvalue", "store")
-"""In what ranks say when another one is gone."""
+"""Texts in the error of a rank that notices that another one is gone."""
 _WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
-"""Where ranks are that wait for others: in a collective, or in a backward pass that has some."""
+"""Files on the stack of a rank that waits for others: in a collective, or in a backward pass that has some."""
 _WATCHER = "magis/extensions/ranks/prediction/live_storage.py"
-"""Stands between an operator and whoever called it."""
+"""File on the stack between an operator and its caller."""
 _OWN = str(Path(__file__).resolve().parent)
 
 
 @dataclass
 class Rank:
-    """One rank, as far as it is known."""
+    """One rank's state, as the pool knows it."""
 
     number: int
     pid: int = 0
     phase: str = "start"
     progress: int = 0
-    """Phases that it has begun in this job."""
+    """Number of phases that it has begun in this job."""
     answers: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    """What it raised."""
+    """Error that it raised."""
     death: str = ""
-    """How it died, in words."""
+    """Cause of its death, in words."""
     words: str = ""
-    """The last line that it printed before."""
+    """Last line that it printed before it died."""
     frames: tuple[str, ...] | None = None
-    """Where it was when it was asked, innermost first; None: it did not say."""
+    """Stack when it was asked for it, innermost frame first; None: it did not answer."""
 
     def begin(self) -> None:
-        """A new job: whatever was said belongs to the last one."""
+        """Forget the last job's messages, for a new job."""
         self.progress, self.phase = 0, "start of the job"
         self.answers, self.error, self.frames = {}, None, None
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take in an event of the keeper's."""
+        """Take in an event from the keeper."""
         match event["event"]:
             case "died":
                 self.death, self.words = event["how"], event["said"]
@@ -82,7 +80,7 @@ class Rank:
 
     @property
     def refused(self) -> bool:
-        """Whether it said, and said nothing else, that what was asked for cannot be."""
+        """True if its only message is a UsageError: the job cannot be run."""
         return not self.death and self.error is not None and self.error["usage"]
 
     @property
@@ -91,14 +89,18 @@ class Rank:
 
     @property
     def hit_by_another(self) -> bool:
-        """Whether it merely noticed that another rank is gone."""
+        """True if it merely noticed that another rank is gone."""
         return not self.death and any(text in self.said.casefold() for text in _OF_A_PEER)
 
 
 def failure(ranks: Sequence[Rank]) -> MagisError:
-    """The error for a job in which ranks failed: of the one that failed first as far as one can tell."""
-    failed = [rank for rank in ranks if rank.failed]
-    first = min(failed, key=lambda rank: (not rank.death and not _raised(rank), rank.hit_by_another, rank.progress))
+    """Return the error for a job in which ranks failed: that of the one that probably failed first."""
+
+    def blame_order(rank: Rank) -> tuple[bool, bool, int]:
+        raised = rank.error is not None and not rank.hit_by_another
+        return not rank.death and not raised, rank.hit_by_another, rank.progress
+
+    first = min((rank for rank in ranks if rank.failed), key=blame_order)
     if first.refused:
         return UsageError(first.said)
     who = f"rank {first.number} of {len(ranks)}"
@@ -107,7 +109,7 @@ def failure(ranks: Sequence[Rank]) -> MagisError:
         hint = "the system kills a process so when memory runs out" if "SIGKILL" in first.death else ""
         return RankError(f"{who} {first.death} during {first.phase}{said}", rank=first.number, hint=hint)
     error = first.error or {}
-    place = _place(error.get("frames", ()))
+    place = _user_frame(error.get("frames", ()))
     return RankError(
         f"{who} failed during {error['phase']}: {first.said}{f' (in {place})' if place else ''}",
         rank=first.number,
@@ -115,15 +117,11 @@ def failure(ranks: Sequence[Rank]) -> MagisError:
     )
 
 
-def _raised(rank: Rank) -> bool:
-    return rank.error is not None and not rank.hit_by_another
-
-
 def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
-    """The error for a job in which no rank said anything for a time: of the one that the others wait for."""
+    """Return the error for a job in which all ranks were silent for a time: that of the one that others wait for."""
     silent = [rank for rank in ranks if wanted not in rank.answers]
-    last = min(silent, key=lambda rank: (rank.progress, _waits(rank.frames or ()), rank.number))
-    place = _place(last.frames or ())
+    last = min(silent, key=lambda rank: (rank.progress, _waiting_rank(rank.frames or ()), rank.number))
+    place = _user_frame(last.frames or ())
     return RankError(
         f"rank {last.number} of {len(ranks)} did not answer within {timeout_s:g} s during {last.phase}"
         f"{f' (in {place})' if place else ''}",
@@ -131,16 +129,16 @@ def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
     )
 
 
-def _waits(frames: Sequence[str]) -> int:
-    """How likely a rank merely waits for others, by the innermost part of its stack: 0 (its own code) to 2."""
+def _waiting_rank(frames: Sequence[str]) -> int:
+    """Rate by the innermost part of a stack if a rank merely waits for others: 0 (in its own code) to 2 (it does)."""
     inner = [frame for frame in frames if _WATCHER not in frame][:3]
     if any(text in frame for frame in inner for text in _WAITING):
         return 2
     return int(any("/torch/" in frame for frame in inner[:1]))
 
 
-def _place(frames: Sequence[str]) -> str:
-    """The innermost frame of the strategy or the network: neither torch's nor of this package."""
+def _user_frame(frames: Sequence[str]) -> str:
+    """Return the innermost frame of the strategy or the network: neither torch's nor this package's."""
     for frame in frames:
         path, _, rest = frame.rpartition(":")
         if "site-packages" not in path and not path.startswith((_OWN, "<frozen")) and "/lib/python" not in path:
@@ -149,9 +147,9 @@ def _place(frames: Sequence[str]) -> str:
 
 
 _START_SECONDS = 300.0
-"""For processes to load torch and to meet, on a machine that is busy with other things."""
+"""Time for processes to load torch and to meet, on a busy machine."""
 _GRACE_SECONDS = 1.5
-"""After a failure, for a better explanation of it: a rank's death is often first noticed by the others."""
+"""Time after a failure to learn its cause: a rank's death is often first noticed by the others."""
 _STACK_SECONDS = 5.0
 _KILL_SECONDS = 20.0
 _SLICE_SECONDS = 0.2
@@ -185,9 +183,9 @@ class RankPool:
         self._timeout_s = timeout_s
         self._agents = agents
         self._hosts: dict[int, RankHost] = {}
-        """By rank; ranks of one machine share theirs."""
+        """Host of each rank; ranks of one machine share theirs."""
         self._ranks: list[Rank] = []
-        """Empty: none are there."""
+        """Ranks that run; empty before the first job and after a failure."""
         self._generation = 0
         self._jobs = 0
 
@@ -199,11 +197,11 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' process ids, on their machines; empty while none are there."""
+        """Process ids of the ranks, on their machines; empty while none run."""
         return tuple(rank.pid for rank in self._ranks)
 
     def run(self, job: RankJob) -> tuple[RankReport, ...]:
-        """What each rank measured. Raises RankError where a rank fails, UsageError where one refuses the job."""
+        """Run a job; return each rank's report. Raises RankError if a rank fails, UsageError if one refuses the job."""
         try:
             if not self._ranks:
                 self._start()
@@ -228,7 +226,10 @@ class RankPool:
 
     def _start(self) -> None:
         if not self._hosts:
-            self._hosts = self._made_hosts()
+            if self._agents is not None:
+                self._hosts = self._agents.hosts(self.size)
+            else:
+                self._hosts = dict.fromkeys(range(self.size), LocalHost(max(1, cores() // self.size)))
         self._generation = time.monotonic_ns()  # no other pool's, of the same agents
         self._ranks = [Rank(number) for number in range(self.size)]
         for host in self._each_host():
@@ -240,12 +241,6 @@ class RankPool:
         for rank in self._ranks:
             self._tell(rank, {"do": "join", "address": address, "port": port})
         self._gather("joined", _START_SECONDS)
-
-    def _made_hosts(self) -> dict[int, RankHost]:
-        if self._agents is not None:
-            return self._agents.hosts(self.size)
-        host = LocalHost(max(1, cores() // self.size))
-        return dict.fromkeys(range(self.size), host)
 
     def _start_message(self, there: Sequence[int]) -> dict[str, object]:
         agents = self._agents
@@ -273,7 +268,7 @@ class RankPool:
         self._send(self._hosts[rank.number], {"do": "tell", "rank": rank.number, "line": line})
 
     def _events(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Of this generation, for as long as nothing comes ``timeout_s`` at most."""
+        """Yield the events of this generation; wait ``timeout_s`` at most if there are none."""
         hosts = self._each_host()
         for host in hosts:
             for event in host.events(timeout_s / len(hosts)):
@@ -281,7 +276,7 @@ class RankPool:
                     yield event
 
     def _hear(self) -> int:
-        """Take in what ranks have said, or died of; the number of events."""
+        """Take in the events of ranks; return their number."""
         count = 0
         for event in self._events(_SLICE_SECONDS):
             if "rank" in event:
@@ -290,22 +285,25 @@ class RankPool:
         return count
 
     def _gather(self, wanted: str, timeout_s: float, ranks: Sequence[Rank] | None = None) -> list[Any]:
-        """The answer of each rank to what it was told."""
+        """Wait for an answer of each rank, and return them."""
         asked = self._ranks if ranks is None else ranks
         last = time.monotonic()
         while any(wanted not in rank.answers for rank in asked):
             if self._hear():
                 last = time.monotonic()
             if any(rank.failed for rank in self._ranks):
-                self._settle()
+                self._hear_consequences()
                 raise failure(self._ranks)
             if time.monotonic() - last > timeout_s:
-                self._ask_where()
+                self._ask_for_stacks()
                 raise silence(asked, wanted, timeout_s)
         return [rank.answers.pop(wanted) for rank in asked]
 
-    def _settle(self) -> None:
-        """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job: they are fit for more."""
+    def _hear_consequences(self) -> None:
+        """Take in the other ranks' events after a failure.
+
+        Raises _Refused if all ranks refuse the job: then they can run the next one.
+        """
         clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
         until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
         while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
@@ -313,8 +311,8 @@ class RankPool:
         if all(rank.refused for rank in self._ranks):
             raise _Refused(self._ranks[0].said)
 
-    def _ask_where(self) -> None:
-        """Have every rank say where in the code it is."""
+    def _ask_for_stacks(self) -> None:
+        """Ask every rank for its stack."""
         for host in self._each_host():
             self._send(host, {"do": "where"})
         until = time.monotonic() + _STACK_SECONDS
@@ -343,4 +341,4 @@ class RankPool:
 
 
 class _Refused(Exception):  # noqa: N818 (not an error of the pool)
-    """All ranks refuse a job as one that cannot be."""
+    """All ranks refuse a job, by a UsageError."""

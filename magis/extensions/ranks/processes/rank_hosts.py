@@ -1,7 +1,6 @@
-"""Where ranks live: processes of this machine, or of a job that torchrun or srun has started.
+"""Hosts of ranks: processes of this machine, or of a job that torchrun or srun has started.
 
-The process with rank 0 leads (`agents.lead`), each of the others serves (`agents.serve`). What this module reads from
-the environment needs no torch.
+The process with rank 0 leads (`agents.lead`), each of the others serves (`agents.serve`). This module loads no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from magis.extensions.ranks.processes.records import JsonLines, last_words
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20000, 20000
-"""Of the ports that Slurm jobs are spread over by their number: nothing else is known to all of a job's processes."""
+"""Range of the ports over which Slurm jobs are spread by their number, which all processes of a job know."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ class Attachment:
     size: int
     local_rank: int
     local_size: int
-    """Processes of the job on this machine."""
+    """Number of the job's processes on this machine."""
     address: str
-    """Where rank 0 is."""
+    """Address of rank 0."""
     port: int
-    """Where processes of the job find each other."""
+    """Port at which processes of the job find each other."""
     kept_elsewhere: bool = False
-    """Whether torchrun keeps a store at that port; else rank 0 has to."""
+    """True if torchrun keeps a store at that port; else rank 0 has to."""
 
     @property
     def one_machine(self) -> bool:
@@ -50,11 +49,11 @@ class Attachment:
 
 
 def attached(environment: Mapping[str, str] | None = None) -> Attachment | None:
-    """This process's place by the environment (default: its own), or None where it runs by itself.
+    """Return this process's place in a job by the environment (default: its own); None if it runs by itself.
 
     torchrun's variables come first: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Else those of a step of a Slurm job
-    with several tasks; a batch script or an allocated shell is no such step. Raises UsageError where some variable is
-    missing or no number. A job of one process is none.
+    with several tasks; a batch script or an allocated shell is no such step. Raises UsageError if some variable is
+    missing or no number. A job of one process counts as none.
     """
     given = os.environ if environment is None else environment
     if "RANK" in given or "WORLD_SIZE" in given:
@@ -73,7 +72,7 @@ def _by_torch(given: Mapping[str, str]) -> Attachment | None:
             hint="start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE",
         )
     rank, size, port = (_number(given, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    return _checked(
+    return _check_rank(
         "RANK",
         Attachment(
             rank=rank,
@@ -103,7 +102,7 @@ def _by_slurm(given: Mapping[str, str]) -> Attachment | None:
         step = given.get("SLURM_STEP_ID") or given.get("SLURM_STEPID", "0")
         step_number = int(step) if step.isdecimal() else 0
         port = _FIRST_PORT + (31 * _number(given, "SLURM_JOB_ID") + step_number) % _PORTS
-    return _checked(
+    return _check_rank(
         "SLURM_PROCID",
         Attachment(
             rank=rank,
@@ -116,7 +115,7 @@ def _by_slurm(given: Mapping[str, str]) -> Attachment | None:
     )
 
 
-def _checked(name: str, found: Attachment) -> Attachment | None:
+def _check_rank(name: str, found: Attachment) -> Attachment | None:
     if not 0 <= found.rank < found.size:
         raise UsageError(f"{name} is {found.rank} in a job of {found.size}", hint=f"it is 0 to {found.size - 1}")
     return None if found.size == 1 else found
@@ -132,7 +131,10 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
 
 
 def _first_machine(given: Mapping[str, str], machines: int) -> str:
-    """Of "node[03-07,11],other2": node03. Slurm puts rank 0 there unless tasks are distributed by hand."""
+    """Return the first machine of a Slurm job, where rank 0 is unless tasks are distributed by hand.
+
+    "node[03-07,11],other2" begins with node03.
+    """
     if machines == 1:
         return _LOOPBACK
     names = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST", "")
@@ -143,7 +145,7 @@ def _first_machine(given: Mapping[str, str], machines: int) -> str:
 
 
 def _tasks_here(given: Mapping[str, str], size: int, machines: int) -> int:
-    """Of "2(x3),1" for SLURM_NODEID 3: 1."""
+    """Return the number of a Slurm job's tasks on this machine: "2(x3),1" says 1 for SLURM_NODEID 3."""
     if machines == 1:
         return size
     text = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")
@@ -152,28 +154,26 @@ def _tasks_here(given: Mapping[str, str], size: int, machines: int) -> int:
     return counts[node] if node < len(counts) else max(1, size // machines)
 
 
-# Where ranks live, seen from whoever leads them: a keeper process on this machine.
-
 _END_SECONDS = 10.0
-"""For a keeper to kill its ranks and go; it takes a small part of a second."""
+"""Time for a keeper to kill its ranks and go; it takes a small part of a second."""
 _OF_OTHER_JOBS = ("TORCHELASTIC_", "PYTEST_", "COV_CORE_")
-"""Variables of the job that this process belongs to, which its ranks are not part of."""
+"""Prefixes of variables of this process's own job, of which its ranks are no part."""
 
 
 class RankHost(Protocol):
     """Takes commands for ranks and gives their events (magis/extensions/ranks/processes/fork_server.py says which)."""
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Pass a command on. Does not wait for its effect."""
+        """Pass a command on, without waiting for its effect."""
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened since the last call; waits up to ``timeout_s`` seconds where nothing has.
+        """Return the events since the last call; wait up to ``timeout_s`` seconds if there are none.
 
-        Raises MagisError when the host itself is gone.
+        Raises MagisError if the host itself is gone.
         """
 
     def close(self) -> None:
-        """End all ranks and what belongs to them; returns when they are gone."""
+        """End all ranks and their processes; return when they are gone."""
 
 
 class LocalHost:

@@ -1,6 +1,6 @@
-"""What a rank does: waits for jobs and runs each one together with the others, in a process group of its own.
+"""Loop of a rank: it waits for jobs, and runs each one together with the others, in a fresh process group.
 
-Messages up: hello (pid), port (of the store, from whoever hosts it), phase, report, error (phase, kind, text).
+Messages up: hello (pid), port (of the store, from the rank that hosts it), phase, report, error (phase, kind, text).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from magis.errors import MagisError, UsageError
-from magis.extensions.ranks.processes.job import measured
+from magis.extensions.ranks.processes.job import run_job
 from magis.extensions.ranks.processes.records import RankJob, RankReport, write_line
 from magis.plain_records import from_plain, to_plain
 from magis.runtime.measure import is_out_of_memory
@@ -30,7 +30,7 @@ from magis.strategies.rank_step import World
 
 _LOOPBACK = "127.0.0.1"
 _COLLECTIVE = timedelta(hours=1)
-"""After that a collective gives up by itself; whoever leads the ranks has done so long before."""
+"""Timeout of a collective; the pool gives up long before."""
 
 
 @dataclass
@@ -41,19 +41,19 @@ class _Place:
     size: int
     device: str
     alone: bool
-    """Whether its keeper has no other rank: each process of a Slurm job may see a GPU of its own."""
+    """True if its keeper has no other rank: each process of a Slurm job may see a GPU of its own."""
     say: Callable[[dict[str, Any]], None]
     phase: str = "start"
     store: Store | None = None
 
     def enter(self, phase: str) -> None:
-        """Say what is done next."""
+        """Report the next phase."""
         self.phase = phase
         self.say({"phase": phase})
 
 
 def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> None:
-    """Obey the commands that come until they end; ``start`` is the command that this rank was started by."""
+    """Obey commands until their pipe closes; ``start`` is the command that started this rank."""
 
     def say(message: dict[str, Any]) -> None:
         write_line(events, message)
@@ -71,7 +71,7 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
         match message["do"]:
             case "host":
                 place.enter("start of the store")
-                place.store, port = _hosted_store(message["address"], place.size)
+                place.store, port = _host_store(message["address"], place.size)
                 place.say({"port": port})
             case "join":
                 place.enter("start")
@@ -82,20 +82,20 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 place.say({"joined": True})
             case "run":
                 sys.path.extend(path for path in message["path"] if path not in sys.path)
-                report = _run(place, from_plain(RankJob, message["job"]), message["number"])
+                report = _run_in_group(place, from_plain(RankJob, message["job"]), message["number"])
                 place.say({"report": to_plain(report)})
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
-        # before anything else: the others may be waiting for this rank, and so would leaving their process group
-        place.say({"error": _described(error), "phase": place.phase, **_facts(error)})
+        # first of all: the others may be waiting for this rank, and leaving the process group would wait for them
+        place.say({"phase": place.phase, **_described(error)})
         refused = isinstance(error, UsageError)
     else:
         return
-    if refused and dist.is_initialized():  # where all ranks say so, the next job can do with them
+    if refused and dist.is_initialized():  # if all ranks refuse, the same ranks run the next job
         _leave()
 
 
-def _run(place: _Place, job: RankJob, number: int) -> RankReport:
-    """A job in a fresh process group: what the last one left undone is not met."""
+def _run_in_group(place: _Place, job: RankJob, number: int) -> RankReport:
+    """Run a job in a fresh process group, which has no unfinished messages of the last one."""
     place.enter("setting up the process group")
     if place.store is None:
         raise MagisError("the rank has not joined the others")
@@ -106,13 +106,13 @@ def _run(place: _Place, job: RankJob, number: int) -> RankReport:
         world_size=place.size,
         timeout=_COLLECTIVE,
     )
-    report = measured(job, World(place.size, place.rank, place.device), place.enter)
+    report = run_job(job, World(place.size, place.rank, place.device), place.enter)
     _leave()
     return report
 
 
 def _leave() -> None:
-    """Drop what outlives a job inside of torch: compiled code, process groups, a GPU's cache."""
+    """Drop torch's state that outlives a job: compiled code, process groups, a GPU's cache."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
@@ -121,8 +121,8 @@ def _leave() -> None:
         torch.cuda.empty_cache()
 
 
-def _hosted_store(address: str, size: int) -> tuple[Store, int]:
-    """The ranks' store at a free port; on this machine alone where that is all that it needs."""
+def _host_store(address: str, size: int) -> tuple[Store, int]:
+    """Host the ranks' store at a free port; on the loopback address, reachable from this machine alone."""
     if address != _LOOPBACK:
         store = TCPStore(address, 0, size, True, _COLLECTIVE, wait_for_workers=False)
         return store, store.port
@@ -146,16 +146,11 @@ def _take_device(place: _Place) -> None:
     torch.cuda.set_device(local)
 
 
-def _described(error: BaseException) -> str:
-    """One line: what kind of error, and what it says."""
-    text = " ".join(str(error).split())
-    if isinstance(error, MagisError):
-        return text
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind
-
-
-def _facts(error: BaseException) -> dict[str, Any]:
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return an error's message in one line, its kind, and its stack, innermost frame first."""
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    if not isinstance(error, MagisError):
+        text = f"{kind}: {text}" if text else kind
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -163,8 +158,8 @@ def _facts(error: BaseException) -> dict[str, Any]:
         frames.append(f"{Path(code.co_filename)}:{trace.tb_lineno} in {code.co_name}")
         trace = trace.tb_next
     return {
+        "error": text,
         "usage": isinstance(error, UsageError),
-        "magis": isinstance(error, MagisError),
         "exhausted": is_out_of_memory(error),
         "frames": frames[::-1],
     }

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 FIRST_BUCKET_BYTES = 2**20
-"""Of the bucket that is ready first: torch's default."""
+"""Size of the bucket that is ready first: torch's default."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Replicated:
 
     @property
     def warm_steps(self) -> int:
-        """DistributedDataParallel makes its final buckets at the second step."""
+        """Number of steps before buckets are final: DistributedDataParallel makes them at the second step."""
         return 1 if self.plain == "oss+sdp" else 2
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
-        """The step on this rank's share of the batch."""
+        """Return the step on this rank's share of the batch."""
         module = work.module
         work = share_of_batch(work, world.rank, world.size)
         optimizer = make_optimizer(work, trained(module), self.name)
@@ -78,7 +78,7 @@ class Replicated:
 
 
 def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """The same update with the state of each parameter on one rank."""
+    """Return the same update with the state of each parameter on one rank."""
     groups = [{k: v for k, v in group.items() if k != "foreach"} for group in optimizer.param_groups if group["params"]]
     with quiet():  # the import warns, too
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -87,7 +87,10 @@ def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 
 
 def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Callable[[], None]:
-    """Reduce each gradient, once it is there, to the rank that owns its parameter, and free it on all others."""
+    """Hook parameters to reduce each gradient to the rank that owns it, and to free it on all others.
+
+    Returns a function that waits for the reductions.
+    """
     owners: dict[Tensor, int] = cast("Any", optimizer)._param_to_rank
     pending: list[tuple[Tensor, Any]] = []
 
@@ -113,7 +116,7 @@ def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Calla
 
 
 class BucketedReplica(nn.Module):
-    """A stand-in for `DistributedDataParallel`, whose C++ reducer cannot take fake tensors: it allocates the same.
+    """Stand-in for `DistributedDataParallel`, whose C++ reducer cannot take fake tensors: it allocates the same memory.
 
     Flat buckets beside the gradients, cut as torch cuts them: parameters in reverse order, at first, and from the
     second step on in the order in which their gradients arrive; 1 MiB in the first bucket and 25 MiB in each other one.
@@ -138,7 +141,7 @@ class BucketedReplica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The gradients of what runs inside stay this rank's own."""
+        """Keep the gradients of the block as this rank's own."""
         self._synchronizes = False
         try:
             yield
@@ -146,7 +149,7 @@ class BucketedReplica(nn.Module):
             self._synchronizes = True
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The module's own."""
+        """Run the module's forward, after making the final buckets at the second step."""
         if self._synchronizes and self._arrived and not self._rebuilt:
             order, self._rebuilt = self._arrived, True
             cut = self._cut(order, list(range(len(order))))
@@ -156,7 +159,7 @@ class BucketedReplica(nn.Module):
         return self.module(*inputs)
 
     def _cut(self, parameters: list[Tensor], order: list[int]) -> list[list[int]]:
-        """Which of the parameters share a bucket, by torch's own rule."""
+        """Return the parameters of each bucket, by position, by torch's own rule."""
         compute: Any = vars(dist)["_compute_bucket_assignment_by_size"]
         buckets: list[list[int]] = compute(parameters, self._limits, [False] * len(parameters), order)[0]
         return buckets
@@ -188,7 +191,7 @@ class FullyShard:
         return "amp+fsdp" if self.amp else "fsdp"
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
-        """The step on this rank's share of the batch."""
+        """Return the step on this rank's share of the batch."""
         ranks = mesh(world, {"dp": world.size})
         work = share_of_batch(work, world.rank, world.size)
         module = work.module

@@ -1,4 +1,4 @@
-"""What distributed strategies share: mixed precision, loss scaling, averaged gradients, float16 masters."""
+"""Parts of distributed strategies: mixed precision, loss scaling, averaged gradients, float32 masters."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, 
 
 K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
-"""Of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
+"""Size of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
 
 KIND: ContextVar[str | None] = ContextVar("KIND", default=None)
-"""What storages are made for at the moment, in the words of a memory table; None: activations and temporaries."""
+"""Purpose of storages made now, in the words of a memory table; None: activations and temporaries."""
 
 
 @contextmanager
 def of_kind(name: str) -> Iterator[None]:
-    """Storages made inside are counted as ``name`` ("communication buckets") by a ledger that watches."""
+    """Count the storages made in a block as ``name`` ("communication buckets", say) in the ledger."""
     token = KIND.set(name)
     try:
         yield
@@ -42,37 +42,37 @@ def of_kind(name: str) -> Iterator[None]:
 
 
 def half(world: World) -> torch.dtype:
-    """The lower data type of mixed precision: bfloat16 on a CPU, float16 on a GPU."""
+    """Return the lower data type of mixed precision: bfloat16 on a CPU, float16 on a GPU."""
     return torch.float16 if world.device == "cuda" else torch.bfloat16
 
 
 def place(world: World) -> str:
-    """The device type of the rank's tensors; fake ones are on the CPU, whatever they stand for."""
+    """Return the device type of the rank's tensors; fake ones are on the CPU, whatever they stand for."""
     return "cpu" if world.fake else world.device
 
 
 def cast(world: World, *, amp: bool) -> AbstractContextManager[Any]:
-    """Autocast to the lower data type; nothing without ``amp``."""
+    """Return autocast to the lower data type; a null context without ``amp``."""
     return torch.autocast(place(world), dtype=half(world)) if amp else nullcontext()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's own warnings of names that it is about to change: they are not the user's concern."""
+    """Silence torch's own warnings, of names that it is about to change, for the duration of a block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Named dimensions of ranks. Made with real tensors, which are not part of the step, also in a fake world."""
+    """Return a mesh of ranks with named dimensions, made of real tensors also in a fake world."""
     forget_meshes()
     with _disable_current_modes(), quiet():
         return init_device_mesh(place(world), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def forget_meshes() -> None:
-    """Distributed tensors remember how operators go on a mesh, with the names of its groups, which are gone by then."""
+    """Clear torch's caches of operators on meshes, which hold the names of groups that are gone."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -80,23 +80,23 @@ def forget_meshes() -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor; any other tensor itself."""
+    """Return this rank's part of a distributed tensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name; tied ones once."""
+    """Return the parameters that get gradients, by name; tied ones once."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def rule_of(work: Workload, names: Container[str]) -> OptimizerSpec:
-    """The update of ``work`` for a rank that holds the parameters of these names alone."""
+    """Return the update of ``work`` for a rank that holds the parameters of these names alone."""
     groups = (replace(g, parameters=tuple(n for n in g.parameters if n in names)) for g in work.optimizer.groups)
     return replace(work.optimizer, groups=tuple(groups))
 
 
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], strategy: str) -> Optimizer:
-    """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
+    """Return the update of ``work`` on these parameters, one by one; raises UsageError if it has none."""
     check_update(work, strategy)
     rule = rule_of(work, params)
     with quiet():  # a stage may well be left without a parameter of some group
@@ -137,7 +137,7 @@ def average_gradients(
 
 
 def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
-    """Neighbours of one data type, together of at most ``most_bytes`` unless alone."""
+    """Yield runs of gradients of one data type, of at most ``most_bytes`` together, unless alone."""
     bucket: list[K] = []
     held = 0
     for name, grad in grads.items():
@@ -154,8 +154,8 @@ def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
 class LossScaler:
     """Dynamic loss scaling by the rule of `torch.amp.GradScaler`, for gradients of which a rank holds a part.
 
-    Without a finite gradient on every rank none of them updates its weights. In a fake world, where no number is known,
-    all are finite. ``first`` 1 and no growth: no scaling, for bfloat16 and float32.
+    Unless the gradients of all ranks are finite, none of them updates its weights. In a fake world, where no number is
+    known, all are finite. Not ``enabled``: no scaling, for bfloat16 and float32.
     """
 
     def __init__(self, world: World, *, enabled: bool, first: float = 2.0**16, interval: int = 2000) -> None:
@@ -167,16 +167,16 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with now."""
+        """Factor of the loss."""
         return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to run the backward of."""
+        """Return the scaled loss, for the backward."""
         return loss * self._scale if self._enabled else loss
 
     def step(self, optimizer: Optimizer, grads: Iterable[Tensor]) -> None:
         """Divide the gradients (in place) by the scale, update where they are finite, and choose the next scale."""
-        if self._enabled and not self._finite(list(grads)):
+        if self._enabled and not self._unscale(list(grads)):
             self._scale, self._good = max(self._scale / 2, 1.0), 0
             return
         with quiet():
@@ -186,7 +186,8 @@ class LossScaler:
             if self._good % self._interval == 0:
                 self._scale *= 2
 
-    def _finite(self, grads: list[Tensor]) -> bool:
+    def _unscale(self, grads: list[Tensor]) -> bool:
+        """Divide the gradients (in place) by the scale; return True if they are finite on all ranks."""
         device = place(self._world)
         found = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self._scale, device=device)
@@ -199,12 +200,12 @@ class LossScaler:
 
 @dataclass
 class PlainStep:
-    """A step of forward, loss, backward and update on this rank, with what a strategy does in between."""
+    """A step of forward, loss, backward and update on this rank, with a strategy's hooks in between."""
 
     module: nn.Module
-    """What this rank holds of the network; `call` may be a wrapper of it."""
+    """This rank's part of the network; `call` may be a wrapper of it."""
     work: Workload
-    """With this rank's share of the batch; its module is this rank's."""
+    """Workload with this rank's share of the batch and this rank's module."""
     optimizer: Optimizer
     world: World
     amp: bool
@@ -213,27 +214,27 @@ class PlainStep:
     after_backward: Callable[[], None] | None = None
     after_update: Callable[[], None] | None = None
     autocast: bool = True
-    """Whether lower precision is autocast's; else the weights are in the lower type themselves."""
+    """True if lower precision is by autocast; else the weights themselves are in the lower type."""
     micro_batches: int = 1
-    """In which forward and backward run, one after another; a replica's gradients are averaged with the last one."""
+    """Number of micro-batches, each run forward and backward; replicas average gradients with the last one."""
 
     def __post_init__(self) -> None:
         self._scaler = LossScaler(self.world, enabled=self.amp and self.world.device == "cuda")
 
     def scale(self, scaler: LossScaler) -> None:
-        """Scale gradients by this from now on."""
+        """Use this loss scaler from now on."""
         self._scaler = scaler
 
     def prepare(self) -> None:
-        """Gradients to None."""
+        """Set gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)
         self.module.zero_grad(set_to_none=True)
 
     def run(self) -> Tensor:
-        """One whole step; the mean loss of the rank's share."""
+        """Run one whole step; return the mean loss of the rank's share."""
         if self.before_forward is not None:
             self.before_forward()
-        loss = self._gradients()
+        loss = self._forward_backward()
         if self.after_backward is not None:
             self.after_backward()
         self._scaler.step(self.optimizer, gradients(self.optimizer))
@@ -241,21 +242,21 @@ class PlainStep:
             self.after_update()
         return loss
 
-    def _gradients(self) -> Tensor:
-        """Forward and backward; the mean loss."""
+    def _forward_backward(self) -> Tensor:
+        """Run forward and backward; return the mean loss."""
         work, count = self.work, self.micro_batches
         if count == 1:
-            return self._part_of_gradients(work.inputs, work.targets)
+            return self._run_micro_batch(work.inputs, work.targets)
         parts = (split(tensors, batch_size(work), count) for tensors in (work.inputs, work.targets))
         losses = []
         for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
             later = getattr(self.call, "no_sync", None) if number + 1 < count else None
             with nullcontext() if later is None else later():
-                losses.append(self._part_of_gradients(inputs, targets))
+                losses.append(self._run_micro_batch(inputs, targets))
         return torch.stack(losses).sum()
 
-    def _part_of_gradients(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Of a micro-batch: its share of the mean loss, detached."""
+    def _run_micro_batch(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Run a micro-batch forward and backward; return its share of the mean loss, detached."""
         with cast(self.world, amp=self.amp and self.autocast), quiet():
             loss = self.work.loss_fn(self.call(*inputs), *targets)
             if self.micro_batches > 1:
@@ -266,18 +267,18 @@ class PlainStep:
         return found
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds for longer than an operator, each with its kind."""
+        """Yield the tensors that this rank holds for longer than an operator, each with its kind."""
         yield from held_by(self.module, self.optimizer, self.work)
 
 
 def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """This rank's parts of the gradients that the update reads."""
+    """Yield this rank's parts of the gradients that the update reads."""
     for group in optimizer.param_groups:
         yield from (local(p.grad) for p in group["params"] if p.grad is not None)
 
 
 def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, batch, optimizer state and gradients, each with its kind."""
+    """Yield parameters, buffers, batch, optimizer state and gradients, each with its kind."""
     yield from (("parameters", local(p)) for p in module.parameters())
     yield from (("buffers", b) for b in module.buffers())
     yield from (("batch", t) for t in (*work.inputs, *work.targets))
@@ -294,9 +295,9 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
 class Accumulated(Wrapping):
     """`accumulate4+fsdp` and the like: another strategy, whose ranks add up the gradients of so many micro-batches.
 
-    A replica of `ddp` averages them behind the last one (`no_sync`), `fsdp` reduces those of each; of a pipeline these
-    are the micro-batches that it runs anyway. Loss and gradients are those of the whole share where the loss is a mean
-    over as many numbers in each of them; not of networks with batch norm.
+    A replica of `ddp` averages them after the last one (`no_sync`), `fsdp` reduces those of each; in a pipeline these
+    are the micro-batches that it runs anyway. Loss and gradients equal those of the whole share if the loss is a mean
+    over equally many numbers in each micro-batch, and the network has no batch norm.
     """
 
     strategy: RankStrategy
@@ -307,10 +308,9 @@ class Accumulated(Wrapping):
         return f"accumulate{self.micro_batches}+{self.strategy.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """The inner strategy's step. UsageError for a share of the batch that has no equal micro-batches."""
+        """Return the inner strategy's step; raises UsageError if micro-batches would not be equal."""
         if self.stages > 1:
-            inner: Any = self.strategy
-            return in_micro_batches(inner, self.micro_batches).prepare(work, world)
+            return _in_micro_batches(self.strategy, self.micro_batches).prepare(work, world)
         step: Any = self.strategy.prepare(work, world)
         samples = batch_size(step.work)
         if samples % self.micro_batches:
@@ -323,19 +323,19 @@ class Accumulated(Wrapping):
         return found
 
 
-def in_micro_batches(strategy: Any, count: int) -> RankStrategy:
-    """A pipeline on so many micro-batches; in half precision, one in that."""
+def _in_micro_batches(strategy: Any, count: int) -> RankStrategy:
+    """Return a pipeline, or one in half precision, with so many micro-batches."""
     if isinstance(strategy, Halved):
-        return replace(strategy, strategy=in_micro_batches(strategy.strategy, count))
+        return replace(strategy, strategy=_in_micro_batches(strategy.strategy, count))
     found: RankStrategy = replace(strategy, micro_batches=count)
     return found
 
 
 # Mixed precision without autocast, as Megatron-LM has it, under the strategies that otherwise autocast.
 # Weights, activations and gradients are in the lower type; float32 masters and the optimizer's state beside them.
-# For the update every gradient is turned into a float32 one, and let go of; the optimizer changes the masters, and
-# the weights become copies of these. Bytes a parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (a
-# bucket's 2 more under ddp), 4 in its place during the update.
+# For the update every gradient is cast to float32 and freed; the optimizer changes the masters, and the weights become
+# copies of these. Bytes a parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (a bucket's 2 more under
+# ddp), 4 in its place during the update.
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class Halved(Wrapping):
         return f"half+{self.strategy.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """The inner strategy's step on the halved network, with the optimizer on masters."""
+        """Return the inner strategy's step on the network in half precision, with the optimizer on masters."""
         dtype = half(world)
         step: Any = self.strategy.prepare(work.to(str(dtype).removeprefix("torch.")), world)
         weights = trained(step.module)
@@ -360,7 +360,7 @@ class Halved(Wrapping):
 
 
 class Masters(Optimizer):
-    """Trains weights in half precision by way of float32 copies, which ``make`` makes an optimizer of, by name."""
+    """Optimizer of weights in half precision by way of float32 copies; ``make`` returns the optimizer of these."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], make: Callable[[Mapping[str, Tensor]], Optimizer]) -> None:
         super().__init__([{"params": list(weights.values())}], {})
@@ -370,7 +370,7 @@ class Masters(Optimizer):
         self._inner = make(dict(zip(weights, (master for _, master in self._pairs), strict=True)))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The update of the masters, by the gradients of the weights, which are gone behind it."""
+        """Update the masters by the gradients of the weights, which are freed, then copy masters to weights."""
         loss = None if closure is None else closure()
         for weight, master in self._pairs:
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
@@ -383,7 +383,7 @@ class Masters(Optimizer):
         return loss
 
     def held(self) -> list[tuple[str, Tensor]]:
-        """Masters, and the state that the optimizer keeps of them, each with its kind."""
+        """Return masters and the optimizer's state of them, each with its kind."""
         found = [("master weights", local(master)) for _, master in self._pairs]
         for state in self._inner.state.values():
             found += [("optimizer state", local(item)) for item in state.values() if isinstance(item, Tensor)]

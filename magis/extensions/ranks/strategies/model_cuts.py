@@ -1,7 +1,7 @@
-"""Where networks are cut: into pipeline stages, and into tensor-parallel parts (Shoeybi et al. 2019).
+"""Cuts of networks into pipeline stages, and into tensor-parallel parts (Shoeybi et al. 2019).
 
-A cut network runs a start (embeddings), its blocks and a finish (heads, logits); what goes from stage to stage is the
-hidden state alone. The functions repeat the `forward` of their networks; a test holds the two together.
+A cut network runs a start (embeddings), its blocks and a finish (heads, logits); only the hidden state goes from stage
+to stage. The functions repeat the `forward` of their networks; a test compares the two.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from magis.extensions.ranks.strategies.uneven_heads import draw_alike, head_shar
 
 @dataclass(frozen=True)
 class StageCut:
-    """How to run a network in parts. Each function gets the network, whole or with only its part's parameters."""
+    """Functions that run a network in parts; each takes the network, whole or with only its part's parameters."""
 
     start: Callable[[Any, tuple[Tensor, ...]], Tensor]
-    """Inputs to the first hidden state."""
+    """Function from the inputs to the first hidden state."""
     block: Callable[[Any, int, Tensor], Tensor]
-    """Through the block of that number."""
+    """Function from a block's number and input to its output."""
     finish: Callable[[Any, Tensor], Any]
-    """The last hidden state to the output."""
+    """Function from the last hidden state to the output."""
     starts: tuple[str, ...]
-    """Beginnings of the names of the parameters of the start; what is in no block either belongs to the finish."""
+    """Prefixes of the names of the start's parameters; those in no block either belong to the finish."""
     tied: str = ""
-    """The parameter that start and finish share: both ends hold a copy, and add up its gradients."""
+    """Parameter that start and finish share: both ends hold a copy, and add up its gradients."""
 
 
 def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
-    """How to cut the network of ``work``; UsageError where that is not known or not possible.
+    """Return the cut of the network of ``work``; raises UsageError if it is not known or has too few blocks.
 
-    ``ranks``: those that hold the stages, if not one each.
+    ``ranks``: number of ranks that hold the stages, if not one stage each.
     """
     cut = _CUTS.get(type(work.module))
     if cut is None:
@@ -65,7 +65,7 @@ def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
 
 
 def run_stage(net: nn.Module, cut: StageCut, blocks: range, given: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The hidden state behind the blocks of a stage, from that before them, or from the inputs of the network."""
+    """Run the blocks of a stage on the hidden state before them, or on the inputs of the network."""
     x = given if isinstance(given, Tensor) else cut.start(net, given)
     for index in blocks:
         x = cut.block(net, index, x)
@@ -73,7 +73,7 @@ def run_stage(net: nn.Module, cut: StageCut, blocks: range, given: Tensor | tupl
 
 
 def stage_blocks(count: int, stages: int, stage: int) -> range:
-    """The numbers of the blocks of a stage: equal counts, one more in the first ones where that does not go."""
+    """Return the numbers of the blocks of a stage: equal counts, with one more in the first stages if need be."""
     each, over = divmod(count, stages)
     first = stage * each + min(stage, over)
     return range(first, first + each + (stage < over))
@@ -125,18 +125,13 @@ def _neo_finish(net: GptNeo | Gpt, x: Tensor) -> Tensor:
     return functional.linear(net.norm(x), net.word.weight)
 
 
-def _gpt_block(net: Gpt, index: int, x: Tensor) -> Tensor:
+def _masked_block(net: Gpt | Btlm, index: int, x: Tensor) -> Tensor:
     out: Tensor = net.layers[index](x, net.mask)
     return out
 
 
 def _btlm_start(net: Btlm, inputs: tuple[Tensor, ...]) -> Tensor:
     out: Tensor = net.word(inputs[0]) * net.embedding_scale
-    return out
-
-
-def _btlm_block(net: Btlm, index: int, x: Tensor) -> Tensor:
-    out: Tensor = net.layers[index](x, net.mask)
     return out
 
 
@@ -166,8 +161,8 @@ def _plain_block(net: Any, index: int, x: Tensor) -> Tensor:
 _CUTS: dict[type[nn.Module], StageCut] = {
     Bert: StageCut(_bert_start, _plain_block, _bert_finish, ("embeddings.",), "embeddings.word.weight"),
     GptNeo: StageCut(_neo_start, _neo_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Gpt: StageCut(_neo_start, _gpt_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Btlm: StageCut(_btlm_start, _btlm_block, _btlm_finish, ("word.",), "word.weight"),
+    Gpt: StageCut(_neo_start, _masked_block, _neo_finish, ("word.", "position."), "word.weight"),
+    Btlm: StageCut(_btlm_start, _masked_block, _btlm_finish, ("word.",), "word.weight"),
     Vit: StageCut(_vit_start, _plain_block, _vit_finish, ("patches.", "class_token", "positions")),
 }
 
@@ -182,9 +177,9 @@ _FIRST = {FeedForward: ("up",), BtlmLayer: ("up", "gate")}
 
 
 def share_blocks(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> None:
-    """Cut the attention and feed-forward modules of ``work`` for the ranks of a group. UsageError where none is.
+    """Cut the attention and feed-forward modules of ``work`` for the ranks of a group; raises UsageError if none is.
 
-    ``sequence``: what they return is in parts of the sequence (`sequence_parts.py`).
+    ``sequence``: they return parts of the sequence (`sequence_parts.py`).
     """
     ranks, last = group.size(), RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
     found = 0
@@ -195,7 +190,13 @@ def share_blocks(work: Workload, group: DeviceMesh, *, sequence: bool = False) -
                 _share_attention(f"{work.name}: {path}", module, group, last)
         elif type(module) in _FIRST and _is_there(module.down):
             first = _FIRST[type(module)]
-            _check(f"{work.name}: the inner width of {path}", _width(work, module.down, path), ranks)
+            if not isinstance(module.down, nn.Linear):
+                kind = type(module.down).__name__
+                raise UsageError(f"{work.name}: {path} has a {kind} where tp expects a linear layer")
+            if module.down.in_features % ranks:
+                width = f"{work.name}: the inner width of {path}, {module.down.in_features}"
+                hint = "use a divisor of it"
+                raise UsageError(f"{width}, cannot be shared out evenly to {ranks} ranks", hint=hint)
             _parallelize(module, group, {name: ColwiseParallel() for name in first} | {"down": last})
     if not found:
         raise UsageError(
@@ -205,19 +206,8 @@ def share_blocks(work: Workload, group: DeviceMesh, *, sequence: bool = False) -
 
 
 def _is_there(layer: nn.Module) -> bool:
-    """Whether this rank's stage holds the layer."""
+    """Return True if this rank's stage holds the layer."""
     return getattr(layer, "weight", None) is not None
-
-
-def _width(work: Workload, layer: nn.Module, path: str) -> int:
-    if not isinstance(layer, nn.Linear):
-        raise UsageError(f"{work.name}: {path} has a {type(layer).__name__} where tp expects a linear layer")
-    return layer.in_features
-
-
-def _check(what: str, size: int, ranks: int) -> None:
-    if size % ranks:
-        raise UsageError(f"{what}, {size}, cannot be shared out evenly to {ranks} ranks", hint="use a divisor of it")
 
 
 def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh, last: ParallelStyle) -> None:
@@ -239,7 +229,7 @@ def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh, las
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
 
     def own_mask(_module: nn.Module, args: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """A mask that differs from head to head (ALiBi's) is cut like the heads."""
+        """Cut a mask that differs from head to head (ALiBi's) like the heads."""
         if len(args) < 2 or args[1] is None or args[1].dim() != 4 or args[1].shape[1] != heads:
             return args
         return (args[0], args[1][:, low:high], *args[2:])

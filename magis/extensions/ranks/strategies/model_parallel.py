@@ -63,16 +63,16 @@ class ModelParallel:
 
     tensor: int = 1
     stages: int = 1
-    """Ranks of a pipeline; one stage each, or two where the ``schedule`` says so."""
+    """Number of ranks of a pipeline; one stage each, or two where the ``schedule`` says so."""
     amp: bool = False
     micro_batches: int | None = None
-    """None: twice the ranks of the pipeline, or the most that divide the share of the batch."""
+    """Number of micro-batches; None: the most, up to twice the ranks of the pipeline, that divide the batch's share."""
     vocabulary: bool = True
-    """Whether the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
+    """True if the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
     sequence: bool = False
-    """Whether they also have parts of the sequence between shared layers; without stages."""
+    """True if they also have parts of the sequence between shared layers; without stages."""
     schedule: str = ""
-    """Of the pipeline, by its name in `schedules.py`; "": 1F1B."""
+    """Schedule of the pipeline by its name in `schedules.py`; "": 1F1B."""
 
     warm_steps = 1
 
@@ -88,7 +88,7 @@ class ModelParallel:
         return self.tensor * self.stages
 
     def prepare(self, work: Workload, world: World) -> PlainStep | PipelineStep:
-        """The step on this rank: its stage, and its part of each block there."""
+        """Return the step on this rank: its stage, and its part of each block there."""
         count = world.size // self.group
         ranks = mesh(world, {"dp": count, "pp": self.stages, "tp": self.tensor})
         replica, stage, _ = (ranks.get_local_rank(kind) for kind in ("dp", "pp", "tp"))
@@ -163,7 +163,7 @@ class ModelParallel:
 
 
 class _Part(nn.Module):
-    """One stage: a range of blocks, behind the network's start in the first, with finish and loss in the last."""
+    """One stage: a range of blocks, after the network's start in the first, with finish and loss in the last."""
 
     def __init__(
         self,
@@ -184,12 +184,13 @@ class _Part(nn.Module):
         self.losses: list[Tensor] = []
 
     def begin(self) -> None:
-        """Before each step."""
+        """Begin a step."""
         self._next = iter(self._targets)
         self.losses = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The next micro-batch: of the first stage its inputs, else the hidden state; the loss from the last one."""
+        """Run the next micro-batch, on inputs in the first stage, else on the hidden state; return the next hidden
+        state, or the loss in the last stage."""
         with self._casting:
             x = run_stage(self.net, self._cut, self._blocks, inputs if self._ends[0] else inputs[0])
             del inputs
@@ -207,32 +208,32 @@ class PipelineStep:
 
     module: nn.Module
     work: Workload
-    """With what these stages read of the batch."""
+    """Workload with the part of the batch that these stages read."""
     optimizer: Optimizer
     parts: tuple[_Part, ...]
     schedule: Schedule
     count: int
-    """Micro-batches."""
+    """Number of micro-batches."""
     scaler: LossScaler
     replicas: dist.ProcessGroup
     tied: tuple[nn.Parameter, dist.ProcessGroup] | None
-    """A parameter that both ends of the pipeline hold, on these."""
+    """Parameter that both ends of the pipeline hold, and the group of these."""
     waiting: Waiting
     sent: list[Tensor]
-    """Among fake ranks: what is under way until the end of the schedule."""
+    """Tensors under way until the end of the schedule, among fake ranks."""
 
     def scale(self, scaler: LossScaler) -> None:
-        """Scale gradients by this from now on."""
+        """Use this loss scaler from now on."""
         self.scaler = scaler
         for part in self.parts:
             part.scaler = scaler
 
     def prepare(self) -> None:
-        """Gradients to None."""
+        """Set gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> Tensor | None:
-        """One whole step; the mean loss of the share on the last stage, None on the others."""
+        """Run one whole step; return the mean loss of the share on the last stage, None on the others."""
         for part in self.parts:
             part.begin()
         # the loss is in the last stage, the schedule insists on something to compare its output with
@@ -245,19 +246,19 @@ class PipelineStep:
             if parameter.grad is not None:
                 parameter.grad.div_(self.count)
         if self.tied is not None:
-            add_up(*self.tied)
+            sum_gradient(*self.tied)
         average_gradients(trained(self.module).values(), self.replicas)
         self.scaler.step(self.optimizer, gradients(self.optimizer))
         found = [loss for part in self.parts for loss in part.losses]
         return torch.stack(found).mean() if found else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds for longer than an operator, each with its kind."""
+        """Yield the tensors that this rank holds for longer than an operator, each with its kind."""
         yield from held_by(self.module, self.optimizer, self.work)
 
 
-def add_up(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """The gradient of a parameter, summed over the ranks that hold it."""
+def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of a parameter over the ranks that hold it."""
     if parameter.grad is None:
         return
     grad = local(parameter.grad)
@@ -268,7 +269,7 @@ def add_up(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
 
 
 def micro_batches(strategy: ModelParallel, work: Workload) -> int:
-    """The number of micro-batches; UsageError where the share of the batch has no room for as many as stages."""
+    """Return the number of micro-batches; raises UsageError if the share of the batch has fewer than stages."""
     samples, stages = batch_size(work), strategy.stages
     wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
     if wrong:
@@ -296,7 +297,7 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 
 
 def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
-    """The hidden state of a micro-batch as it goes from stage to stage."""
+    """Compute the hidden state of a micro-batch, for its size and type."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
         return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))
 
@@ -306,7 +307,7 @@ def _like(hidden: Tensor) -> Tensor:
 
 
 def tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
-    """The first and last stage of this rank's pipeline; every rank takes part in making all such groups."""
+    """Return the group of the first and last stage of this rank's pipeline; every rank helps to make all of them."""
     if stages == 2:
         return ranks.get_group("pp")
     own: dist.ProcessGroup | None = None

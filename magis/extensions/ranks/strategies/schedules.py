@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: who holds which stages, in which order a rank computes, how long it waits for others.
+"""Schedules of a pipeline: the stages of each rank, the order in which it computes, and its idle time.
 
 "" is 1F1B, with one stage on each rank. The others have two, numbered along the blocks:
 
@@ -35,17 +35,17 @@ Schedule = Schedule1F1B | PipelineScheduleMulti
 _MADE = {"interleaved": ScheduleInterleaved1F1B, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble}
 
 FORWARD, BACKWARD, OF_INPUTS, OF_WEIGHTS = "F", "B", "I", "W"
-"""What a rank computes of a micro-batch in a stage, as torch writes it: the backward as a whole, or in two."""
+"""Kinds of computation of a micro-batch in a stage, in torch's letters: the backward as a whole, or in two."""
 
 Work = tuple[int, str, int]
-"""A stage, what is computed there, and the number of a micro-batch."""
+"""Stage, kind of computation, number of the micro-batch."""
 
 COMPUTED: ContextVar[tuple[int, str] | None] = ContextVar("COMPUTED", default=None)
-"""Among fake ranks: the stage at work, and at what."""
+"""Stage and kind of computation that run now, among fake ranks."""
 
 
 def held_stages(schedule: str, ranks: int, rank: int) -> tuple[int, ...]:
-    """The numbers of the stages of a rank."""
+    """Return the numbers of the stages of a rank."""
     if not schedule:
         return (rank,)
     return (rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks)
@@ -63,8 +63,10 @@ def check_micro_batches(what: str, schedule: str, ranks: int, count: int) -> Non
 
 
 def scheduled(schedule: str, stages: Sequence[PipelineStage], count: int) -> Schedule:
-    """Torch's schedule of ``count`` micro-batches over a rank's stages. Gradients are sums over them, the last stage
-    returns its loss."""
+    """Return torch's schedule of ``count`` micro-batches over a rank's stages.
+
+    Gradients are sums over the micro-batches; the last stage returns its loss.
+    """
     if not schedule:
         return Schedule1F1B(stages[0], count, loss_fn=_own_loss, scale_grads=False)
     return _MADE[schedule]([*stages], count, loss_fn=_own_loss, scale_grads=False)
@@ -84,10 +86,10 @@ def _computing(stage: int, what: str) -> Iterator[None]:
 
 
 class SettledStage(PipelineStage):
-    """A stage among fake ranks, which agree without a message: metadata is given, not found out.
+    """A stage among fake ranks, whose metadata is given, since none of them can send it.
 
-    It also holds what is sent for as long as the schedule keeps the handle of a real message, which does: with one
-    stage on a rank an activation, with several (``sent`` is given) all that they send, until the end of the schedule.
+    It keeps sent tensors as long as the handle of a real message would: with one stage on a rank the last activation,
+    with several (``sent`` is given) all that they send, until the end of the schedule.
     """
 
     sent: list[Tensor] | None = None
@@ -98,7 +100,7 @@ class SettledStage(PipelineStage):
         return min(self.chunks or 1, self.num_stages - self.stage_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's."""
+        """Return the parent's messages, and keep their tensors."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if self.sent is not None:
             self.sent += (op.tensor for op in ops)
@@ -107,32 +109,32 @@ class SettledStage(PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's."""
+        """Return the parent's messages, and keep their tensors."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.sent is not None:
             self.sent += (op.tensor for op in ops)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's."""
+        """Return the parent's messages, and drop the last activation once it has been waited for."""
         if bwd_chunk_id == (self.chunks or 0) - self._warm + 1:
             self._last = ()
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's."""
+        """Run a micro-batch forward, marked in COMPUTED."""
         with _computing(self.stage_index, FORWARD):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The parent's."""
+        """Run a micro-batch backward, marked in COMPUTED."""
         with _computing(self.stage_index, BACKWARD if full_backward else OF_INPUTS):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The parent's."""
+        """Run the backward of weights of a micro-batch, marked in COMPUTED."""
         with _computing(self.stage_index, OF_WEIGHTS):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -144,37 +146,41 @@ class SettledStage(PipelineStage):
 
 @dataclass(frozen=True)
 class Waiting:
-    """How long a rank of a pipeline stands idle in a step, if the others have as much to compute as it has."""
+    """Idle time of a rank of a pipeline in a step, if the others have as much to compute."""
 
     schedule: str
     ranks: int
     rank: int
     count: int
-    """Micro-batches."""
+    """Number of micro-batches."""
     orders: Mapping[int, Sequence[Work]] = field(default_factory=dict)
-    """What each rank computes, one after the other; empty for 1F1B, of which a formula tells."""
+    """Order in which each rank computes; empty for 1F1B, which has a formula."""
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether a rank goes on while its messages are under way."""
+        """True if a rank goes on while its messages are under way."""
         return bool(self.schedule)
 
     def idle_ns(self, compute_ns: float, took: Mapping[tuple[int, str], float], message_ns: float) -> float:
-        """From what a rank computes in a step, what of that in each of its stages, and what a message takes."""
+        """Return the idle time of a rank.
+
+        Args: compute_ns: its computing time in a step; took: parts of that by (stage, kind); message_ns: time of one
+        message.
+        """
         if not self.orders:
             return compute_ns * (self.ranks - 1) / self.count
-        each = self._each(took)
+        each = self._micro_batch_ns(took)
         busy = sum(each[what, self._part(stage)] for stage, what, _ in self.orders[self.rank])
-        return self._end(each, message_ns) - busy
+        return self._end_ns(each, message_ns) - busy
 
     def _part(self, stage: int) -> int:
-        """Whether a stage is the first or the second one of its rank."""
+        """Return 0 for the first stage of a rank, 1 for its second one."""
         return int(stage >= self.ranks)
 
-    def _each(self, took: Mapping[tuple[int, str], float]) -> dict[tuple[str, int], float]:
-        """What is computed of one micro-batch in the first and the second stage of any rank: as in this one's.
+    def _micro_batch_ns(self, took: Mapping[tuple[int, str], float]) -> dict[tuple[str, int], float]:
+        """Return the time of one micro-batch by (kind, first or second stage of a rank), taken from this rank's.
 
-        The first stage of all has no gradient of inputs to compute. Where a backward is cut is read off the others.
+        Stage 0 has no gradient of inputs to compute, so the share of inputs in a backward is read off other stages.
         """
         own = held_stages(self.schedule, self.ranks, self.rank)
         inputs, weights = (
@@ -191,8 +197,8 @@ class Waiting:
             found |= {(OF_INPUTS, part): share * both, (OF_WEIGHTS, part): (1 - share) * both}
         return found
 
-    def _end(self, each: Mapping[tuple[str, int], float], message_ns: float) -> float:
-        """When the last rank is done, if each begins with its next work as soon as that has what it needs."""
+    def _end_ns(self, each: Mapping[tuple[str, int], float], message_ns: float) -> float:
+        """Return the time at which the last rank is done, if each begins its next work as soon as it can."""
         place = {stage: rank for rank, order in self.orders.items() for stage, _, _ in order}
         ended: dict[Work, float] = {}
         at: Counter[int] = Counter()
@@ -216,7 +222,7 @@ class Waiting:
         return max(clock.values())
 
     def _needed(self, work: Work) -> Work | None:
-        """What a neighbouring stage, on whatever rank, has to compute before."""
+        """Return the work of a neighbouring stage that has to come before; None if nothing has."""
         stage, what, number = work
         if what == FORWARD:
             return (stage - 1, what, number) if stage else None
@@ -226,7 +232,7 @@ class Waiting:
 
 
 def waiting(schedule: str, made: Schedule, ranks: int, rank: int, count: int) -> Waiting:
-    """How long a rank waits under a schedule that is made."""
+    """Return the idle time of a rank under a schedule of torch's."""
     if isinstance(made, Schedule1F1B):
         return Waiting(schedule, ranks, rank, count)
     orders = {

@@ -31,7 +31,7 @@ from magis.extensions.models.encoders import Bert
 from magis.extensions.ranks.strategies.distributed import quiet
 
 PART, WHOLE = Shard(1), Replicate()
-"""Of the length of a hidden state [batch, length, width]."""
+"""Placements of the length of a hidden state [batch, length, width]."""
 
 _ENTRANCES: dict[type[nn.Module], Callable[[Workload], str]] = {
     Bert: lambda _: "embeddings.norm",
@@ -39,12 +39,14 @@ _ENTRANCES: dict[type[nn.Module], Callable[[Workload], str]] = {
     GptNeo: lambda _: "dropout",
     Btlm: lambda work: work.blocks[0],
 }
-"""Paths of the first modules that get parts."""
+"""Network -> path of the first module that gets parts."""
 
 
 def share_sequence(work: Workload, group: DeviceMesh) -> None:
-    """Have the ranks of a group work on parts of the sequence between the shared layers of ``work``. UsageError for a
-    network or a length that it is not for."""
+    """Have the ranks of a group work on parts of the sequence between the shared layers of ``work``.
+
+    Raises UsageError for a network without known cuts, and for a length that the ranks do not divide.
+    """
     net, ranks = work.module, group.size()
     entrance = _ENTRANCES.get(type(net))
     if entrance is None:
@@ -58,51 +60,51 @@ def share_sequence(work: Workload, group: DeviceMesh) -> None:
             f"{work.name}: a sequence of {length} tokens cannot be shared out evenly to {ranks} ranks",
             hint="use a number of ranks that divides it, or tp without sp",
         )
-    norms: dict[str, ParallelStyle] = {}
-    norms |= {path: SequenceParallel(use_local_output=True) for path in _norms(net)}
+    norms: dict[str, ParallelStyle] = {
+        path: SequenceParallel(use_local_output=True)
+        for path, part in net.named_modules()
+        if isinstance(part, nn.LayerNorm) and path != "transform_norm"
+    }
     with quiet():
         parallelize_module(net, group, norms)
-    entered = partial(_given, group, WHOLE, PART, local=True)
+    entered = partial(_redistribute_input, group, WHOLE, PART, local=True)
     net.get_submodule(entrance(work)).register_forward_pre_hook(entered, prepend=True)
     for part in net.modules():
         if isinstance(part, (SelfAttention, FeedForward)):
             plain = isinstance(part, SelfAttention) and has_uneven_heads(part)
-            part.register_forward_pre_hook(partial(_given, group, PART, WHOLE, local=plain))
+            part.register_forward_pre_hook(partial(_redistribute_input, group, PART, WHOLE, local=plain))
             if plain:
-                part.register_forward_hook(partial(_made, group, WHOLE, PART))
+                part.register_forward_hook(partial(_redistribute_output, group, WHOLE, PART))
         elif isinstance(part, BtlmLayer):
             parallelize_module(part, group, {"norm": gathered_output()})
-    if isinstance(net, Bert):  # whose heads look at single tokens
-        net.get_submodule(work.blocks[-1]).register_forward_hook(partial(_made, group, PART, WHOLE))
+    if isinstance(net, Bert):  # its output heads read single tokens
+        net.get_submodule(work.blocks[-1]).register_forward_hook(partial(_redistribute_output, group, PART, WHOLE))
 
 
 def has_uneven_heads(attention: SelfAttention) -> bool:
-    """Whether an attention that is shared holds plain parts."""
+    """Return True if a shared attention holds plain parts: ranks do not divide its heads."""
     return not isinstance(attention.out.weight.data, DTensor)
 
 
 def gathered_output() -> PrepareModuleOutput:
-    """The output of a module that makes parts, whole on every rank."""
+    """Return the style that gathers a module's output, in parts, on every rank."""
     return PrepareModuleOutput(output_layouts=PART, desired_output_layouts=WHOLE, use_local_output=False)
 
 
-def _norms(net: nn.Module) -> list[str]:
-    """Paths of norms that see parts."""
-    return [path for path, part in net.named_modules() if isinstance(part, nn.LayerNorm) and path != "transform_norm"]
-
-
-def _moved(group: DeviceMesh, start: Placement, end: Placement, x: Tensor, *, local: bool = True) -> Tensor:
+def _redistribute(group: DeviceMesh, start: Placement, end: Placement, x: Tensor, *, local: bool = True) -> Tensor:
     with quiet():
         found = DTensor.from_local(x, group, [start], run_check=False).redistribute(placements=[end])
         made: Tensor = found.to_local() if local else found
         return made
 
 
-def _given(
+def _redistribute_input(
     group: DeviceMesh, start: Placement, end: Placement, _module: nn.Module, args: Any, *, local: bool
 ) -> tuple[Any, ...]:
-    return _moved(group, start, end, args[0], local=local), *args[1:]
+    return _redistribute(group, start, end, args[0], local=local), *args[1:]
 
 
-def _made(group: DeviceMesh, start: Placement, end: Placement, _module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-    return _moved(group, start, end, out)
+def _redistribute_output(
+    group: DeviceMesh, start: Placement, end: Placement, _module: nn.Module, _args: Any, out: Tensor
+) -> Tensor:
+    return _redistribute(group, start, end, out)

@@ -7,9 +7,8 @@ messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
     query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
     out                  forward: products summed over the ranks   backward: own heads of a whole gradient
 
-A rank with more heads draws more numbers where attention drops out, and what all ranks hold alike would part. So in
-there each draws from a generator apart, whose seed comes from the one they have alike; Megatron-LM has two generators
-for that.
+A rank with more heads draws more numbers for dropout in attention, after which the ranks' generators would differ. So
+attention draws from a generator of its own, whose seed comes from the common one; Megatron-LM has two generators, too.
 """
 
 from __future__ import annotations
@@ -29,50 +28,52 @@ from magis.ops.generators import drawing_apart
 
 
 def head_shares(heads: int, ranks: int) -> list[int]:
-    """How many heads each rank has."""
+    """Return the number of heads of each rank."""
     each, over = divmod(heads, ranks)
     return [each + (rank < over) for rank in range(ranks)]
 
 
 def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, *, packed: int = 1) -> None:
-    """Leave a linear layer the rows of this rank's heads, which are so many ``columns`` wide on each rank; of each of
-    the projections that are ``packed`` into one."""
+    """Reduce a linear layer to the rows of this rank's heads.
+
+    ``columns``: width of each rank's heads; ``packed``: number of projections in the layer, each of which is cut.
+    """
     for name, whole in list(layer.named_parameters(recurse=False)):
         parts = [each.split(list(columns))[rank] for each in whole.detach().chunk(packed)]
         layer.register_parameter(name, nn.Parameter(torch.cat(parts), whole.requires_grad))
-    layer.forward = partial(_rows, layer, group)
+    layer.forward = partial(_rows_forward, layer, group)
 
 
 def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: str) -> None:
-    """Leave a linear layer the columns of this rank's heads; its bias stays whole."""
+    """Reduce a linear layer to the columns of this rank's heads; its bias stays whole."""
     whole: Any = layer.weight
     part = whole.detach().split(list(columns), 1)[rank].contiguous().clone()
     layer.register_parameter("weight", nn.Parameter(part, whole.requires_grad))
-    layer.forward = partial(_columns, layer, group)
+    layer.forward = partial(_columns_forward, layer, group)
 
 
 def draw_alike(attention: SelfAttention) -> None:
-    """Have all ranks draw the same numbers behind an attention, however many heads drop out."""
-    vars(attention)["forward"] = partial(_attended, attention)  # a copy of the module gets one of its own
+    """Have all ranks draw the same numbers after an attention, whatever numbers it draws itself."""
+    vars(attention)["forward"] = partial(_draw_apart, attention)  # a copy of the module gets one of its own
 
 
-def _attended(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def _draw_apart(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
     drops = attention.training and attention.dropout
     with drawing_apart(x.device) if drops else nullcontext():
         return type(attention).forward(attention, x, mask)
 
 
-def _rows(layer: Any, group: str, x: Tensor) -> Tensor:
+def _rows_forward(layer: Any, group: str, x: Tensor) -> Tensor:
     return functional.linear(_Entering.apply(x, group), layer.weight, layer.bias)  # type: ignore[no-untyped-call]
 
 
-def _columns(layer: Any, group: str, x: Tensor) -> Tensor:
+def _columns_forward(layer: Any, group: str, x: Tensor) -> Tensor:
     found: Tensor = _Leaving.apply(functional.linear(x, layer.weight), group)  # type: ignore[no-untyped-call]
     return found if layer.bias is None else found + layer.bias
 
 
 class _Entering(torch.autograd.Function):
-    """A whole tensor, of whose gradient every rank has an addend."""
+    """Identity; in the backward, the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -85,7 +86,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """The sum of all ranks' tensors."""
+    """Sum of all ranks' tensors; in the backward, the identity."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -42,16 +42,16 @@ from magis.extensions.ranks.strategies.sequence_parts import gathered_output, sh
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Where a network meets its vocabulary."""
+    """The modules of a network that have the dimension of its vocabulary."""
 
     embedding: str = "word"
-    """Path of the embedding, whose weight is that of the output projection, too."""
+    """Path of the embedding, which shares its weight with the output projection."""
     hidden: str = "norm"
-    """Path of the module that makes what is projected."""
+    """Path of the module whose output is projected."""
     bias: str = ""
     """Name of the projection's bias."""
     in_parts: bool = True
-    """Whether sequence parallelism goes as far as there."""
+    """True if sequence parallelism reaches that output."""
 
 
 _VOCABULARIES: dict[type[nn.Module], Vocabulary] = {
@@ -63,29 +63,36 @@ _VOCABULARIES: dict[type[nn.Module], Vocabulary] = {
 
 
 def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
-    """Cut blocks and vocabulary of ``work`` for the ranks of a group, and the ``sequence`` between blocks. UsageError
-    where there is nothing to share."""
+    """Cut blocks and vocabulary of ``work`` for the ranks of a group, and the ``sequence`` between blocks.
+
+    Raises UsageError if there is nothing to share.
+    """
     share_blocks(work, group, sequence=sequence)
     if sequence:
         share_sequence(work, group)
     work = share_vocabulary(work, group, sequence=sequence) if vocabulary or sequence else work
     for parameter in work.module.parameters():
         if parameter.requires_grad and isinstance(parameter.data, DTensor):
-            parameter.register_hook(partial(_placed, tuple(parameter.data.placements)))
+            parameter.register_hook(partial(_redistribute_gradient, tuple(parameter.data.placements)))
     return work
 
 
 def share_vocabulary(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> Workload:
-    """Cut the vocabulary of ``work`` for the ranks of a group; the loss is then one of logits in parts.
+    """Cut the vocabulary of ``work`` for the ranks of a group; the loss then takes logits in parts.
 
-    ``sequence``: what is projected is in parts of the sequence, unless the network made it whole before.
-    The same workload where the network has no vocabulary. UsageError where a rank would have no part of it.
+    ``sequence``: the projected hidden state is in parts of the sequence, unless the network made it whole before.
+    Returns the same workload if the network has no vocabulary. Raises UsageError if a rank would have no part of it.
     """
     met, net = _VOCABULARIES.get(type(work.module)), work.module
     if met is None:
         return work
     embedding: Any = net.get_submodule(met.embedding)
-    _check(work, embedding.num_embeddings, group.size())
+    words, ranks = embedding.num_embeddings, group.size()
+    if -(-words // ranks) * (ranks - 1) >= words:
+        raise UsageError(
+            f"{work.name}: a vocabulary of {words} leaves one of {ranks} ranks without a part of it",
+            hint="share it out to fewer ranks",
+        )
     whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
     if sequence and met.in_parts:
         whole = gathered_output()
@@ -98,16 +105,8 @@ def share_vocabulary(work: Workload, group: DeviceMesh, *, sequence: bool = Fals
     return replace(work, loss_fn=LossOfParts(work.loss_fn))
 
 
-def _check(work: Workload, words: int, ranks: int) -> None:
-    if -(-words // ranks) * (ranks - 1) >= words:
-        raise UsageError(
-            f"{work.name}: a vocabulary of {words} leaves one of {ranks} ranks without a part of it",
-            hint="share it out to fewer ranks",
-        )
-
-
-def _placed(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """A gradient cut like its weight: that of an embedding comes whole, that of a norm of parts as an addend."""
+def _redistribute_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
+    """Cut a gradient like its weight: an embedding's comes whole, that of a norm of parts as a partial sum."""
     if isinstance(grad, DTensor) and grad.placements != placements:
         return grad.redistribute(placements=placements)
     return grad
@@ -115,26 +114,26 @@ def _placed(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossOfParts:
-    """A loss, as of whole logits, that gets each rank's part of them."""
+    """A loss of whole logits that takes each rank's part of them."""
 
     loss_fn: Callable[..., Tensor]
 
     def __call__(self, output: Any, *targets: Tensor) -> Tensor:
         with _Parts(), quiet():
-            loss: Tensor = _whole(self.loss_fn(output, *targets))
+            loss: Tensor = _full_tensors(self.loss_fn(output, *targets))
         return loss
 
 
-_LOOKS = frozenset(
+_KEEPING_PARTS = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
     | {"flatten", "view", "reshape", "contiguous", "__getitem__", "detach"}
     | {"to", "type", "float", "half", "bfloat16", "double"}
 )
-"""Names of functions after which logits are in parts as before."""
+"""Names of functions whose results are in parts as the logits are."""
 
 
 class _Parts(TorchFunctionMode):
-    """Cross-entropy of logits in parts is computed in parts. All else gets them whole."""
+    """Mode that computes the cross-entropy of logits in parts, and gives all other functions whole logits."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,24 +150,19 @@ class _Parts(TorchFunctionMode):
         if changes and args and isinstance(args[0], DTensor):
             what = f"the loss changes the logits in place ({name}), of which a rank has a part"
             raise UsageError(what, hint="change a copy of them")
-        if name in _LOOKS and not _picks(args[1:]):
+        indices = [item for index in args[1:] for item in (index if isinstance(index, tuple) else (index,))]
+        if name in _KEEPING_PARTS and not any(isinstance(item, (Tensor, list)) for item in indices):
             with suppress(RuntimeError):  # of what torch does not cut: a view that splits the vocabulary, say
                 return func(*args, **kwargs)
-        return func(*_whole(args), **_whole(kwargs))
+        return func(*_full_tensors(args), **_full_tensors(kwargs))
 
 
-def _picks(indices: tuple[Any, ...]) -> bool:
-    """Whether tensors or lists say which elements are wanted."""
-    items = [item for index in indices for item in (index if isinstance(index, tuple) else (index,))]
-    return any(isinstance(item, (Tensor, list)) for item in items)
-
-
-def _whole(tree: Any) -> Any:
+def _full_tensors(tree: Any) -> Any:
     return tree_map_only(DTensor, DTensor.full_tensor, tree)
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-"""As operators have them."""
+"""Reduction by name -> the number that operators take."""
 
 
 def _in_parts(
@@ -178,7 +172,7 @@ def _in_parts(
     reduction: str = "mean",
     **others: object,
 ) -> Tensor | None:
-    """Cross-entropy of logits [tokens, part of the vocabulary]; None for any other."""
+    """Return the cross-entropy of logits [tokens, part of the vocabulary]; None for any other."""
     asked = any(isinstance(other, (Tensor, bool)) or other not in (None, 0.0) for other in others.values())
     if asked or not isinstance(input, DTensor) or isinstance(target, DTensor):
         return None
@@ -191,7 +185,7 @@ def _in_parts(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """As `torch.nn.functional.cross_entropy` under `loss_parallel`, which its backward needs, too."""
+    """`torch.nn.functional.cross_entropy` under `loss_parallel`, which its backward needs, too."""
 
     @staticmethod
     def forward(ctx: Any, logits: DTensor, target: Tensor, reduction: int, ignored: int) -> Tensor:

@@ -69,7 +69,7 @@ class Zero:
         return f"amp+zero{self.stage}" if self.amp else f"zero{self.stage}"
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
-        """The step on this rank's share of the batch."""
+        """Return the step on this rank's share of the batch."""
         share = share_of_batch(work, world.rank, world.size)
         dtype = half(world) if self.amp else next(work.module.parameters()).dtype
         flats = _cut(self, work, dtype)  # the masters, of the weights as they are
@@ -79,7 +79,7 @@ class Zero:
 
 
 def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
-    """With buffers and batch in the lower type; the parameters are in their flat buffers already."""
+    """Return the workload with buffers and batch in the lower type; its parameters are so already, in flat buffers."""
 
     def lower(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -91,24 +91,24 @@ def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
     return replace(work, inputs=tuple(map(lower, work.inputs)), targets=tuple(map(lower, work.targets)))
 
 
-def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
+def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[FlatBuffer]:
     named = trained(work.module)
     if strategy.stage < 3:
-        return [Flat(named, dtype)]
+        return [FlatBuffer(named, dtype)]
     small = {name: p for name, p in named.items() if p.numel() < strategy.persistent}
-    units = [Flat(small, dtype)] if small else []
+    units = [FlatBuffer(small, dtype)] if small else []
     taken = set(small)
     inside = [{n: p for n, p in named.items() if n.startswith(f"{block}.") and n not in small} for block in work.blocks]
     taken.update(*inside)
     rest = {name: p for name, p in named.items() if name not in taken}
-    return [*units, *(Flat(unit, dtype, sharded=True) for unit in (*inside, rest) if unit)]
+    return [*units, *(FlatBuffer(unit, dtype, sharded=True) for unit in (*inside, rest) if unit)]
 
 
 Piece = tuple[str, int, int, int]
-"""A parameter's name, where its piece starts in the parameter and in the rank's part, and how many elements it has."""
+"""Parameter's name, start of the piece in the parameter, start in the rank's part, number of elements."""
 
 
-class Flat:
+class FlatBuffer:
     """Parameters as views of one buffer, padded to a multiple of the ranks; each rank owns one part of it.
 
     ``dtype`` is the type of weights and gradients; where it is not the parameters' own, ``master`` is this rank's part
@@ -147,11 +147,11 @@ class Flat:
             start += parameter.numel()
 
     def start(self, parameter: nn.Parameter) -> int:
-        """Where a parameter starts in the whole buffer."""
+        """Return the position of a parameter in the whole buffer."""
         return next(start for each, start in self._starts() if each is parameter)
 
     def pieces(self) -> Iterator[Piece]:
-        """What of this rank's part belongs to which parameter."""
+        """Yield the pieces of parameters in this rank's part."""
         for (name, parameter), (_, start) in zip(self.named.items(), self._starts(), strict=True):
             low = max(start, self._first)
             high = min(start + parameter.numel(), self._first + self.length)
@@ -159,20 +159,20 @@ class Flat:
                 yield name, low - start, low - self._first, high - low
 
     def gather(self) -> None:
-        """Make the whole buffer there, from every rank's part; nothing where it is."""
+        """Fill the whole buffer from every rank's part, unless it is held already."""
         if self.sharded and not self._held:
             self.whole.untyped_storage().resize_(self._nbytes)
             self._collect()
             self._held = True
 
     def release(self) -> None:
-        """Give the memory of the whole buffer back."""
+        """Free the memory of the whole buffer."""
         if self.sharded and self._held:
             self.whole.untyped_storage().resize_(0)
             self._held = False
 
-    def updated(self) -> None:
-        """After the update of this rank's part: into the lower type, and to all ranks that hold the whole."""
+    def spread_update(self) -> None:
+        """Cast this rank's updated part to the lower type, and send it to all ranks that hold the whole."""
         with torch.no_grad():
             if self.master is not self.own:
                 self.own.copy_(self.master)
@@ -186,7 +186,7 @@ class Flat:
             gather(self.whole.data, self.own)
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> Tensor:
-        """This rank's part of the mean gradient over the ranks; missing gradients count as zeros."""
+        """Return this rank's part of the mean gradient over the ranks; missing gradients count as zeros."""
         count = dist.get_world_size()
         with of_kind("communication buckets"):
             flat = torch.zeros(self.length * count, dtype=self.own.dtype, device=self.own.device)
@@ -204,9 +204,9 @@ class Flat:
 
 
 class _Partitioned:
-    """The flat buffers of one rank, and what moves between them and the gradients."""
+    """The flat buffers of one rank, with the hooks that move gradients into them."""
 
-    def __init__(self, strategy: Zero, work: Workload, flats: list[Flat]) -> None:
+    def __init__(self, strategy: Zero, work: Workload, flats: list[FlatBuffer]) -> None:
         self._strategy = strategy
         self._module = work.module
         self._work = work
@@ -216,7 +216,7 @@ class _Partitioned:
         }
         self._optimizer: Optimizer = make_optimizer(work, self._masters, strategy.name)
         self._parts: dict[int, Tensor] = {}
-        """Of the gradient, this rank's: by number of the flat buffer."""
+        """This rank's parts of the gradient, by number of the flat buffer."""
 
     def step(self, world: World) -> PlainStep:
         strategy = self._strategy
@@ -231,12 +231,12 @@ class _Partitioned:
             before, finish = buckets.start, buckets.finish
         return _ZeroStep(
             self._module, self._work, self._optimizer, world, strategy.amp, self._module,
-            before_forward=before, after_backward=lambda: self._ready(finish), after_update=self._updated,
-            autocast=False, flats=self._flats, parts=self._parts,
+            before_forward=before, after_backward=lambda: self._hand_gradients(finish),
+            after_update=self._spread_update, autocast=False, flats=self._flats, parts=self._parts,
         )  # fmt: skip
 
-    def _ready(self, finish: Callable[[], None]) -> None:
-        """Hand the optimizer its pieces of the gradient, in the masters' type."""
+    def _hand_gradients(self, finish: Callable[[], None]) -> None:
+        """Finish the backward, and hand the optimizer its pieces of the gradient in the masters' type."""
         finish()
         for number, flat in enumerate(self._flats):
             part = self._parts.get(number)
@@ -253,14 +253,14 @@ class _Partitioned:
                             piece = grad.reshape(-1)[start : start + length].to(flat.master.dtype)
                         self._masters[name].grad = piece
 
-    def _updated(self) -> None:
+    def _spread_update(self) -> None:
         for flat in self._flats:
-            flat.updated()
+            flat.spread_update()
 
     # Stage 3.
 
     def _hook_blocks(self) -> Callable[[], None]:
-        """Gather and release each block around its forward and backward; returns what gathers the rest."""
+        """Gather and release each block around its forward and backward; return a function that gathers the rest."""
         rest = list(self._flats)
         for block in self._work.blocks:
             inside = (f for f in rest if f.sharded and next(iter(f.named)).startswith(f"{block}."))
@@ -275,7 +275,7 @@ class _Partitioned:
 
         return start
 
-    def _hook_unit(self, number: int, flat: Flat) -> None:
+    def _hook_unit(self, number: int, flat: FlatBuffer) -> None:
         missing: set[str] = set(flat.named)
 
         def arrived(name: str) -> None:
@@ -295,13 +295,13 @@ class _Partitioned:
         flat.release()
 
     def _end_backward(self) -> None:
-        """Units of which some parameter had no gradient. Every rank runs the same network, so all find the same."""
+        """Reduce units of which some parameter had no gradient; all ranks run one network, and find the same units."""
         for number in range(len(self._flats)):
             if number not in self._parts:
                 self._reduce(number)
 
 
-def _hook_block(block: nn.Module, flat: Flat) -> None:
+def _hook_block(block: nn.Module, flat: FlatBuffer) -> None:
     def again(grad: Tensor) -> Tensor:
         flat.gather()
         return grad
@@ -319,7 +319,7 @@ def _hook_block(block: nn.Module, flat: Flat) -> None:
 class _Buckets:
     """Stages 1 and 2: gradients move through one bucket as they arrive during the backward."""
 
-    def __init__(self, flat: Flat, strategy: Zero, parts: dict[int, Tensor]) -> None:
+    def __init__(self, flat: FlatBuffer, strategy: Zero, parts: dict[int, Tensor]) -> None:
         self._flat = flat
         self._shards = strategy.stage == 2
         self._parts = parts
@@ -331,7 +331,7 @@ class _Buckets:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 
     def start(self) -> None:
-        """Before the forward: nothing is there yet."""
+        """Begin a step with an empty bucket."""
         self._filled, self._used = [], 0
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
@@ -385,13 +385,13 @@ class _Buckets:
                     self._parts[0][low - owner * length : high - owner * length].copy_(part)
 
     def finish(self) -> None:
-        """After the backward: what is left, and the bucket is given back."""
+        """Reduce what is left after the backward, and free the bucket."""
         self._flush()
         self._bucket = None
 
 
 def _owners(start: int, count: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """The ranks that own elements `start` to `start + count` of a flat buffer, and which of them each owns."""
+    """Yield the ranks that own elements `start` to `start + count` of a flat buffer, each with its range."""
     low, end = start, start + count
     while low < end:
         owner = low // length
@@ -402,11 +402,11 @@ def _owners(start: int, count: int, length: int) -> Iterator[tuple[int, int, int
 
 @dataclass
 class _ZeroStep(PlainStep):
-    flats: Sequence[Flat] = ()
+    flats: Sequence[FlatBuffer] = ()
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Gradients to None, and this rank's parts of them."""
+        """Drop gradients, and this rank's parts of them."""
         super().prepare()
         self.parts.clear()
 
