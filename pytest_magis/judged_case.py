@@ -21,7 +21,7 @@ from magis.models.model_specs import is_factory
 from magis.printable import printable
 from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
-from pytest_magis.baselines import held_before, planning, stored_case
+from pytest_magis.baselines import held_before, planning_inputs, stored_case
 from pytest_magis.findings import Tolerances, accept_case
 from pytest_magis.gate import Gate, write_front, write_trace
 from pytest_magis.harness import (
@@ -62,7 +62,7 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
 
     try:
         baseline = gate.baseline(planned)
-        hand_back = planning(baseline, planned.label, planned.case)
+        hand_back = planning_inputs(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         bounds = latency_bounds(stored, tolerances)
         rough = stored is None and not gate.settings.updates and _is_beside(planned.case)

@@ -18,7 +18,7 @@ import pytest
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
-from magis.version_run import in_working_tree, told
+from magis.version_run import current_version_run, in_working_tree
 from pytest_magis.findings import PERMISSIONS, Tolerances
 from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
@@ -104,7 +104,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
-    version_run = told()
+    version_run = current_version_run()
     if version_run is not None:
         updates &= {"new"} if version_run.baselines else set()
     against = "" if version_run is not None else _scalar(config, "against") or ""
@@ -136,7 +136,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 def _check_decisions(config: pytest.Config) -> None:
     """Raise UsageError where what one command line may decide is decided for every run: it would turn red into
     green, in CI too."""
-    if hasattr(config, "workerinput") or told() is not None:
+    if hasattr(config, "workerinput") or current_version_run() is not None:
         return  # these are told what to store
     places = {
         "addopts in the ini file": config.getini("addopts"),
@@ -277,7 +277,7 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
 def _compared(config: pytest.Config) -> Path | None:
     """Where the results of the version lie that the run is compared with, on a worker as it was told; in the run on
     that version, where they will."""
-    version_run = told()
+    version_run = current_version_run()
     place = version_run.baselines if version_run else getattr(config, "workerinput", {}).get(WORKER_AGAINST)
     return Path(place) if place else config.stash.get(AGAINST, None)
 
