@@ -64,7 +64,7 @@ def write_baseline(path: Path, baseline: ModelBaseline) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock a folder of baselines, so that no other run changes a file between reading and writing it here.
 
     The folder itself is locked, so that no lock file is left behind; a file system without locks has none. Raises

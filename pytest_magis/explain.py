@@ -90,9 +90,7 @@ def why_more(step: str, now: Peak | None, before: Table | None) -> str:
         return f"at the peak most is held by {_listed(most, sign=False)} (its baseline has no table to compare with)"
     changed = growths(now, before)
     if sum(each.nbytes for each in changed) > 0:
-        of = f" of {now.module}" if now.module else ""
-        line = f", {now.line}" if now.line else ""
-        at = f"; the peak is at {now.op}{of} ({now.phase}{line})" if now.op else ""
+        at = f"; the peak is at {operator_at(now)}" if now.op else ""
         return f"grew at the peak: {_listed(_by_module(changed), sign=True)}{at}"
     if now.scratch_bytes:
         of = f" of {now.scratch_module}" if now.scratch_module else ""
@@ -138,6 +136,13 @@ def tensors_in_words(row: ModuleBytes) -> str:
     """Write a row's tensors as "3 activations at net.py:31"."""
     one, several = WORDS.get(row.kind, (row.kind, f"{row.kind}s"))
     return f"{row.count} {one if row.count == 1 else several}{f' at {row.line}' if row.line else ''}"
+
+
+def operator_at(peak: Peak) -> str:
+    """Write the operator at a peak: "aten.mm of layers.3 (backward, net.py:31)"."""
+    of = f" of {peak.module}" if peak.module else ""
+    line = f", {peak.line}" if peak.line else ""
+    return f"{peak.op}{of} ({peak.phase}{line})"
 
 
 def module_name(module: str) -> str:

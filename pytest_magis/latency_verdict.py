@@ -1,9 +1,9 @@
 """The verdict on latency.
 
 Of timed steps only the ratio is compared, by its whole interval: milliseconds hold for one machine and one hour. A
-simulated latency is a count, like bytes: whole nanoseconds, computed from the graph and the device's constants, the same
-everywhere. So on simulated devices the latency of each step is compared, too: if original and optimized step get slower
-alike, the ratio stays.
+simulated latency is a count, like bytes: whole nanoseconds, computed from the graph and the device's constants, the
+same everywhere. So on simulated devices the latency of each step is compared, too: if original and optimized step get
+slower alike, the ratio stays.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Return the permissions that would accept the findings; none if something is broken, or nothing can be stored."""
+        """Return the permissions that would accept the findings; none if that is impossible."""
         if self.against:
             return ()
         kinds = {finding.kind for finding in self.findings}
