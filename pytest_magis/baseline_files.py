@@ -9,19 +9,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, asdict, fields
-from functools import partial
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from magis.errors import BaselineError
 from magis.report import write_text_atomically
-from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
+from pytest_magis.baselines import ModelBaseline
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -118,113 +118,73 @@ class _SchemaError(Exception):
 
 
 def _read_model(data: object) -> ModelBaseline:
-    if not isinstance(data, dict):
-        raise _SchemaError(f"expected an object, found {_short(data)}")
-    schema = data.get("schema")
+    record = dict(_object(data, ""))
+    schema = record.pop("schema", None)
     if type(schema) is not int or schema < 1:
         raise _SchemaError(f"schema: expected {SCHEMA}, found {_short(schema)}")
     if schema > SCHEMA:
         newer = f"made by a newer version of pytest-magis (schema {_short(schema)}, this version reads {SCHEMA})"
         raise _SchemaError(newer, hint="upgrade pytest-magis")
-    _check_keys(data, {"schema", "model", "device", "configurations"}, set(), "")
-    return ModelBaseline(
-        model=_read_text(data["model"], "model"),
-        device=_read_text(data["device"], "device"),
-        configurations=_each(data["configurations"], "configurations", _read_configuration),
-    )
+    baseline: ModelBaseline = _read_value(ModelBaseline, record, "")
+    for name, configuration in baseline.configurations.items():
+        for label, case in configuration.cases.items():
+            where = f"configurations[{_short(name)}].cases[{_short(label)}]"
+            if case.workspaces is not None and case.workspaces not in configuration.workspaces:
+                raise _SchemaError(f"{where}: no workspaces called {_short(case.workspaces)}")
+            for held in (case.original_held, case.optimized_held):
+                if held is not None and held not in configuration.held:
+                    raise _SchemaError(f"{where}: no table of what is held called {_short(held)}")
+    return baseline
 
 
-def _read_configuration(data: object, where: str) -> Configuration:
-    record = _object(data, where)
-    _check_keys(record, {"cases", "workspaces"}, {"held"}, where)
-    cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", partial(_read_record, CaseBaseline))
-    tables = _each(record["workspaces"], f"{where}.workspaces", _read_counts)
-    for label, case in cases.items():
-        if case.workspaces is not None and case.workspaces not in tables:
-            raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
-    held = _each(record.get("held", {}), f"{where}.held", lambda value, at: _each(value, at, _read_counts))
-    for label, case in cases.items():
-        for name in (case.original_held, case.optimized_held):
-            if name is not None and name not in held:
-                raise _SchemaError(f"{where}.cases[{_short(label)}]: no table of what is held called {_short(name)}")
-    return Configuration(cases, tables, held)
+def _read_value(kind: Any, value: object, where: str) -> Any:
+    """Check a value against the type of its field and convert it: a record, a mapping, or a plain value."""
+    if isinstance(kind, UnionType):  # None is never written
+        (kind,) = (each for each in kind.__args__ if each is not NoneType)
+    if is_dataclass(kind):
+        return _read_record(kind, value, where)
+    if get_origin(kind) is Mapping:
+        _, item = get_args(kind)
+        return {key: _read_value(item, each, f"{where}[{_short(key)}]") for key, each in _object(value, where).items()}
+    # a bool is an int to Python, but no number in a file
+    is_number = isinstance(value, (int, float)) and type(value) is not bool and 0 <= value <= LARGEST_COUNT
+    if kind is float and is_number and value:  # a whole ratio may be written without its ".0"
+        return float(value)  # type: ignore[arg-type]
+    if kind is not float and type(value) is kind and (is_number or kind is not int):
+        return value
+    raise _SchemaError(f"{where}: expected {_EXPECTED[kind]}, found {_short(value)}")
 
 
-def _read_counts(data: object, where: str) -> dict[str, int]:
-    return _each(data, where, _read_count)
+_EXPECTED = {
+    bool: "true or false",
+    float: "a positive number",
+    int: f"a whole number from 0 to {LARGEST_COUNT}",
+    str: "text",
+}
 
 
-def _read_record(kind: type[CaseBaseline | Measured], data: object, where: str) -> Any:
-    """Make a record, each field read by its reader in `_READERS`."""
-    record = _object(data, where)
+_hints = lru_cache(get_type_hints)
+
+
+def _read_record(kind: Any, value: object, where: str) -> Any:
+    record, hints = _object(value, where), _hints(kind)
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
-    if kind is CaseBaseline:
-        needed.add("measured")
-    _check_keys(record, needed, {field.name for field in fields(kind)}, where)
-    return kind(**{name: _READERS.get(name, _read_count)(value, f"{where}.{name}") for name, value in record.items()})
-
-
-def _each(data: object, where: str, read: Callable[[object, str], Any]) -> dict[str, Any]:
-    return {key: read(value, f"{where}[{_short(key)}]") for key, value in _object(data, where).items()}
+    # mappings are written even if they are empty; older files have no `held`
+    needed |= {name for name, hint in hints.items() if get_origin(hint) is Mapping and name != "held"}
+    missing, unknown = sorted(needed - record.keys()), sorted(record.keys() - hints.keys())
+    prefix = f"{where}: " if where else ""
+    if missing:
+        raise _SchemaError(f"{prefix}{missing[0]!r} is missing")
+    if unknown:
+        raise _SchemaError(f"{prefix}unknown entry {_short(unknown[0])}")
+    inside = f"{where}." if where else ""
+    return kind(**{name: _read_value(hints[name], each, f"{inside}{name}") for name, each in record.items()})
 
 
 def _object(data: object, where: str) -> dict[str, object]:
     if not isinstance(data, dict):
-        raise _SchemaError(f"{where}: expected an object, found {_short(data)}")
+        raise _SchemaError(f"{f'{where}: ' if where else ''}expected an object, found {_short(data)}")
     return data
-
-
-def _check_keys(record: Mapping[str, object], needed: set[str], allowed: set[str], where: str) -> None:
-    prefix = f"{where}: " if where else ""
-    missing = sorted(needed - set(record))
-    if missing:
-        raise _SchemaError(f"{prefix}{missing[0]!r} is missing")
-    unknown = sorted(set(record) - needed - allowed)
-    if unknown:
-        raise _SchemaError(f"{prefix}unknown entry {_short(unknown[0])}")
-
-
-def _read_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _SchemaError(f"{where}: expected text, found {_short(value)}")
-    return value
-
-
-def _read_flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _SchemaError(f"{where}: expected true or false, found {_short(value)}")
-    return value
-
-
-def _read_count(value: object, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-        raise _SchemaError(f"{where}: expected a whole number from 0 to {LARGEST_COUNT}, found {_short(value)}")
-    return value
-
-
-def _read_ratio(value: object, where: str) -> float:
-    if type(value) not in (int, float) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_COUNT:
-        raise _SchemaError(f"{where}: expected a positive number, found {_short(value)}")
-    ratio = float(value)
-    if not math.isfinite(ratio):
-        raise _SchemaError(f"{where}: expected a finite number, found {_short(value)}")
-    return ratio
-
-
-_READERS: Mapping[str, Callable[[object, str], object]] = {
-    "constants": _read_text,
-    "feasible": _read_flag,
-    "graph": _read_text,
-    "latency_ratio": _read_ratio,
-    "latency_ratio_low": _read_ratio,
-    "latency_ratio_high": _read_ratio,
-    "optimized_held": _read_text,
-    "original_held": _read_text,
-    "planner": _read_text,
-    "step": _read_text,
-    "workspaces": _read_text,
-    "measured": lambda value, where: _each(value, where, partial(_read_record, Measured)),
-}
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
