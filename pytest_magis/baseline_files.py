@@ -138,21 +138,22 @@ def _read_model(data: object) -> ModelBaseline:
 
 
 def _read_value(kind: Any, value: object, where: str) -> Any:
-    """Check a value against the type of its field and convert it: a record, a mapping, or a plain value."""
+    """Check a value against the type of its field and convert it: a plain value, a record, or a mapping."""
+    if kind in _EXPECTED:
+        # a bool is an int to Python, but no number in a file
+        is_number = isinstance(value, (int, float)) and type(value) is not bool and 0 <= value <= LARGEST_COUNT
+        if kind is float and is_number and value:  # a whole ratio may be written without its ".0"
+            return float(value)  # type: ignore[arg-type]
+        if kind is not float and type(value) is kind and (is_number or kind is not int):
+            return value
+        raise _SchemaError(f"{where}: expected {_EXPECTED[kind]}, found {_short(value)}")
     if isinstance(kind, UnionType):  # None is never written
-        (kind,) = (each for each in kind.__args__ if each is not NoneType)
+        (only,) = (each for each in kind.__args__ if each is not NoneType)
+        return _read_value(only, value, where)
     if is_dataclass(kind):
         return _read_record(kind, value, where)
-    if get_origin(kind) is Mapping:
-        _, item = get_args(kind)
-        return {key: _read_value(item, each, f"{where}[{_short(key)}]") for key, each in _object(value, where).items()}
-    # a bool is an int to Python, but no number in a file
-    is_number = isinstance(value, (int, float)) and type(value) is not bool and 0 <= value <= LARGEST_COUNT
-    if kind is float and is_number and value:  # a whole ratio may be written without its ".0"
-        return float(value)  # type: ignore[arg-type]
-    if kind is not float and type(value) is kind and (is_number or kind is not int):
-        return value
-    raise _SchemaError(f"{where}: expected {_EXPECTED[kind]}, found {_short(value)}")
+    _, item = get_args(kind)
+    return {key: _read_value(item, each, f"{where}[{_short(key)}]") for key, each in _object(value, where).items()}
 
 
 _EXPECTED = {
