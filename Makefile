@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv gate test lint types soak bench coverage gpu wheels mutants clean
+.PHONY: help venv gate test lint types soak bench coverage gpu wheels mutants size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -78,6 +78,9 @@ wheels: $(READY)  ## fetch what a GPU machine without an index lacks (rustworkx,
 
 mutants: $(READY)  ## plant mutants in the core and count how many the tests kill
 	$(BIN)/python tools/mutants.py
+
+size: $(READY)  ## print lines of Python by room: the core's packages, its neighbours, tests
+	@$(BIN)/python tools/size.py
 
 clean:  ## remove caches and what runs left behind; .venv and baselines stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .mutants htmlcov build dist *.egg-info

@@ -1,4 +1,4 @@
-"""Files that are whole at every moment: written beside, flushed to the disk, then put in place in one step."""
+"""Atomic file writes: a temporary file beside the target, flushed to disk, then renamed over it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_FILE = 256 * 1024 * 1024
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """As `write_bytes_atomically`, with text in UTF-8."""
+    """Write text in UTF-8 as `write_bytes_atomically` does."""
     write_bytes_atomically(path, text.encode())
 
 
@@ -37,7 +37,7 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def put_in_place(target: Path, content: bytes) -> None:
-    """The same for a file that is no link. Raises OSError.
+    """Replace a file that is no link as `write_bytes_atomically` does. Raises OSError.
 
     The temporary file is locked as long as its writer lives.
     """
@@ -86,7 +86,7 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise OSError for what is no regular file of a size that can be read: from a pipe, reading would never end."""
+    """Raise OSError unless it is a regular file (reading a pipe would never end) of at most `LARGEST_FILE` bytes."""
     try:
         found = path.stat()
     except ValueError as error:  # NUL in its name
@@ -98,10 +98,10 @@ def check_readable(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError unless `write_text_atomically` can replace `path` now. Leaves nothing behind, nor what writers
-    left that were killed.
+    """Raise UsageError unless `write_text_atomically` can replace `path` now.
 
-    Tries it with an empty file beside it: permission bits say little (to root, or on a read-only file system).
+    Tries it with an empty file beside it, and removes that: permission bits say little (to root, or on a read-only file
+    system). Temporary files of killed writers are removed, too.
     """
     target = path.resolve()
     probe = _beside(target)

@@ -1,4 +1,4 @@
-"""Commands that run beside this process, without a terminal, and end with it."""
+"""Commands in a child process that has no terminal and ends with this one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from typing import Any, NoReturn
 __all__ = ["cores", "run_bound", "run_captured", "terminated_in_order"]
 
 PATIENCE = 5
-"""Seconds that a command may take to end after Ctrl-C, which a terminal sends to it as well, and after each signal that
-follows."""
+"""Seconds for a command to end after Ctrl-C (which a terminal sends to it, too), and after each signal that follows."""
 BOUND = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"  # PR_SET_PDEATHSIG
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"  # killed before that
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""A program that becomes another one, to which the kernel sends SIGTERM when its parent dies, however that ends."""
+"""Program that executes the command in its arguments; the kernel sends SIGTERM to it when its parent dies."""
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -38,13 +37,18 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """Inside, SIGTERM ends this process as Ctrl-C does: nothing is left behind.
+    """Let SIGTERM raise an exception in the block, as Ctrl-C does, so that everything is cleaned up.
 
     Does nothing outside of the main thread, and where somebody else handles that signal.
     """
+
+    def terminate(*_: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut off the clean-up
+        raise Terminated
+
     is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == 0
     if is_ours:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
@@ -52,18 +56,13 @@ def terminated_in_order() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _terminate(*_: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what is cleaned up is not to be cut off
-    raise Terminated
-
-
 def run_captured(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; its exit code, and what it printed.
+    """Run a command to its end; return its exit code and output.
 
-    An interrupt is raised once the command has ended, too: it may clean up, and nothing goes on behind the caller. One
-    that was sent to this process alone is passed on; so is SIGTERM, at once.
+    An interrupt is passed on, and raised when the command has ended: so it can clean up, and nothing runs on behind the
+    caller. SIGTERM is passed on at once, Ctrl-C after `PATIENCE`, since a terminal has sent it to the command, too.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -87,5 +86,5 @@ def run_captured(
 def run_bound(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The same for a command that takes long: it ends, too, where this process is killed and can clean up nothing."""
+    """Run a long command as `run_captured` does; it ends even if this process is killed (SIGKILL)."""
     return run_captured([sys.executable, "-ISc", BOUND, str(os.getpid()), *command], cwd=cwd, env=env)

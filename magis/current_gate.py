@@ -1,4 +1,4 @@
-"""Where a peak that is measured in a pytest test is gated: the plugin says it, the library asks for it."""
+"""The gate of the pytest test that is running: set by the plugin, read by `magis.peak` and the trainers' callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["BLOCK_GATE", "NAME"]
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-"""What can name baselines."""
+"""A name that baselines may have."""
 
 BLOCK_GATE: ContextVar[Callable[[Mapping[str, Any], float], None] | None] = ContextVar("magis gate", default=None)
-"""Called with peaks by the names of their blocks, and their tolerance; None outside of a test."""
+"""Compares peaks (by the names of their blocks) with baselines, within a tolerance; None outside of a test."""

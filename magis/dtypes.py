@@ -16,12 +16,12 @@ DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64", *_AUTOCAST)
 
 
 def tensor_type(dtype: str) -> str:
-    """The type of weights and batch, in torch's words; the csv counts memory in items of it."""
+    """Return torch's name for the type of weights and batch; the csv counts memory in items of it."""
     return "float32" if dtype == "tf32" or dtype in _AUTOCAST else dtype
 
 
 def autocast_type(dtype: str) -> str | None:
-    """What autocast casts to; None without autocast."""
+    """Return the name of the type that autocast casts to; None without autocast."""
     return _AUTOCAST.get(dtype)
 
 

@@ -42,7 +42,7 @@ class UsageError(MagisError):
 
 
 class FactoryError(UsageError):
-    """A function that should make a workload failed or ended the process; what one returns is another matter."""
+    """A user's function that makes a workload raised, or ended the process."""
 
 
 class BaselineError(UsageError):
@@ -54,16 +54,18 @@ class CaptureError(MagisError):
 
 
 class PartialUpdateError(MagisError):
-    """A step raised after it had updated some weights; the message names them. The next one waits for state that is
-    loaded."""
+    """A step raised after it had updated some weights; the message names them.
+
+    The next step is refused until a state is loaded.
+    """
 
 
 class VerifyError(MagisError):
-    """A graph or a plan breaks a rule that all of them keep; always a defect, never bad input."""
+    """A graph or a plan breaks a rule of all graphs or plans; always a defect, never bad input."""
 
 
 def nearest(given: str, known: Sequence[str]) -> str:
-    """The hint for a name that is unknown: the most similar ones, whatever their case; else all that there are."""
+    """Return a hint for an unknown name: the most similar known names (case ignored), then all of them."""
     import difflib  # here: an idle plugin has no use for it
 
     by_folded = {name.casefold(): name for name in known}

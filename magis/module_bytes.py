@@ -1,4 +1,4 @@
-"""Bytes by module and kind: what makes a peak, and what grows from step to step."""
+"""Bytes by module and kind: of a peak, and of memory that grows from step to step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class ModuleBytes:
     """Bytes of one kind that belong to one module."""
 
     kind: str
-    """Of what is held: "parameter", "buffer", "state" (the optimizer's), "batch", "constant", "activation" (made by the
-    forward pass), "gradient" (by the backward pass) or "update". Of what a plan does: "recomputed", "swapped", "in 8
-    parts"."""
+    """Kind of the tensors held: "parameter", "buffer", "state" (the optimizer's), "batch", "constant", "activation"
+    (made by the forward pass), "gradient" (by the backward pass) or "update". In a plan's changes: "recomputed",
+    "swapped", "in 8 parts"."""
     module: str
     """Path of the module; empty: outside of all sub-modules, as the loss is. "layers.3.*": all modules below "layers.3"
     together; "*": all sub-modules."""
     nbytes: int
     count: int
-    """Tensors, or calls of what a plan does."""
+    """Number of tensors; in a plan's changes, of calls."""
     line: str = ""
-    """Where in the user's code the largest of them is made ("net.py:31"); empty where that is not known."""
+    """Line of the user's code that makes the largest of them ("net.py:31"); empty if unknown."""
 
 
 def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]:
-    """The rows, most bytes first; at most ``most`` of them where that is possible (a kind may need two).
+    """Sort rows by falling bytes, and merge modules until at most ``most`` rows are left (a kind may need two).
 
-    Where there are more, all modules below one become one row ("layers.3.*"), those with the fewest bytes first. So a
-    row tells all that it stands for: what is below "layers.3" is in no other row of that kind.
+    All modules below one become one row ("layers.3.*"), beginning with the fewest bytes. No other row of that kind then
+    has anything below "layers.3".
     """
     found = {(row.kind, row.module): row for row in rows}
     below: dict[tuple[str, str], int] = {}
@@ -56,13 +56,13 @@ def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]
 
 
 def is_below(module: str, path: str) -> bool:
-    """Whether a module's path is strictly below another one; every path but the empty one is below that."""
+    """Return True if a module's path is strictly below another one; below the empty path are all others."""
     return module.startswith(f"{path}.") if path else bool(module)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What makes the peak of a step's tensors, and the scratch at the peak of all bytes."""
+    """Tensors held at a step's peak of tensor bytes, and the scratch at its peak of all bytes."""
 
     op: str
     """The operator during which the tensors peak; empty where no operator runs."""
@@ -73,7 +73,7 @@ class Peak:
     held: tuple[ModuleBytes, ...]
     """By module and kind, most bytes first; they sum to the peak of tensor bytes."""
     scratch_bytes: int = 0
-    """Of the operator during which tensors + scratch peak."""
+    """Scratch of the operator during which tensors + scratch peak."""
     scratch_op: str = ""
     scratch_module: str = ""
 
@@ -84,17 +84,17 @@ class Peak:
 
 @dataclass(frozen=True)
 class StepGrowth:
-    """What a step leaves alive that the step before it did not: memory that grows as training goes on."""
+    """Memory that grows from step to step: bytes that each step leaves alive in addition to those before."""
 
     nbytes: int
-    """More bytes alive after the last step that was looked at than after the second one."""
+    """Bytes alive after the last of these steps, less those after the second one."""
     steps: int
-    """That were looked at."""
+    """Number of steps that were run to see it."""
     made: tuple[ModuleBytes, ...]
-    """Where the tensors are made that were not there after the second step, most bytes first."""
+    """Modules and lines that made the tensors added since the second step, most bytes first."""
 
     def __str__(self) -> str:
-        """In one line, with the places that most bytes are from."""
+        """Say it in one line, with the places that made most bytes."""
         places = [
             f"{row.module or 'no sub-module'} ({row.count} {row.kind}{'s' if row.count > 1 else ''}"
             f"{f' at {row.line}' if row.line else ''})"

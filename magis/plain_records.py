@@ -21,14 +21,14 @@ R = TypeVar("R")
 
 
 def to_plain(record: Any) -> dict[str, Any]:
-    """The record as nested dictionaries of str, int, float, bool and None; `from_plain` gives an equal one back."""
+    """Return a record as nested dictionaries of str, int, float, bool and None; `from_plain` is the inverse."""
     return dataclasses.asdict(record)
 
 
 def from_plain(kind: type[R], data: object, where: str = "record") -> R:
-    """The record of this kind that `to_plain` wrote as `data`, also after JSON.
+    """Return the record of a kind from what `to_plain` made of it, before or after JSON.
 
-    Raises UsageError for anything else; it names the field, from `where` on.
+    Raises UsageError for anything else; it names the field, with the prefix `where`.
     """
     built: R = _build(kind, data, where)
     return built
@@ -40,9 +40,12 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: a record, an optional one, a dictionary, a tuple of any length, or a plain value."""
+    """Convert a value to a field's type: record, optional, dictionary, tuple of any length or plain value."""
     if isinstance(kind, types.UnionType):
-        return _build_union(kind, value, where)
+        if value is None and type(None) in kind.__args__:
+            return None
+        (only,) = (option for option in kind.__args__ if option is not type(None))
+        return _build(only, value, where)
     if dataclasses.is_dataclass(kind):
         return _build_record(kind, value, where)
     if typing.get_origin(kind) is dict:
@@ -61,13 +64,6 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if type(value) is not kind:
         raise UsageError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
     return value
-
-
-def _build_union(kind: types.UnionType, value: Any, where: str) -> Any:
-    if value is None and type(None) in kind.__args__:
-        return None
-    (only,) = (option for option in kind.__args__ if option is not type(None))
-    return _build(only, value, where)
 
 
 def _build_record(kind: Any, value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Text of users (names, paths, lines of code, messages) on its way to a reader: a terminal, a log, a file, a page."""
+"""Makes users' text (names, paths, lines of code, messages) safe to print on a terminal, in a log, a file or a page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["printable"]
 
 _BLANKS = re.compile(r"\s+")
 _COMMAND = re.compile(r"^ *:(?=:)|#(?=#\w*\[)")
-"""Begins what a CI service obeys in a log: `::error::` in front of a line; anywhere `##[error]`, `##vso[...]`."""
+"""Beginning of a command to a CI service in a log: `::error::` before a line, `##[error]`, `##vso[...]` anywhere."""
 _FORMULA = re.compile(r"^ *[-=+@\uff0b\uff0d\uff1d\uff20](?=.)")
-"""Begins what a spreadsheet computes, in either width."""
+"""Beginning of a formula of a spreadsheet, in ASCII or fullwidth characters."""
 _MARKUP: Mapping[str, Mapping[int, str]] = {
     "markdown": str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]|~"} | {"&": "&amp;", "<": "&lt;"}),
     "html": str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}),
@@ -19,12 +19,13 @@ _MARKUP: Mapping[str, Mapping[int, str]] = {
 
 
 def printable(text: object, place: str = "line") -> str:
-    """One line that can only be read, in the form of a place: a "line" of a terminal, a log, a message or a comment of
-    generated code, a "csv" field, a piece of "markdown", or of "html" (XML, too), quotes included.
+    """Return text as one harmless line for a place: a "line", a "csv" field, or a piece of "markdown" or "html".
 
-    Line breaks become blanks. All other characters that no reader sees or that move what he sees (controls, escapes,
-    marks of direction, halves of characters) are spelled as Python spells them, `\\x1b`; so is the first character of
-    what a CI service or a spreadsheet would obey. A second time changes nothing, but for Markdown and HTML.
+    A "line" is one of a terminal, log, message or comment of generated code; "html" fits XML and attributes, too.
+
+    Line breaks become blanks. Other unprintable characters (controls, escapes, marks of direction, surrogates) are
+    spelled as Python spells them, `\\x1b`; so is the first character of a CI service's command and of a spreadsheet's
+    formula. Applied twice it changes nothing more, except for Markdown and HTML.
     """
     line = str(text)
     if not line.isprintable():

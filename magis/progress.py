@@ -1,5 +1,7 @@
-"""What takes more than two seconds says what it is at: on a terminal in one line, which is rewritten and in the end
-gone, in a log in a line now and then. What is quicker says nothing."""
+"""Progress of work that takes more than two seconds; quicker work prints nothing.
+
+On a terminal it is one line that is rewritten and erased at the end, in a log a line now and then.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,22 @@ from magis.printable import printable
 __all__ = ["ERASE", "Progress", "ProgressPlace", "on_stderr", "shown_if_slow"]
 
 Progress: TypeAlias = Callable[[str], None]
-"""Is told what is going on, in a few words."""
+"""Takes a few words on what the work is doing."""
 SILENCE_S = 2.0
 REWRITTEN_S, LOGGED_S = 0.5, 10.0
-"""Between two lines of a terminal, and of a log."""
+"""Seconds between two lines: of a terminal, and of a log."""
 ERASE = "\r\x1b[2K"
 
 
 @dataclass(eq=False)
 class ProgressPlace:
-    """Where a process shows progress. Lines of a log keep their distance, whatever they are about."""
+    """Terminal or log on which a process shows progress; all work of the process shares the distance between lines."""
 
     write: Callable[[str], None]
     columns: int | None = None
-    """Of a terminal; None: a log."""
+    """Width of the terminal; None: a log."""
     column: Callable[[], int] = lambda: 0
-    """How much others have written into the line that is not ended yet; they will go on in it."""
+    """Returns the characters that others have written on the current line, which they will go on with."""
     last_s: float = -math.inf
 
     @property
@@ -42,8 +44,7 @@ class ProgressPlace:
 
 
 def on_stderr() -> ProgressPlace:
-    """The place of a command."""
-
+    """Return stderr as the place where a command shows progress."""
     stream = sys.stderr
 
     def write(text: str) -> None:
@@ -58,9 +59,9 @@ def on_stderr() -> ProgressPlace:
 
 @contextmanager
 def shown_if_slow(place: ProgressPlace, name: str) -> Iterator[Progress]:
-    """Takes what is going on with ``name``, and shows it there once it has been silent for a while.
+    """Yield a function that takes progress of ``name``, and show the last of it whenever a line is due.
 
-    A thread of its own does so, since what takes long says nothing meanwhile; it sleeps nearly all the time.
+    A thread of its own shows it, since slow work reports nothing meanwhile; the thread sleeps nearly all the time.
     """
     work = _SlowWork(place, name)
     try:
@@ -77,7 +78,7 @@ class _SlowWork:
         if place.columns is None:
             self._due = max(self._due, place.last_s + place.between_s)
         self._column: int | None = None
-        """Where the cursor stood when the line was shown first; None: it was not shown."""
+        """Column of the cursor when the line was first shown; None: not shown yet."""
         self._lock, self._over = Lock(), Event()
         self._thread: Thread | None = None
 
@@ -116,11 +117,10 @@ class _SlowWork:
         start = "\n" if first and self._column else ""
         if place.columns is None:
             place.write(f"{start}magis: {line}\n")
-        else:  # one column less than there are: a full line would wrap, and could not be erased
-            place.write(f"{start}{ERASE}{_within(self._name, line, place.columns - 1)}")
-
-
-def _within(name: str, line: str, columns: int) -> str:
-    """The line, with a name that is too long for it cut at its beginning: what goes on is news, the name is not."""
-    over = len(line) - columns
-    return line if over <= 0 else f"...{line[min(over + 3, len(name)) :]}"[:columns]
+            return
+        # one column less than there are: a full line would wrap, and could not be erased
+        columns = place.columns - 1
+        if (over := len(line) - columns) > 0:
+            # cut the beginning of the name: the progress behind it is news, the name is not
+            line = f"...{line[min(over + 3, len(self._name)) :]}"[:columns]
+        place.write(f"{start}{ERASE}{line}")

@@ -67,7 +67,7 @@ _PLACES = {
 
 
 class MissingNeighbourError(UsageError):
-    """A neighbour that was asked for is not installed."""
+    """A neighbour that is needed is not installed."""
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import what stands under a name. Raises UsageError where nothing does, or its neighbour is not installed."""
+    """Import the object of a name. Raises UsageError for an unknown name, and if its neighbour is not installed."""
     check(kind, name)
     if name not in _PLACES.get(kind, {}):
         return next(point for point in _points(kind) if point.name == name).load()
@@ -85,7 +85,7 @@ def load(kind: str, name: str) -> Any:
 
 
 def check(kind: str, name: str) -> None:
-    """Raise what `load` would raise, but import nothing of the neighbour."""
+    """Raise the errors of `load` without importing the neighbour."""
     if name not in names(kind):
         raise UsageError(f"no {kind} is called {name!r}", hint=f"known are {', '.join(names(kind)) or 'none'}")
     module, _, _ = _PLACES.get(kind, {}).get(name, "magis").partition(":")
@@ -98,7 +98,7 @@ def check(kind: str, name: str) -> None:
 
 
 def optional(kind: str, name: str) -> Any:
-    """Import what stands under a name; None where its neighbour is not installed."""
+    """Import the object of a name; None if its neighbour is not installed."""
     try:
         return load(kind, name)
     except MissingNeighbourError:
@@ -106,7 +106,7 @@ def optional(kind: str, name: str) -> Any:
 
 
 def present(kind: str) -> Iterator[Any]:
-    """Import all of a kind whose neighbours are installed."""
+    """Import all objects of a kind whose neighbours are installed."""
     found = (optional(kind, name) for name in names(kind))
     return (each for each in found if each is not None)
 

@@ -1,4 +1,4 @@
-"""What a case asks for and what it found: plain, frozen records that travel to reports, baselines and the csv.
+"""A case and its result as plain frozen records, for reports, baselines and the csv.
 
 Bytes are whole numbers, times are milliseconds, every ratio is optimized / original.
 """
@@ -42,7 +42,7 @@ class Case:
     model: str
     """A registered model's name or "package.module:factory"."""
     strategy: str
-    """ "eager", "magis", or what it is compared with (docs/strategies.md): "ddp", "ort"; "peak" for a block of code."""
+    """ "eager", "magis", or one to compare with (docs/strategies.md) such as "ddp"; "peak" for a block of code."""
     device: str
     """ "cpu", "cuda" or "sim:<name>"."""
     preset: str
@@ -60,25 +60,25 @@ class Case:
     """Optional cap on search seconds; a row that it stopped says so and is not gated."""
     seed: int = 0
     ranks: int = 1
-    """That a distributed strategy runs on, or is predicted for."""
+    """Number of ranks that a distributed strategy runs on, or is predicted for."""
     timing_rounds: int | None = None
     """Pairs of interleaved steps to time; None: the default."""
     search: str = "magis"
-    """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
+    """Search that plans: "magis", or "paper" for the method as it was published; only for the strategy "magis"."""
     memory_limit_of: str = "peak"
-    """What the memory ratio is a share of: the original's "peak", or what a GPU's caching allocator has "reserved"."""
+    """Bytes that the memory ratio is a share of: the original's "peak", or those "reserved" by a GPU's allocator."""
     slack: float = 0.2
-    """Plans stand a host link that is slower by this share, and kernels that are quicker by half of it; nothing on a
-    CPU, where nothing is swapped."""
+    """Share by which the host link may be slower than simulated, and kernels quicker by half of it, without a swap that
+    the step waits for; no effect on a CPU, where nothing is swapped."""
 
     @property
     def has_one_step(self) -> bool:
-        """Whether it shows a step, or code, as it is, with nothing optimized beside it."""
+        """Return True if the case has only an original, with nothing optimized beside it."""
         return self.strategy in ("eager", "peak")
 
     @property
     def shown(self) -> str:
-        """The strategy, and whose search plans where that is not ours."""
+        """Name the strategy, with its search in parentheses if that is not "magis"."""
         return self.strategy if self.search == "magis" else f"{self.strategy} ({self.search})"
 
 
@@ -89,9 +89,9 @@ class Memory:
     tensor_bytes: int
     """Peak of tensor bytes alone: identical on every machine."""
     peak_bytes: int
-    """Peak of tensors + workspace: belongs to a device identity."""
+    """Peak of tensors + workspace; it depends on the device identity."""
     reserved_bytes: int | None = None
-    """The most that a GPU's caching allocator held for the step, as measured; None elsewhere."""
+    """Most bytes that a GPU's caching allocator held for the step, as measured; None elsewhere."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -112,15 +112,14 @@ class Span:
     start_ms: float
     ms: float
     nbytes: int
-    """In memory at the worst moment of the call, tensors and scratch."""
+    """Bytes in memory at the worst moment of the call, tensors and scratch."""
     stream: str = "compute"
     """ "to host" and "from host": copies beside the operators; "messages": between ranks, beside the operators."""
     again: bool = False
-    """Whether it is a recomputation."""
+    """True for a recomputation."""
     kinds: tuple[int, ...] = ()
-    """Those bytes by kind: parameters, optimizer state, batch and buffers, activations (made by the forward pass),
-    gradients (by the backward pass), updates (by that of the weights), scratch; empty where another
-    plugin simulated."""
+    """The same bytes by `KINDS`: activations are made by the forward pass, gradients by the backward pass, updates by
+    the weight update. Empty where another plugin simulated."""
 
 
 @dataclass(frozen=True)
@@ -133,31 +132,31 @@ class Timelines:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step, original or optimized: what the simulator says and what the device said (None: it did not run)."""
+    """Figures of one step, original or optimized: simulated, and measured (None: it did not run)."""
 
     simulated: Memory
     simulated_ms: float
     measured: Memory | None = None
     times_ms: tuple[float, ...] = ()
-    """Of each timed step, in the order in which they ran; empty where none was timed."""
+    """Time of each timed step, in the order in which they ran."""
     reserved_bytes: int | None = None
-    """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
+    """Bytes that a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
     at_peak: Peak | None = None
-    """What the simulator holds at its peak; None where another plugin simulated."""
+    """Tensors held at the simulated peak; None where another plugin simulated."""
 
     @property
     def measured_ms(self) -> float | None:
-        """Median of the timed steps; None without one."""
+        """Return the median of the timed steps; None without one."""
         return median_and_spread(self.times_ms)[0]
 
     @property
     def spread_ms(self) -> float | None:
-        """Half the interquartile range of the timed steps; None without one."""
+        """Return half the interquartile range of the timed steps; None without one."""
         return median_and_spread(self.times_ms)[1]
 
     @property
     def measured_reserved_bytes(self) -> int | None:
-        """What it was seen to hold; None where the step did not run, and on a CPU."""
+        """Return the bytes that a GPU's caching allocator held; None where the step did not run, and on a CPU."""
         return None if self.measured is None else self.measured.reserved_bytes
 
     @property
@@ -165,26 +164,26 @@ class StepFigures:
         return self.measured is not None
 
     def needed_bytes(self, what: str) -> int:
-        """Bytes that a limit of ``what`` ("peak" or "reserved") counts: measured where it ran, else predicted."""
+        """Return the bytes that a limit of ``what`` ("peak" or "reserved") counts: measured, else predicted."""
         peak = (self.measured or self.simulated).peak_bytes
         return peak if what == "peak" else self.measured_reserved_bytes or self.reserved_bytes or peak
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a simulated latency rests on: shares (0..1) of it by where the operators' times are from."""
+    """Sources of a simulated latency: its shares (0..1) by the source of the operators' times."""
 
     measured: float = 0.0
     interpolated: float = 0.0
     estimated: float = 1.0
     error: float = 0.0
-    """By which share the interpolated part is typically off."""
+    """Typical relative error of the interpolated part."""
     source: str = ""
     """The operator profile, in words; empty without one."""
     digest: str = ""
-    """Of the profile."""
+    """Digest of the profile."""
     note: str = ""
-    """What a reader should know about the profile, or why one was left aside; one line."""
+    """One line on the profile for readers, or the reason for which one was left aside."""
 
 
 @dataclass(frozen=True)
@@ -194,18 +193,18 @@ class Term:
     name: str
     nbytes: int
     note: str = ""
-    """What it rests on, in words: an assumption, say."""
+    """Its assumption or source, in words."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's memory in a step: what is predicted for it, and what it measured (None: it did not run)."""
+    """One rank's memory in a step, predicted and measured (None: it did not run)."""
 
     rank: int
     predicted: Memory | None = None
     measured: Memory | None = None
     terms: tuple[Term, ...] = ()
-    """Sum up to the predicted peak."""
+    """Parts that sum up to the predicted peak."""
 
 
 @dataclass(frozen=True)
@@ -217,51 +216,50 @@ class RatioInterval:
     high: float
     pairs: int
     doubt: str = ""
-    """Why it is shown, but neither stored nor compared with another; empty: it may be."""
+    """Reason not to store it or compare it with another ratio; empty: none."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchOutcome:
-    """What a search did, and whether it met the limit."""
+    """Result of a search: its work, whether it met the limit, and the changes of its plan in figures."""
 
     seconds: float = 0.0
     states: int = 0
-    """Plans evaluated; deterministic."""
+    """Number of plans evaluated; deterministic."""
     stopped_by_seconds: bool = False
     feasible: bool = True
-    """Whether the limit was met (by the simulator)."""
+    """True if the plan meets the limit, as simulated."""
     recomputed_ops: int = 0
-    """In all parts of loops, as the bytes that are swapped."""
+    """Number in all parts of loops; so are the swapped bytes."""
     swapped_bytes: int = 0
     fission: str = ""
-    """What runs in parts, in words; empty: nothing does."""
+    """Loops of the plan, in words; empty: none."""
     unsplit: str = ""
-    """Why nothing runs in parts although the search tried, in words."""
+    """Reason for which nothing runs in parts although the search tried, in words."""
     latency_bound_ns: int | None = None
-    """No plan of the step, cut into parts like this one, has a lower simulated latency within the memory limit (within
-    this plan's peak, where there is only a latency limit) and stands the slack; on simulated devices, where the limit
-    is met."""
+    """Lower bound of the simulated latency of all plans that are cut into parts like this one, keep the memory limit
+    (without one: this plan's peak) and tolerate the slack; only on simulated devices, where the limit is met."""
 
 
 @dataclass(frozen=True)
 class SearchStats(SearchOutcome):
-    """What the search did, whether it met the limit, and what the plan changes."""
+    """Result of a search, with the changes of its plan by module."""
 
     changes: tuple[ModuleBytes, ...] = ()
-    """What the plan recomputes and swaps, in every part of a loop, and what runs in parts (calls of one part), by
-    module: calls, and the bytes that they make or move."""
+    """Calls recomputed and swapped (in every part of a loop), and calls that run in parts (those of one part), by
+    module, with the bytes that they make or move."""
     worst_latency_ratio: float | None = None
-    """Latency to the original's on the worst machine of the case's slack; None where nothing is ever swapped."""
+    """Latency ratio on the worst machine within the case's slack; None where nothing is ever swapped."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Everything about one case. ``original`` is eager; for strategy "eager" both are the same."""
+    """Result of one case. ``original`` is eager; for strategy "eager" both steps are the same."""
 
     case: Case
     dtype: str
     identity: dict[str, str]
-    """Device identity: for cpu instruction set, threads, torch version; for cuda GPU name, torch, CUDA version."""
+    """Device identity: instruction set, threads and torch version of a CPU; name, torch and CUDA version of a GPU."""
     original: StepFigures
     optimized: StepFigures
     ratio: RatioInterval | None
@@ -273,64 +271,64 @@ class CaseResult:
     device_memory_bytes: int
     """Memory of the device (its limit), bytes."""
     lower_bound_bytes: int
-    """Persistent bytes + the most that one operator needs whole, however it is cut: no plan gets below it."""
+    """Bytes that no plan gets below: persistent ones + the most that one operator needs whole, however it is cut."""
     bound: str = ""
-    """What makes that bound, in words: the persistent tensors, the operator, what it needs whole."""
+    """Parts of that bound, in words: the persistent tensors, the operator, the tensors that it needs whole."""
     numbers: str = "not run"
     """ "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
     graph_digest: str = ""
     step_digest: str = ""
-    """Of the step's operators alone, by signature and in order: the same under another form of the captured graph."""
+    """Digest of the step's operators alone, by signature and in order: it survives another text form of the graph."""
     planner: str = ""
-    """Digest of the code that planned; empty where nothing was planned."""
+    """Digest of the planner's code; empty where nothing was planned."""
     note: str = ""
-    """Why a row was simulated, for instance."""
+    """One line for readers: the reason for which a row was simulated, for instance."""
     search: SearchStats = field(default_factory=SearchStats)
     provenance: Provenance = field(default_factory=Provenance)
-    """Of the optimized step's simulated latency."""
+    """Sources of the optimized step's simulated latency."""
     planning_workspaces: dict[str, int] = field(default_factory=dict)
-    """Operator signature -> workspace bytes (non-zero ones) that the planner used, for the baseline to keep."""
+    """Operator signature -> workspace bytes (non-zero ones) that the planner used; the baseline keeps them."""
     timelines: Timelines | None = None
-    """Only where they were asked for."""
+    """Calls of both steps; None unless asked for."""
     ranks: tuple[RankMemory, ...] = ()
-    """Of a strategy that runs on several ranks; ``optimized`` then is the one with the highest peak."""
+    """Memory of each rank of a distributed strategy; ``optimized`` is the rank with the highest peak."""
     conformance: str = "not checked"
-    """How far the captured step was compared with what eager runs: "whole step", "batch of 2", "not checked: <why>"."""
+    """Part of the captured step that was compared with eager: "whole step", "batch of 2", "not checked: <why>"."""
     samples: int = 0
-    """In the global batch of one step; 0: not known."""
+    """Samples in the global batch of one step; 0: unknown."""
     off_by: float = 0.0
-    """By which share the optimized step's measured tensor bytes may be off the simulated ones; infinite: not judged."""
+    """Relative error that measured tensor bytes of the optimized step may have to simulated ones; infinite: any."""
     original_off_by: float = 0.0
-    """The same of the original, where that is a strategy's step: that of ranks without a plan."""
+    """The same for the original, where that is the step of ranks without a plan."""
     noise: float = 0.0
-    """By which share the optimized step's measured peak differs from run to run; 0: it does not."""
+    """Relative difference of the optimized step's measured peak between runs; 0: none."""
     priced: bool = True
-    """Whether the optimized step's simulated latency is its own; else eager's stands in, and no throughput is told."""
+    """False if eager's simulated latency stands in for the optimized step's: then there is no throughput."""
     portable: bool = True
-    """Whether the optimized step's tensor bytes are the same on every machine."""
+    """True if the optimized step's tensor bytes are the same on every machine."""
     growth: StepGrowth | None = None
-    """Of eager's step, where its memory grows from step to step."""
+    """Growth of eager's memory from step to step; None if it does not grow, or nobody looked."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the optimized step was not run here: its figures are simulated."""
+        """Return True if the optimized step was not run here, so that its figures are simulated."""
         return not self.optimized.is_measured
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput of the optimized step: of the median time where it ran, else as simulated; None: not known."""
+        """Return the throughput of the optimized step: of its median time, else as simulated; None if unknown."""
         ms = self.optimized.measured_ms or (self.optimized.simulated_ms if self.priced else 0.0)
         return self.samples * 1e3 / ms if self.samples and ms > 0 else None
 
     @property
     def samples_per_s_spread(self) -> float | None:
-        """Half the interquartile range of that, as far as times spread evenly; None where the step was not timed."""
+        """Return half the interquartile range of the throughput, to first order; None if the step was not timed."""
         rate, ms, spread = self.samples_per_s, self.optimized.measured_ms, self.optimized.spread_ms
         return rate * spread / ms if rate is not None and ms and spread is not None else None
 
     @property
     def memory(self) -> Memory:
-        """The optimized step's memory: measured where it ran, else simulated."""
+        """Return the optimized step's memory: measured if it ran, else simulated."""
         return self.optimized.measured or self.optimized.simulated
 
     @property
@@ -339,13 +337,13 @@ class CaseResult:
 
     @property
     def memory_ratio(self) -> float:
-        """The optimized step's share of the original's bytes, of the peak or of reserved ones as limits count."""
+        """Return optimized / original bytes, of peaks or of reserved bytes, as the case's limit counts."""
         what = self.case.memory_limit_of
         return self.optimized.needed_bytes(what) / self.original.needed_bytes(what)
 
     @property
     def latency_ratio_bound(self) -> float | None:
-        """The latency ratio that no plan like this one gets below (see SearchStats)."""
+        """Return the lower bound of the latency ratio (see `SearchOutcome.latency_bound_ns`)."""
         bound = self.search.latency_bound_ns
         return (
             bound / 1e6 / self.original.simulated_ms if bound is not None and self.original.simulated_ms > 0 else None
@@ -360,14 +358,14 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """One plan of a front, realized and judged by the exact simulator."""
+    """One plan of a front, realized, with the figures of the exact simulator."""
 
     peak_bytes: int
     latency_ms: float
     recomputed_ops: int
     swapped_bytes: int
     fission: str
-    """What runs in parts, in words; empty: nothing does."""
+    """Loops of the plan, in words; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -382,20 +380,22 @@ class ParetoFront:
     original: FrontPoint
     """Eager, simulated."""
     lower_bound_bytes: int
-    """No plan gets below it (see CaseResult)."""
+    """Bytes that no plan gets below (see `CaseResult`)."""
     points: tuple[FrontPoint, ...]
-    """By rising peak and falling latency, the original among them where no plan beats it in both; thinned, evenly over
-    the peaks. A search for one limit may find better."""
+    """Plans by rising peak and falling latency, thinned evenly; the original is among them where no
+    plan beats it in both. A search for one limit may find better."""
     states: int
-    """Plans judged; deterministic."""
+    """Number of plans judged; deterministic."""
     seconds: float
-    """What the search took, capture left out."""
+    """Seconds of the search, without capture."""
     provenance: Provenance = field(default_factory=Provenance)
-    """What eager's simulated latency rests on."""
+    """Sources of eager's simulated latency."""
 
     def best(self, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> FrontPoint | None:
-        """The fastest point within a share of the original's peak, or the leanest within a multiple of its latency;
-        None where no point keeps the limits that are given."""
+        """Return the fastest point within a share of the original's peak, or the leanest within one of its latency.
+
+        None if no point keeps the given limits.
+        """
         within = [
             point
             for point in self.points

@@ -1,4 +1,4 @@
-"""Bytes, milliseconds and tables of them as people write them, and what many of these come to."""
+"""Bytes, milliseconds and tables as text for readers; median and spread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _AMOUNT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*", r
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes for a reader: exact below 1 KiB, two decimals in binary units above ("1.50 GiB").
+    """Write bytes for a reader: exact below 1 KiB, two decimals in binary units above ("1.50 GiB").
 
     The unit is the largest one in which the printed number stays below 1024; differences keep their sign.
     """
@@ -55,7 +55,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096"; parts of a byte are cut off.
+    """Read the bytes of "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096"; parts of a byte are cut off.
 
     Case does not matter. Raises UsageError for anything else, negative amounts and bare "G" or "M" included,
     which people read both ways.
@@ -69,7 +69,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_milliseconds(value: float) -> str:
-    """`value` milliseconds for a reader, with about three digits; from ten seconds on in seconds."""
+    """Write milliseconds with about three digits; from ten seconds on in seconds."""
     size = abs(value)
     if size >= 10_000:
         return f"{value / 1000:.1f} s"
@@ -79,7 +79,7 @@ def format_milliseconds(value: float) -> str:
 
 
 def share_of(ratio: float | None, amount: int) -> int | None:
-    """Whole units (bytes, nanoseconds) of a ratio of an amount, rounded down; None without a ratio.
+    """Return a ratio of an amount in whole units (bytes, nanoseconds), rounded down; None without a ratio.
 
     The ratio counts as the decimal that was written: 0.8, not the double nearest to it.
     """
@@ -87,12 +87,12 @@ def share_of(ratio: float | None, amount: int) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether what a caller passed is a finite number; True and False are none."""
+    """Return True for a finite int or float; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
-    """A table of texts as lines: columns are as wide as their widest cell, numbers at the right, those `left` not."""
+    """Lay out a table as lines: columns as wide as their widest cell, flush right, those in `left` flush left."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -104,7 +104,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[st
 
 
 def median_and_spread(times: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """Median, and half the interquartile range; None of nothing."""
+    """Return the median and half the interquartile range; None for both without times."""
     if not times:
         return None, None
     ordered = sorted(times)

@@ -1,4 +1,4 @@
-"""A run of the gate on another version of the code under test: what that process is told."""
+"""Settings of a run of the gate on another version of the code under test, handed to its process."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from pathlib import Path
 
 from magis.plain_records import from_plain
 
-__all__ = ["COMPARED_WITH", "VersionRun", "in_working_tree", "moved", "told"]
+__all__ = ["COMPARED_WITH", "VersionRun", "current_version_run", "in_working_tree", "rebased_path"]
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
-"""In the environment of such a run: its `VersionRun`. The plugin's flags have the name a second time, since an idle
-plugin loads nothing of this library."""
+"""Environment variable with the `VersionRun` of such a run. The plugin's flags repeat the name, since an idle plugin
+loads nothing of this library."""
 
 
 @dataclass(frozen=True)
 class VersionRun:
-    """What the run is told. Files that its options and its ini file name are for another run to write: it writes none
-    of them."""
+    """Settings of the run. It writes no file that its options or its ini file name: those belong to another run."""
 
     folder: str
-    """Where it leaves its results, for `GateRun`."""
+    """Folder for its results, which `GateRun` reads."""
     baselines: str
-    """Where it stores its figures as baselines; empty: it is compared with those of the project, and stores nothing."""
+    """Folder in which it stores baselines; empty: it compares with the project's baselines and stores nothing."""
     root: str = ""
-    """The working tree, whose code it must not import; empty: it runs there itself."""
+    """The working tree, whose code the run must not import; empty: it runs there itself."""
     tree: str = ""
     """The checkout that it runs in."""
 
 
-def told() -> VersionRun | None:
-    """What this process was told, if it is such a run."""
+def current_version_run() -> VersionRun | None:
+    """Return the settings of this process; None unless it is such a run."""
     text = os.environ.get(COMPARED_WITH)
     return None if text is None else from_plain(VersionRun, json.loads(text), COMPARED_WITH)
 
 
 def in_working_tree(path: Path) -> Path:
-    """A path of the checkout that this process runs in, as one of the working tree; any other path as it is."""
-    run = told()
-    return moved(path, Path(run.tree), Path(run.root)) if run is not None and run.tree else path
+    """Map a path of the checkout that this process runs in to the working tree; keep any other path."""
+    run = current_version_run()
+    return rebased_path(path, Path(run.tree), Path(run.root)) if run is not None and run.tree else path
 
 
-def moved(path: Path, root: Path, folder: Path) -> Path:
-    """Where a path of the repository lies in a checkout of it; any other path as it is."""
+def rebased_path(path: Path, root: Path, folder: Path) -> Path:
+    """Map a path below `root` to the same path below `folder`; keep any other path."""
     real = path.resolve()
     return folder / real.relative_to(root) if real.is_relative_to(root) else path

@@ -1,4 +1,4 @@
-"""`--magis-against`: another version is measured first, and takes the place of stored baselines.
+"""`--magis-against`: measures another version first and compares with its figures instead of stored baselines.
 
 The version is a revision of the project, or this environment with other releases ("torch==2.12.0"). A child process
 runs the same tests there, on the same machine, and stores what it measures in a folder of this run.
@@ -29,7 +29,7 @@ from magis.extensions.versions import (
 )
 from magis.plain_records import to_plain
 from magis.printable import printable
-from magis.version_run import told
+from magis.version_run import current_version_run
 from pytest_magis.baselines import identity_key, stored_case
 from pytest_magis.flags import BY_NAME
 from pytest_magis.gate import Gate
@@ -41,24 +41,25 @@ FLAG = BY_NAME["against"].flag
 
 
 def compare(config: pytest.Config, version: str) -> None:
-    """Measure the version now, and keep its results for this run. Raises pytest.UsageError in one line."""
+    """Measure a version now, and compare this run with it. Raises pytest.UsageError in one line."""
     try:
         if anywhere(config).updates:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
-        stays = ExitStack()  # until the session ends
-        config.add_cleanup(stays.close)
-        stays.enter_context(terminated_in_order())
-        run = _measured(config, version, stays.enter_context(scratch_folder()))
+        until_the_end = ExitStack()
+        config.add_cleanup(until_the_end.close)
+        until_the_end.enter_context(terminated_in_order())
+        run = _measure_version(config, version, until_the_end.enter_context(scratch_folder()))
     except UsageError as error:
         text = str(error)
         raise pytest.UsageError(text if text.startswith("--magis-") else f"{FLAG}: {text}") from None
     config.stash[AGAINST] = run.baselines
 
 
-def _measured(config: pytest.Config, version: str, folder: Path) -> GateRun:
+def _measure_version(config: pytest.Config, version: str, folder: Path) -> GateRun:
     arguments = list(_without_flag(config.invocation_params.args))
     start = config.invocation_params.dir
-    requirements = _requirements(version)
+    # one requirement, spaces in it included, or several with spaces between
+    requirements = [version] if is_requirement(version) else version.split()
     if all(map(is_requirement, requirements)):
         python = environment_of(requirements, lambda text: _say(config, f"magis: {text}"), folder)
         _say(config, f"magis: measuring with {version} to compare with")
@@ -68,11 +69,6 @@ def _measured(config: pytest.Config, version: str, folder: Path) -> GateRun:
     _say(config, f"magis: measuring {version} ({commit[:10]}) to compare with")
     with checkout(root, commit, folder / "checkout") as tree:
         return run_gate(version, arguments, folder / "run", start=start, root=root, tree=tree)
-
-
-def _requirements(version: str) -> list[str]:
-    """One requirement, spaces in it included, or several with spaces between."""
-    return [version] if is_requirement(version) else version.split()
 
 
 def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
@@ -87,18 +83,18 @@ def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
 def _say(config: pytest.Config, text: str) -> None:
     text = printable(text)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None:  # it is made later than this: pytest's own output has not begun
+    if reporter is None:  # not made yet: pytest's own output has not begun
         sys.stderr.write(f"{text}\n")
     else:
         reporter.write_line(text)
 
 
 class Guard:
-    """In the child: leaves what its parent asks for in the folder that it was told."""
+    """Plugin of the child process: writes what its parent reads, in the folder of its `VersionRun`."""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Leave the files of modules of the checkout that it is compared with, and what became of each case."""
-        run = told()
+        """Write the outcome of each case, and the modules that were imported from the working tree by mistake."""
+        run = current_version_run()
         if run is None:
             return
         left = GateRun(Path(run.folder))
@@ -113,7 +109,7 @@ class Guard:
 
 
 def gated_cases(gate: Gate) -> Iterator[GatedCase]:
-    """What became of each case of a run."""
+    """Yield the outcome of each case of a run, for `GateRun`."""
     for outcome in gate.ordered():
         planned = PlannedCase(outcome.model, outcome.label, outcome.case)
         verdict, result = outcome.verdict, outcome.result
@@ -135,7 +131,7 @@ def gated_cases(gate: Gate) -> Iterator[GatedCase]:
 
 
 def strays(modules: Mapping[str, object], other: Path, prefix: Path) -> Iterator[str]:
-    """Files of modules that lie in the checkout `other`, but not in an environment inside of it."""
+    """Yield the files of modules that lie in the folder `other`, but not in an environment inside of it."""
     for module in modules.values():
         file = getattr(module, "__file__", None)
         if isinstance(file, str):

@@ -1,7 +1,7 @@
 """Baselines as files: `<directory>/<device>/<model>.json`, sorted, one value a line, so that a diff can be read.
 
-A file is believed only as a whole: whatever is not exactly of the schema is a BaselineError of one line, and the
-file is left as it is.
+A file is read as a whole or refused: anything outside the schema raises a BaselineError of one line, and the file
+stays as it is.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from magis.errors import BaselineError
 from magis.report import write_text_atomically
-from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
+from pytest_magis.baselines import ModelBaseline
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -31,12 +32,12 @@ _ADVICE = "restore the file from version control, or delete it and create it ane
 
 
 def baseline_path(directory: Path, device: str, model: str) -> Path:
-    """The file of a model on a device. Different names never share a file, and no name leaves the directory."""
+    """Return the file of a model on a device. Different names never share a file, and no name leaves the directory."""
     return directory / file_name(device.replace(":", "-")) / f"{file_name(model)}.json"
 
 
 def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
-    """The baseline in `path`, None if there is no such file. Raises BaselineError if it is not one of that model."""
+    """Read the baseline in a file; None without the file. Raises BaselineError if it is not one of that model."""
     try:
         if not path.exists():
             return None
@@ -57,19 +58,19 @@ def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
 
 
 def write_baseline(path: Path, baseline: ModelBaseline) -> None:
-    """Replace the file in one step, its directory made if needed. Raises UsageError if it cannot be written."""
-    _make(path.parent)
+    """Replace the file atomically, and make its directory. Raises UsageError if it cannot be written."""
+    _make_folder(path.parent)
     write_text_atomically(path, render(baseline))
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Inside, no other run that holds the folder changes what is in it: what is read is still there when it is written.
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder of baselines, so that no other run changes a file between reading and writing it here.
 
-    The folder itself is locked, so that no file is left behind. File systems without locks do without. Raises
-    BaselineError where the folder cannot be made.
+    The folder itself is locked, so that no lock file is left behind; a file system without locks has none. Raises
+    BaselineError if the folder cannot be made.
     """
-    _make(folder)
+    _make_folder(folder)
     with ExitStack() as stack:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
@@ -78,7 +79,7 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +87,7 @@ def _make(folder: Path) -> None:
 
 
 def render(baseline: ModelBaseline) -> str:
-    """The text of a baseline; `parse` reads it back."""
+    """Write a baseline as text; `parse` is the inverse."""
     data = _without_none(asdict(baseline))
     for configuration in data["configurations"].values():
         if not configuration["held"]:
@@ -95,7 +96,7 @@ def render(baseline: ModelBaseline) -> str:
 
 
 def parse(text: str, path: Path) -> ModelBaseline:
-    """The baseline that `text` holds; `path` is for messages. Raises BaselineError for anything that is not one."""
+    """Read a baseline from text; `path` is for messages. Raises BaselineError for anything that is not one."""
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError as error:
@@ -103,145 +104,96 @@ def parse(text: str, path: Path) -> ModelBaseline:
     except ValueError as error:
         raise BaselineError(f"baseline {path}: not valid JSON: {error}", hint=_ADVICE) from error
     try:
-        return _model(data)
+        return _read_model(data)
     except _SchemaError as error:
         raise BaselineError(f"baseline {path}: {error}", hint=error.hint) from error
 
 
 class _SchemaError(Exception):
-    """What is wrong, and where in the file."""
+    """Content outside the schema; the message says where in the file."""
 
     def __init__(self, message: str, hint: str = _ADVICE) -> None:
         super().__init__(message)
         self.hint = hint
 
 
-def _model(data: object) -> ModelBaseline:
-    if not isinstance(data, dict):
-        raise _SchemaError(f"expected an object, found {_short(data)}")
-    schema = data.get("schema")
+def _read_model(data: object) -> ModelBaseline:
+    record = dict(_object(data, ""))
+    schema = record.pop("schema", None)
     if type(schema) is not int or schema < 1:
         raise _SchemaError(f"schema: expected {SCHEMA}, found {_short(schema)}")
     if schema > SCHEMA:
         newer = f"made by a newer version of pytest-magis (schema {_short(schema)}, this version reads {SCHEMA})"
         raise _SchemaError(newer, hint="upgrade pytest-magis")
-    _check_keys(data, {"schema", "model", "device", "configurations"}, set(), "")
-    return ModelBaseline(
-        model=_text(data["model"], "model"),
-        device=_text(data["device"], "device"),
-        configurations=_each(data["configurations"], "configurations", _configuration),
-    )
+    baseline: ModelBaseline = _read_value(ModelBaseline, record, "")
+    for name, configuration in baseline.configurations.items():
+        for label, case in configuration.cases.items():
+            where = f"configurations[{_short(name)}].cases[{_short(label)}]"
+            if case.workspaces is not None and case.workspaces not in configuration.workspaces:
+                raise _SchemaError(f"{where}: no workspaces called {_short(case.workspaces)}")
+            for held in (case.original_held, case.optimized_held):
+                if held is not None and held not in configuration.held:
+                    raise _SchemaError(f"{where}: no table of what is held called {_short(held)}")
+    return baseline
 
 
-def _configuration(data: object, where: str) -> Configuration:
-    record = _object(data, where)
-    _check_keys(record, {"cases", "workspaces"}, {"held"}, where)
-    cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", _case)
-    tables = _each(record["workspaces"], f"{where}.workspaces", _counts)
-    for label, case in cases.items():
-        if case.workspaces is not None and case.workspaces not in tables:
-            raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
-    held = _each(record.get("held", {}), f"{where}.held", lambda value, at: _each(value, at, _counts))
-    for label, case in cases.items():
-        for name in (case.original_held, case.optimized_held):
-            if name is not None and name not in held:
-                raise _SchemaError(f"{where}.cases[{_short(label)}]: no table of what is held called {_short(name)}")
-    return Configuration(cases, tables, held)
+def _read_value(kind: Any, value: object, where: str) -> Any:
+    """Check a value against the type of its field and convert it: a plain value, a record, or a mapping."""
+    if kind in _EXPECTED:
+        # a bool is an int to Python, but no number in a file
+        is_number = isinstance(value, (int, float)) and type(value) is not bool and 0 <= value <= LARGEST_COUNT
+        if kind is float and is_number and value:  # a whole ratio may be written without its ".0"
+            return float(value)  # type: ignore[arg-type]
+        if kind is not float and type(value) is kind and (is_number or kind is not int):
+            return value
+        raise _SchemaError(f"{where}: expected {_EXPECTED[kind]}, found {_short(value)}")
+    if isinstance(kind, UnionType):  # None is never written
+        (only,) = (each for each in kind.__args__ if each is not NoneType)
+        return _read_value(only, value, where)
+    if is_dataclass(kind):
+        return _read_record(kind, value, where)
+    _, item = get_args(kind)
+    return {key: _read_value(item, each, f"{where}[{_short(key)}]") for key, each in _object(value, where).items()}
 
 
-def _counts(data: object, where: str) -> dict[str, int]:
-    return _each(data, where, _count)
+_EXPECTED = {
+    bool: "true or false",
+    float: "a positive number",
+    int: f"a whole number from 0 to {LARGEST_COUNT}",
+    str: "text",
+}
 
 
-def _case(data: object, where: str) -> CaseBaseline:
-    return CaseBaseline(**_fields(data, where, CaseBaseline))
+_hints = lru_cache(get_type_hints)
 
 
-def _measured(data: object, where: str) -> Measured:
-    return Measured(**_fields(data, where, Measured))
-
-
-def _fields(data: object, where: str, kind: type[CaseBaseline | Measured]) -> dict[str, Any]:
-    """The arguments of a record, each read by the reader of its field."""
-    record = _object(data, where)
+def _read_record(kind: Any, value: object, where: str) -> Any:
+    record, hints = _object(value, where), _hints(kind)
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
-    if kind is CaseBaseline:
-        needed.add("measured")
-    _check_keys(record, needed, {field.name for field in fields(kind)}, where)
-    return {name: _READERS.get(name, _count)(value, f"{where}.{name}") for name, value in record.items()}
-
-
-def _each(data: object, where: str, read: Callable[[object, str], Any]) -> dict[str, Any]:
-    return {key: read(value, f"{where}[{_short(key)}]") for key, value in _object(data, where).items()}
+    # mappings are written even if they are empty; older files have no `held`
+    needed |= {name for name, hint in hints.items() if get_origin(hint) is Mapping and name != "held"}
+    missing, unknown = sorted(needed - record.keys()), sorted(record.keys() - hints.keys())
+    prefix = f"{where}: " if where else ""
+    if missing:
+        raise _SchemaError(f"{prefix}{missing[0]!r} is missing")
+    if unknown:
+        raise _SchemaError(f"{prefix}unknown entry {_short(unknown[0])}")
+    inside = f"{where}." if where else ""
+    return kind(**{name: _read_value(hints[name], each, f"{inside}{name}") for name, each in record.items()})
 
 
 def _object(data: object, where: str) -> dict[str, object]:
     if not isinstance(data, dict):
-        raise _SchemaError(f"{where}: expected an object, found {_short(data)}")
+        raise _SchemaError(f"{f'{where}: ' if where else ''}expected an object, found {_short(data)}")
     return data
 
 
-def _check_keys(record: Mapping[str, object], needed: set[str], allowed: set[str], where: str) -> None:
-    prefix = f"{where}: " if where else ""
-    missing = sorted(needed - set(record))
-    if missing:
-        raise _SchemaError(f"{prefix}{missing[0]!r} is missing")
-    unknown = sorted(set(record) - needed - allowed)
-    if unknown:
-        raise _SchemaError(f"{prefix}unknown entry {_short(unknown[0])}")
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _SchemaError(f"{where}: expected text, found {_short(value)}")
-    return value
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _SchemaError(f"{where}: expected true or false, found {_short(value)}")
-    return value
-
-
-def _count(value: object, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-        raise _SchemaError(f"{where}: expected a whole number from 0 to {LARGEST_COUNT}, found {_short(value)}")
-    return value
-
-
-def _ratio(value: object, where: str) -> float:
-    if type(value) not in (int, float) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_COUNT:
-        raise _SchemaError(f"{where}: expected a positive number, found {_short(value)}")
-    ratio = float(value)
-    if not math.isfinite(ratio):
-        raise _SchemaError(f"{where}: expected a finite number, found {_short(value)}")
-    return ratio
-
-
-_READERS: Mapping[str, Callable[[object, str], object]] = {
-    "constants": _text,
-    "feasible": _flag,
-    "graph": _text,
-    "latency_ratio": _ratio,
-    "latency_ratio_low": _ratio,
-    "latency_ratio_high": _ratio,
-    "optimized_held": _text,
-    "original_held": _text,
-    "planner": _text,
-    "step": _text,
-    "workspaces": _text,
-    "measured": lambda value, where: _each(value, where, _measured),
-}
-
-
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    if len(record) != len(pairs):  # as a badly resolved merge leaves it: which of the two holds?
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {_short(key)} occurs twice")
-            seen.add(key)
+    record: dict[str, object] = {}
+    for key, value in pairs:
+        if key in record:  # as a badly resolved merge leaves it: which of the two holds?
+            raise ValueError(f"the key {_short(key)} occurs twice")
+        record[key] = value
     return record
 
 
@@ -262,7 +214,7 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 
 def _short(value: object) -> str:
-    """A value from a file for a message: hostile ones can be megabytes, or numbers too long to print."""
+    """Write a value from a file for a message: hostile ones can be megabytes, or numbers too long to print."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -274,7 +226,7 @@ def _short(value: object) -> str:
 
 
 def file_name(name: str) -> str:
-    """`name` as a file's name: bytes other than letters, digits, "_", "-" and "." become %XX, so no two names meet."""
+    """Turn a name into a file's: bytes but letters, digits, "_", "-" and "." become %XX, so no two names collide."""
     encoded = "".join(
         chr(byte) if re.fullmatch(r"[A-Za-z0-9_.-]", chr(byte)) else f"%{byte:02X}"
         for byte in name.encode("utf-8", errors="surrogatepass")

@@ -1,9 +1,9 @@
-"""Stored baselines: what each case measured when somebody accepted it, as records and pure functions on them.
+"""Stored baselines: the figures of each case when somebody accepted it, as records and pure functions on them.
 
 A file holds one model on one device; `pytest_magis.baseline_files` reads and writes it. In it, a *configuration* is a
 preset and a data type, such as "small" (the model's own data type) or "small bfloat16". Tensor bytes hold on every
-machine; what a step measured besides is kept per device identity, since it holds for that one alone. Each case refers
-to the table of workspaces that it was planned with: handed back to the planner, it makes the same plan everywhere.
+machine; a step's other figures are kept per device identity, since they hold for that one alone. Each case refers to
+the table of workspaces that it was planned with: given to the planner again, it leads to the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from magis.results import Case, CaseResult
 from pytest_magis.explain import Table, as_table
+
+T = TypeVar("T", bound=Mapping[str, Any])
 
 RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be noise in every diff
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What holds for one device identity (for every machine on a simulated device). Bytes; ratios opt/ori.
+    """Figures of one device identity (of every machine for a simulated device). Bytes; ratios opt/ori.
 
-    Simulated latencies are of simulated devices alone; they and reserved bytes of files written since they are kept.
+    Only simulated devices have simulated latencies. Older files lack these and reserved bytes.
     """
 
     lower_bound_bytes: int
@@ -39,15 +42,15 @@ class Measured:
     constants: str | None = None
     """Version of the devices' constants that these latencies were simulated with."""
     original_reserved_bytes: int | None = None
-    """What a GPU's caching allocator is predicted to hold; None on a CPU, and in older files."""
+    """Bytes that a GPU's caching allocator is predicted to hold; None on a CPU, and in older files."""
     optimized_reserved_bytes: int | None = None
     optimized_tensor_bytes: int | None = None
-    """Where the plan is this device's own, since the case's misses its limit here; None: the case's."""
+    """Bytes of a plan for this device alone, made since the case's misses its limit here; None: the case's holds."""
 
 
 @dataclass(frozen=True)
 class CaseBaseline:
-    """What one case is compared with."""
+    """Figures that one case is compared with."""
 
     feasible: bool
     graph: str
@@ -57,25 +60,25 @@ class CaseBaseline:
     workspaces: str | None = None
     """Name of the table that the case was planned with; None if nothing was planned, or without one."""
     original_held: str | None = None
-    """Name of the table of what the original holds at its peak; None in files that are older than those tables."""
+    """Name of the table of tensors that the original holds at its peak; None in older files."""
     optimized_held: str | None = None
-    """The same of the optimized step; None for the eager strategy."""
+    """The same for the optimized step; None for the eager strategy."""
     growth_bytes: int | None = None
-    """By which the memory of the first steps grows where that was accepted; None: it does not."""
+    """Accepted growth of memory over the first steps; None: it does not grow."""
     planner: str | None = None
-    """Digest of the code that planned; None if nothing was planned, and in older files."""
+    """Digest of the planner's code; None if nothing was planned, and in older files."""
     step: str | None = None
     """Digest of the step's operators; None in older files."""
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    """By identity, as `identity_key` writes it."""
+    """Figures by device identity, as `identity_key` writes it."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The cases of one preset and data type, the planner's workspaces (name -> signature -> bytes), and what steps hold
-    at their peak (name -> kind -> module -> bytes).
+    """Cases of one preset and data type.
 
-    Cases mostly share a table; its name is a digest of its content.
+    With tables that they share, whose names are digests of their content: the planner's workspaces (name -> signature
+    -> bytes), and tensors held at peaks (name -> kind -> module -> bytes).
     """
 
     cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
@@ -93,16 +96,15 @@ class ModelBaseline:
 
 
 def configuration_key(case: Case) -> str:
-    """Where a case's baseline is kept: its preset, and its data type if one was asked for."""
+    """Name the configuration of a case: its preset, and its data type if one was asked for."""
     return case.preset if case.dtype is None else f"{case.preset} {case.dtype}"
 
 
 def case_key(label: str, case: Case) -> str:
-    """A case's name in its configuration: its label, plus the search's budget, seed and slack where they are not the
-    default.
+    """Name a case in its configuration: its label, and the search's budget, seed and slack unless they are defaults.
 
-    Another budget finds another plan, so it is another case to compare with. A cap in seconds is not part of the
-    name: a row that it did not stop is the same with it and without.
+    Another budget finds another plan, so it is another case. A cap in seconds is no part of the name: a row that it did
+    not stop is the same with it and without.
     """
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
@@ -112,23 +114,25 @@ def case_key(label: str, case: Case) -> str:
 
 
 def identity_key(result: CaseResult) -> str:
-    """The device identity that a result holds for, in one line; a simulated device is the same on every machine, but
-    other operator profiles make other plans."""
+    """Write the device identity of a result in one line.
+
+    A simulated device is the same on every machine, but another operator profile leads to other plans.
+    """
     if result.case.device.startswith("sim:"):
         return f"any machine, profile={result.identity['profile']}" if "profile" in result.identity else "any machine"
     return ", ".join(f"{name}={value}" for name, value in sorted(result.identity.items()))
 
 
 def stored_case(baseline: ModelBaseline | None, label: str, case: Case) -> CaseBaseline | None:
-    """The baseline of a case; None without one."""
+    """Return the baseline of a case; None without one."""
     configuration = baseline.configurations.get(configuration_key(case)) if baseline else None
     return configuration.cases.get(case_key(label, case)) if configuration else None
 
 
-def planning(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
-    """The workspaces (signature -> bytes) and the graph digest to plan a case with; (None, None) without any.
+def planning_inputs(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
+    """Return the stored workspaces (signature -> bytes) and graph digest to plan a case with; (None, None) without any.
 
-    Only a case's own table will do: another's lacks the operators that this case's plan alone has.
+    They are the case's own: another case's table lacks the operators that only this case's plan has.
     """
     stored = stored_case(baseline, label, case)
     if baseline is None or stored is None or stored.workspaces is None:
@@ -138,49 +142,50 @@ def planning(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[di
 
 
 def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, result: CaseResult) -> ModelBaseline:
-    """`baseline` with the case's entry made from `result`; `name` is the model's name, also of a new baseline.
+    """Replace a case's entry by one made from a result; `name` is the model's, for a new baseline.
 
-    Measurements of other identities are kept as long as the tensor bytes that they belong to are the same.
+    Figures of other device identities stay as long as the tensor bytes that they belong to are the same.
     """
     base = baseline or ModelBaseline(name, case.device)
     config_key, key = configuration_key(case), case_key(label, case)
     configuration = base.configurations.get(config_key, Configuration())
     old = configuration.cases.get(key)
     if old is not None and _is_own_plan(result, old):
-        entry = replace(old, measured={**old.measured, identity_key(result): _measured(result)})
-        cases = {**configuration.cases, key: entry}
-        changed = replace(configuration, cases=cases)
+        entry = replace(old, measured={**old.measured, identity_key(result): _figures(result)})
+        changed = replace(configuration, cases={**configuration.cases, key: entry})
         return replace(base, configurations={**base.configurations, config_key: changed})
-    table = _planned_with(result)
-    table_name = None if table is None else _digest(table)
-    original, optimized = _held(result)
+    # tables of the new entry, by digest
+    planned_with = _planned_with(result)
+    peaks = (result.original.at_peak, None if result.case.has_one_step else result.optimized.at_peak)
+    original, optimized = (None if peak is None else as_table(peak) for peak in peaks)
+    workspaces, held = dict(configuration.workspaces), dict(configuration.held)
     entry = replace(
         _case_baseline(result, old),
-        workspaces=table_name,
-        original_held=None if original is None else _digest(original),
-        optimized_held=None if optimized is None else _digest(optimized),
+        workspaces=_add_table(workspaces, planned_with),
+        original_held=_add_table(held, original),
+        optimized_held=_add_table(held, optimized),
     )
     cases = {**configuration.cases, key: entry}
-    tables = dict(configuration.workspaces)
-    if table is not None and table_name is not None:
-        tables[table_name] = table
+    # tables that no case names any more go
     used = {stored.workspaces for stored in cases.values()}
-    tables = {name: content for name, content in tables.items() if name in used}
-    held = {**configuration.held, **{_digest(each): each for each in (original, optimized) if each is not None}}
     named = {name for stored in cases.values() for name in (stored.original_held, stored.optimized_held)}
-    held = {name: content for name, content in held.items() if name in named}
-    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, tables, held)})
+    changed = Configuration(
+        cases,
+        {name: table for name, table in workspaces.items() if name in used},
+        {name: table for name, table in held.items() if name in named},
+    )
+    return replace(base, configurations={**base.configurations, config_key: changed})
 
 
 def _is_own_plan(result: CaseResult, old: CaseBaseline) -> bool:
-    """Whether the plan is this device's own, of the step of a baseline that other devices measured, too."""
+    """Return True for a plan of this device alone, of a step that other devices have figures of in the baseline."""
     same = (old.graph, old.original_tensor_bytes) == (result.graph_digest, result.original_memory.tensor_bytes)
     others = set(old.measured) - {identity_key(result)}
     return not result.portable and same and bool(others) and old.feasible == result.search.feasible
 
 
 def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
-    """What the original and the optimized step of a case held at their peaks when it was stored; None: not known."""
+    """Return the stored tables of tensors held at the peaks of a case's original and optimized step; None: unknown."""
     stored = stored_case(baseline, label, case)
     if baseline is None or stored is None:
         return None, None
@@ -189,29 +194,21 @@ def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple
 
 
 def lacks_held(result: CaseResult, stored: CaseBaseline | None) -> bool:
-    """Whether a baseline is older than the tables that the result has."""
+    """Return True if a baseline is older than the tables of tensors held at peaks, and the result has one."""
     return stored is not None and stored.original_held is None and result.original.at_peak is not None
 
 
 def lacks_reserved(result: CaseResult, measured: Measured | None) -> bool:
-    """Whether a baseline is older than the reserved bytes that the result has."""
+    """Return True if a baseline is older than reserved bytes, and the result has them."""
     return (
         measured is not None and measured.original_reserved_bytes is None and result.original.reserved_bytes is not None
     )
 
 
-def _held(result: CaseResult) -> tuple[Table | None, Table | None]:
-    original, optimized = result.original.at_peak, result.optimized.at_peak
-    return (
-        None if original is None else as_table(original),
-        None if optimized is None or result.case.has_one_step else as_table(optimized),
-    )
-
-
 def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
-    """The table that a result was planned with; None where no plan depends on one.
+    """Return the workspaces that a result was planned with; None where no plan depends on any.
 
-    On cpu an empty table counts, since no scratch here may be some elsewhere; other devices have no measured one.
+    On a CPU an empty table counts: operators without scratch here may have some elsewhere. Other devices measure none.
     """
     limited = result.case.memory_ratio is not None or result.case.latency_ratio is not None
     if result.planning_workspaces or (limited and result.case.device == "cpu"):
@@ -219,8 +216,13 @@ def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
     return None
 
 
-def _digest(table: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
+def _add_table(tables: dict[str, T], table: T | None) -> str | None:
+    """Add a table under the digest of its content, and return that; None for None."""
+    if table is None:
+        return None
+    name = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
+    tables[name] = table
+    return name
 
 
 def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline:
@@ -239,11 +241,11 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
         planner=result.planner or None,
         step=result.step_digest or None,
         growth_bytes=None if result.growth is None else result.growth.nbytes,
-        measured={**others, identity_key(result): _measured(result)},
+        measured={**others, identity_key(result): _figures(result)},
     )
 
 
-def _measured(result: CaseResult) -> Measured:
+def _figures(result: CaseResult) -> Measured:
     ratio, low, high = latency(result)
     original_ns, optimized_ns = simulated_ns(result) or (None, None)
     return Measured(
@@ -258,32 +260,32 @@ def _measured(result: CaseResult) -> Measured:
         latency_ratio_high=_rounded(high),
         original_latency_ns=original_ns,
         optimized_latency_ns=optimized_ns,
-        constants=constants(result),
+        constants=constants_version(result),
         optimized_tensor_bytes=None if result.portable else result.memory.tensor_bytes,
     )
 
 
 def simulated_ns(result: CaseResult) -> tuple[int, int] | None:
-    """Simulated latencies of the original and the optimized step, nanoseconds; None but on a simulated device.
+    """Return the simulated latencies of original and optimized step, nanoseconds; None but on a simulated device.
 
-    Not of a step that is only too large for its device: such a row is gated on the device where it was made.
+    A step that is simulated since it is too large for its device has none: it is gated on the device that it is for.
     """
     if not result.case.device.startswith("sim:"):
         return None
-    # results hold milliseconds: the nearest whole number is what they were divided from
+    # results hold milliseconds, which were divided from whole nanoseconds
     return round(result.original.simulated_ms * 1e6), round(result.optimized.simulated_ms * 1e6)
 
 
-def constants(result: CaseResult) -> str | None:
-    """Version of the constants that a simulated device's latencies come from; None on other devices."""
+def constants_version(result: CaseResult) -> str | None:
+    """Return the version of the constants behind a simulated device's latencies; None on other devices."""
     return result.identity.get("constants") if result.case.device.startswith("sim:") else None
 
 
 def latency(result: CaseResult) -> tuple[float | None, float | None, float | None]:
-    """Latency ratio (opt/ori) of a result and the ends of its interval; all None where there is none to gate.
+    """Return the latency ratio (opt/ori) of a result and the ends of its interval; all None if there is none to gate.
 
-    Measured rows that were not timed have none, nor those whose ratio is in doubt, nor the eager step, which would be
-    compared with itself. A simulated ratio is exact: its interval is a point.
+    There is none for a measured row without times, for a ratio in doubt, and for the eager step. A simulated
+    ratio is exact: its interval is a point.
     """
     if result.case.has_one_step:
         return None, None, None
@@ -297,5 +299,5 @@ def latency(result: CaseResult) -> tuple[float | None, float | None, float | Non
 
 
 def _rounded(ratio: float | None) -> float | None:
-    """None also of an end that too few pairs do not tell."""
+    """Round a ratio for storage; None for an end of an interval that too few pairs leave open (infinite)."""
     return None if ratio is None or not math.isfinite(ratio) else round(ratio, RATIO_DIGITS)

@@ -1,4 +1,4 @@
-"""Why a step needs more memory: what it holds at its peak, by module, against what it held when that was stored."""
+"""Explains why a step needs more memory: tensors held at its peak by module, now and in the baseline."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Table: TypeAlias = Mapping[str, Mapping[str, int]]
 """Kind -> module -> bytes, the same partition as in `Peak.held`."""
 
 STORED = 96
-"""Rows that a baseline keeps."""
+"""Most rows that a baseline keeps."""
 NAMED = 4
-"""Modules that a line names; it sums up the others."""
+"""Most modules that a line names; it sums up the others."""
 REST = "*"
 WORDS = {
     "state": ("optimizer state", "optimizer states"),
     "batch": ("tensor of the batch", "tensors of the batch"),
     "update": ("tensor of the update", "tensors of the update"),
 }
-"""Of kinds that are no words of their own: one, and several."""
+"""Singular and plural of kinds that are not English words."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Growth:
     """One kind of bytes of a module, now and before."""
 
     row: ModuleBytes
-    """As it is now; no bytes and no tensors where nothing is left."""
+    """Bytes now; 0 bytes and tensors where nothing is left."""
     before: int
     largest: ModuleBytes | None = None
-    """Of several modules together, the one that holds most now."""
+    """The module that holds most now, where the row stands for several."""
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Growth:
 
 
 def as_table(peak: Peak) -> dict[str, dict[str, int]]:
-    """What a baseline keeps of a peak."""
+    """Return the table that a baseline keeps of a peak."""
     found: dict[str, dict[str, int]] = {}
     for row in collapsed(peak.held, STORED):
         found.setdefault(row.kind, {})[row.module] = row.nbytes
@@ -49,13 +49,13 @@ def as_table(peak: Peak) -> dict[str, dict[str, int]]:
 
 
 def growths(now: Peak, before: Table) -> list[Growth]:
-    """What changed, most growth first; every byte of both sides is counted once.
+    """Return the rows that changed, most growth first; every byte of both sides is counted once.
 
     A row of one side that the other has in several ("layers.3.*") is compared with their sum.
     """
     theirs = [ModuleBytes(kind, module, n, 0) for kind, modules in before.items() for module, n in modules.items()]
-    ours = _together(now.held, theirs)
-    known = {key: sum(row.nbytes for row in rows) for key, rows in _together(theirs, now.held).items()}
+    ours = _group_rows(now.held, theirs)
+    known = {key: sum(row.nbytes for row in rows) for key, rows in _group_rows(theirs, now.held).items()}
     found = []
     for kind, module in sorted({*ours, *known}):
         rows = ours.get((kind, module), [])
@@ -68,8 +68,8 @@ def growths(now: Peak, before: Table) -> list[Growth]:
     return sorted(found, key=lambda each: (-each.nbytes, each.row.kind, each.row.module))
 
 
-def _together(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> dict[tuple[str, str], list[ModuleBytes]]:
-    """The rows under the names under which both sides can tell them apart."""
+def _group_rows(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> dict[tuple[str, str], list[ModuleBytes]]:
+    """Group rows by kind and module; a module that the other side has only within "layers.3.*" goes under that name."""
     rests: dict[str, list[str]] = {}
     for other in others:
         if other.module == REST or other.module.endswith(f".{REST}"):
@@ -82,7 +82,7 @@ def _together(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> dic
 
 
 def why_more(step: str, now: Peak | None, before: Table | None) -> str:
-    """One line that says which modules' tensors grew, or hold most where it is not known what they held before."""
+    """Say in one line which modules' tensors grew, or which hold most if the baseline has no table."""
     if now is None:
         return ""
     if before is None:
@@ -90,7 +90,8 @@ def why_more(step: str, now: Peak | None, before: Table | None) -> str:
         return f"at the peak most is held by {_listed(most, sign=False)} (its baseline has no table to compare with)"
     changed = growths(now, before)
     if sum(each.nbytes for each in changed) > 0:
-        return f"grew at the peak: {_listed(_by_module(changed), sign=True)}{_place(now)}"
+        at = f"; the peak is at {operator_at(now)}" if now.op else ""
+        return f"grew at the peak: {_listed(_by_module(changed), sign=True)}{at}"
     if now.scratch_bytes:
         of = f" of {now.scratch_module}" if now.scratch_module else ""
         scratch = f"{format_bytes(now.scratch_bytes)} of scratch of {now.scratch_op}{of}"
@@ -99,7 +100,7 @@ def why_more(step: str, now: Peak | None, before: Table | None) -> str:
 
 
 def _by_module(changed: list[Growth]) -> list[tuple[str, list[Growth]]]:
-    """Modules, most growth first."""
+    """Group rows by module, most growth first."""
     found: dict[str, list[Growth]] = {}
     for each in changed:
         found.setdefault(each.row.module, []).append(each)
@@ -107,11 +108,12 @@ def _by_module(changed: list[Growth]) -> list[tuple[str, list[Growth]]]:
 
 
 def _listed(modules: list[tuple[str, list[Growth]]], *, sign: bool) -> str:
+    """List the first modules with their bytes and tensors, and the sum of the others."""
     named = [item for item in modules[:NAMED] if sum(each.nbytes for each in item[1]) > 0]
     rest = sum(each.nbytes for _, members in modules[len(named) :] for each in members)
     texts = [
         f"{module_name(module)} {_amount(sum(each.nbytes for each in members), sign=sign)} "
-        f"({', '.join(_kinds(members))})"
+        f"({', '.join(_kinds_in_words(members))})"
         for module, members in named
     ]
     if rest:
@@ -119,29 +121,30 @@ def _listed(modules: list[tuple[str, list[Growth]]], *, sign: bool) -> str:
     return ", ".join(texts)
 
 
-def _kinds(members: list[Growth]) -> Iterator[str]:
+def _kinds_in_words(members: list[Growth]) -> Iterator[str]:
     for each in members:
         if each.nbytes > 0:
-            most = each.largest
-            yield f"{what(each.row)}{f', most of {module_name(most.module)}' if most is not None else ''}"
+            most = f", most of {module_name(each.largest.module)}" if each.largest is not None else ""
+            yield f"{tensors_in_words(each.row)}{most}"
 
 
 def _amount(nbytes: int, *, sign: bool) -> str:
     return f"{'+' if sign and nbytes > 0 else ''}{format_bytes(nbytes)}"
 
 
-def what(row: ModuleBytes) -> str:
-    """Tensors in words: "3 activations at net.py:31"."""
+def tensors_in_words(row: ModuleBytes) -> str:
+    """Write a row's tensors as "3 activations at net.py:31"."""
     one, several = WORDS.get(row.kind, (row.kind, f"{row.kind}s"))
     return f"{row.count} {one if row.count == 1 else several}{f' at {row.line}' if row.line else ''}"
 
 
-def module_name(module: str) -> str:
-    """A module's path for a reader."""
-    return module or "(no sub-module)"
-
-
-def _place(peak: Peak) -> str:
+def operator_at(peak: Peak) -> str:
+    """Write the operator at a peak: "aten.mm of layers.3 (backward, net.py:31)"."""
     of = f" of {peak.module}" if peak.module else ""
     line = f", {peak.line}" if peak.line else ""
-    return f"; the peak is at {peak.op}{of} ({peak.phase}{line})" if peak.op else ""
+    return f"{peak.op}{of} ({peak.phase}{line})"
+
+
+def module_name(module: str) -> str:
+    """Write a module's path for a reader."""
+    return module or "(no sub-module)"

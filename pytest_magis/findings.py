@@ -12,7 +12,7 @@ from magis.units import format_bytes
 
 NEW, MOVED, BETTER, WORSE, BROKEN = "new", "moved", "better", "worse", "broken"
 PERMISSIONS = (NEW, MOVED, BETTER, WORSE)
-"""What --magis-update can accept; nothing accepts a broken case."""
+"""Kinds that --magis-update can accept; nothing accepts a broken case."""
 
 
 @dataclass(frozen=True)
@@ -21,32 +21,32 @@ class Tolerances:
 
     memory: float = 0.0
     latency: float = 0.04
-    """Of a latency ratio that was timed."""
+    """Share for a timed latency ratio."""
     simulated_latency: float = 0.01
-    """Of a simulated latency, and of the ratio of two: there is no noise to allow for."""
+    """Share for a simulated latency, and for the ratio of two: these have no noise."""
     keeps_wins: bool = False
-    """Whether a case that needs less than its baseline is red until that is stored."""
+    """True: a case that needs less than its baseline is red until the win is stored."""
     needs_limits: bool = False
-    """Whether a case is red whose limit no plan was found to meet."""
+    """True: a case is red if no plan was found that meets its limit."""
 
     def of_latency(self, device: str) -> float:
-        """What holds for latencies on a device."""
+        """Return the share for latency ratios on a device."""
         return self.simulated_latency if device.startswith("sim:") else self.latency
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference from what was expected, in one line; kind is NEW, MOVED, BETTER, WORSE or BROKEN."""
+    """A difference from the baseline or a limit, in one line; kind is NEW, MOVED, BETTER, WORSE or BROKEN."""
 
     kind: str
     text: str
     why: str = ""
-    """What grew, in one line; empty where nothing is known."""
+    """The modules that grew, in one line; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A difference, in full and as an addition to another one of its kind that comes first."""
+    """A difference in full, and in brief as an addition to an earlier one of the same kind."""
 
     kind: str
     text: str
@@ -54,12 +54,12 @@ class Part:
 
 
 def moved(part: Part, mover: str) -> Part:
-    """The part where it is the ``mover``'s doing and no change of the step; as it is where that is empty."""
+    """Turn a difference into one of kind MOVED if the ``mover`` (the planner, say) made it; without one keep it."""
     return Part(MOVED, f"{part.text}: moved by the {mover}", part.brief) if mover else part
 
 
-def joined(parts: Iterable[Part]) -> Iterator[Finding]:
-    """One finding of each kind: its first part in full, the others in brief."""
+def merge_parts(parts: Iterable[Part]) -> Iterator[Finding]:
+    """Make one finding of each kind: its first part in full, the others in brief."""
     by_kind: dict[str, list[Part]] = {}
     for part in parts:
         by_kind.setdefault(part.kind, []).append(part)
@@ -68,21 +68,20 @@ def joined(parts: Iterable[Part]) -> Iterator[Finding]:
 
 
 def against(seen: int, allowed: int) -> str:
-    """Bytes and what is allowed of them."""
+    """Write bytes beside the allowed ones, with the difference in percent."""
     return f"{seen:,} ({format_bytes(seen)}), allowed {allowed:,} ({format_bytes(allowed)}), {percent(seen, allowed)}"
 
 
 def percent(seen: float, reference: float) -> str:
-    """By how much a figure differs from its reference."""
+    """Write the difference of a figure from its reference in percent."""
     if not reference:
         return "was 0"
     share = 100 * float(Fraction(seen) / Fraction(reference) - 1)
     return f"{share:+.1f}%" if abs(share) >= 0.05 else f"{share:+.2g}%"
 
 
-# The commands that accept findings, written out so that a reader can paste them.
-
-# decided by the case itself, or no part of what is accepted: a row that a cap in seconds stopped is never stored
+# Options that a command for accepting a case leaves out: those decided by the case itself, outputs, and a cap in
+# seconds, since a row that it stopped is never stored.
 _OF_THE_RUN = frozenset(
     (
         "--magis-update",
@@ -111,8 +110,10 @@ _OF_THE_CASE = _OF_THE_RUN | {
 def accept_case(
     given: Iterable[tuple[str, str]], model: str, case: Case, needed: Sequence[str], where: str = ""
 ) -> str:
-    """The command that runs this case alone and stores it; `given` are the options (flag, value) of the run, `where`
-    the node id of a test of the user's."""
+    """Write the command that runs this case alone and stores it.
+
+    `given` are the options (flag, value) of the run, `where` is the node id of the user's test.
+    """
     if where:
         return _command([where], ((flag, value) for flag, value in given if flag not in _NOT_OF_TESTS), needed)
     words = [f"--magis-models={model}", f"--magis-strategies={case.strategy}"]
@@ -126,7 +127,7 @@ def accept_case(
 
 
 def accept_all(given: Iterable[tuple[str, str]], needed: Sequence[str], where: Iterable[str] = ()) -> str:
-    """The command of this run again, storing whatever it finds; `where` are the node ids of red tests."""
+    """Write the command that repeats this run and stores all that it finds; `where` are the node ids of red tests."""
     files = dict.fromkeys(node_id.partition("::")[0] for node_id in where if node_id)
     return _command(files, ((flag, value) for flag, value in given if flag not in _OF_THE_RUN), needed)
 

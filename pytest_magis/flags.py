@@ -1,7 +1,6 @@
 """The gate's options as pytest knows them: names, help texts, ini twins.
 
-All that an idle plugin loads, hence small: what the values mean is read in `pytest_magis.options`, once models are
-asked for.
+An idle plugin loads this module alone; `pytest_magis.options` reads and checks the values once models are asked for.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from typing import NamedTuple
 import pytest
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
-"""In the environment of a run on another version: what it was told."""
+"""Environment variable with the settings of a run on another version (`magis.version_run` repeats the name)."""
 PARTLY: pytest.StashKey[bool] = pytest.StashKey()
-"""In a config's stash once tests were left out, or could not be collected."""
+"""In a config's stash once tests were deselected, or could not be collected."""
 DECISIONS = ("update", "prune")
-"""Options about one run, which count on its command line alone."""
+"""Options that are allowed on the command line alone, since they decide about one run."""
 FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
-"""Options that name what a run leaves; one on another version leaves nothing but what it was told to."""
+"""Options that name files of a run; a run on another version ignores them."""
 
 
 class Option(NamedTuple):
     """One option: `name` with dashes, without "--magis-"; a list takes commas and repetitions.
 
-    `help` is one line for `pytest --help`, and ends with the default in parentheses; `details` is what docs/options.md
-    says beyond that line.
+    `help` is one line for `pytest --help`, and ends with the default in parentheses; `details` follows it in
+    docs/options.md.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Option(NamedTuple):
     is_list: bool = False
     details: str = ""
     is_flag: bool = False
-    """Whether it takes no value on the command line; in the ini file "true" or "false"."""
+    """True if it takes no value on the command line; in the ini file "true" or "false"."""
 
     @property
     def flag(self) -> str:
@@ -42,7 +41,7 @@ class Option(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the ini file and as an attribute of `config.option`."""
+        """Return its name in the ini file and as an attribute of `config.option`."""
         return f"magis_{self.name.replace('-', '_')}"
 
 
@@ -278,7 +277,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Register every option, each with its ini twin."""
+    """Register every option on the command line and in the ini file."""
     group = parser.getgroup("magis", "memory-regression gate (magis)")
     for option in OPTIONS:
         if option.is_flag:
@@ -293,17 +292,17 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def is_active(config: pytest.Config) -> bool:
-    """Whether models were asked for, on the command line or in the ini file."""
+    """Return True if models were asked for, on the command line or in the ini file."""
     return on_command_line(config, "models") is not None or bool(in_ini(config, "models"))
 
 
 def any_given(config: pytest.Config) -> bool:
-    """Whether any option of the gate was given, on the command line or in the ini file."""
+    """Return True if any option of the gate was given, on the command line or in the ini file."""
     return any(given(config, option.name) is not None for option in OPTIONS)
 
 
 def given(config: pytest.Config, name: str) -> list[str] | None:
-    """What was given for an option, on the command line or else in the ini file; None if nothing was."""
+    """Return the values given for an option, on the command line or else in the ini file; None without any."""
     if name in FILES and COMPARED_WITH in os.environ:
         return None
     found = on_command_line(config, name)
@@ -311,7 +310,7 @@ def given(config: pytest.Config, name: str) -> list[str] | None:
 
 
 def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
-    """What the command line gives for an option, repetitions in order; None if it gives nothing."""
+    """Return the values of an option on the command line, in order; None without any."""
     value = config.getoption(BY_NAME[name].key)
     if value is None:
         return None
@@ -320,7 +319,7 @@ def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
 
 
 def in_ini(config: pytest.Config, name: str) -> list[str] | None:
-    """The same for the ini file."""
+    """Return the values of an option in the ini file; None without any."""
     value = config.getini(BY_NAME[name].key)
     if value is None or value in ("", []):
         return None

@@ -1,4 +1,4 @@
-"""One run of the gate: what is planned, what became of it, and what is written at its end."""
+"""One run of the gate: its cases, their outcomes, and the files written at its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from magis.report import (
 from magis.results import Case, CaseResult, ParetoFront
 from magis.strategies.strategy_names import check_installed
 from pytest_magis import harness
-from pytest_magis.baseline_files import baseline_path, file_name, held, read_baseline, write_baseline
+from pytest_magis.baseline_files import baseline_path, file_name, locked, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.run_plan import (
@@ -53,23 +53,25 @@ BUILT_IN = "magis-builtin"
 
 @dataclass(frozen=True)
 class Run:
-    """A run at its end."""
+    """A run at its end, for the report."""
 
     outcomes: tuple[Outcome, ...]
     planned: int
-    """Cases that were chosen; fewer outcomes: the run ended early."""
+    """Number of chosen cases; with fewer outcomes the run ended early."""
     settings: Settings
     interrupted: bool
     fronts: tuple[tuple[str, Path], ...]
     """Model and picture of each front that this run wrote."""
     baselines: Mapping[Path, ModelBaseline | None]
-    """As they were when the run began."""
+    """Baselines by file, as they were when the run began."""
 
 
 @dataclass
 class Gate:
-    """The state of a run. Workers of pytest-xdist only run cases; outcomes are gathered, and files written, by the
-    process that has the terminal."""
+    """State of a run.
+
+    Workers of pytest-xdist only run cases; the process that has the terminal gathers outcomes and writes files.
+    """
 
     settings: Settings
     cases: tuple[PlannedCase, ...]
@@ -77,33 +79,33 @@ class Gate:
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
     baselines: dict[Path, ModelBaseline | None] = field(default_factory=dict)
-    """By file, as they were before the run; those of users' tests are read when these run."""
+    """Baselines by file, as they were before the run; those of users' tests are read when these run."""
     benchmarks: Any = None
-    """Of pytest-benchmark; None: nobody asks for latencies there."""
+    """Rows for pytest-benchmark (`BenchmarkRows`); None: nobody asks for them."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """By case name: a case that ran again (reruns) counts once, as it ended."""
+    """Outcomes by case name; of a case that ran again the last one."""
     rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
-    """Of the csv, by case name: each is made once."""
+    """Rows of the csv by case name, each made once."""
     written: dict[str, WrittenFront] = field(default_factory=dict)
-    """The fronts, by their models' names."""
+    """Written fronts by model."""
     lines: list[str] = field(default_factory=list)
-    """What was written, and what could not be; for the summary."""
+    """Lines for the summary: files written, and errors."""
     workers_ready: int = 0
-    """Workers of pytest-xdist that have collected."""
+    """Number of workers of pytest-xdist that have collected."""
 
     def baseline(self, planned: PlannedCase) -> ModelBaseline | None:
-        """What the file of a case's baseline held when the run began. Raises BaselineError."""
+        """Return the baselines of a case's model as they were when the run began. Raises BaselineError."""
         path = self.path(planned.model, planned.case)
         if path not in self.baselines:
             self.baselines[path] = read_baseline(path, planned.model, planned.case.device)
         return self.baselines[path]
 
     def path(self, model: str, case: Case) -> Path:
-        """The file of a model's baselines on the device of a case."""
+        """Return the file of a model's baselines on the device of a case."""
         return baseline_path(self.settings.baselines, case.device, model)
 
     def record(self, report: pytest.TestReport) -> None:
-        """Take the outcomes of cases from the report of a call."""
+        """Take a case's outcome, or a written front, from the report of a call."""
         if report.when != "call":
             return
         for key, value in report.user_properties:
@@ -112,7 +114,7 @@ class Gate:
                 self.outcomes[outcome.name] = outcome
                 self.rows.pop(outcome.name, None)
                 if self.settings.csv is not None and not self.is_worker:
-                    with suppress(Exception):  # a killed job has its rows so far; what is in the way is told at the end
+                    with suppress(Exception):  # for jobs that are killed; `finish` reports errors
                         self._write_rows(self.settings.csv)
                 if self.benchmarks is not None:
                     self.benchmarks.put(outcome)
@@ -121,7 +123,7 @@ class Gate:
                 self.written[front.model] = front
 
     def _write_rows(self, path: Path) -> str:
-        """Replace the csv by the rows of this run, and say so in one line. Raises UsageError where that fails."""
+        """Replace the csv by the rows of this run, and return a line that says so. Raises UsageError if that fails."""
         outcomes = self.ordered()
         for outcome in outcomes:
             if outcome.name not in self.rows:
@@ -130,13 +132,13 @@ class Gate:
         return f"results: {path} ({len(outcomes)} row{'s' if len(outcomes) != 1 else ''})"
 
     def ordered(self) -> list[Outcome]:
-        """The outcomes in the order of the plan, whichever worker finished first; then those of users' tests."""
+        """Return outcomes in planned order, then those of users' tests by model."""
         planned = [self.outcomes[each.name] for each in self.cases if each.name in self.outcomes]
         return planned + sorted((each for each in self.outcomes.values() if each.where), key=lambda each: each.model)
 
     @property
     def is_empty_shard(self) -> bool:
-        """Whether this run's share of the models has no case: there are fewer models than shares."""
+        """Return True if this run's share of the models is empty: there are fewer models than shares."""
         return self.settings.shard is not None and not self.cases and not self.fronts
 
     def finish(self, *, interrupted: bool) -> bool:
@@ -146,7 +148,7 @@ class Gate:
         """
         written = True
         outcomes = self.ordered()
-        # a merge wants to know of an empty shard that it ran
+        # an empty shard, too, writes its csv: `magis merge` then knows that it ran
         if (outcomes or self.is_empty_shard) and self.settings.csv is not None:
             written &= self._try(partial(self._write_rows, self.settings.csv))
         if outcomes and self.settings.markdown is not None:
@@ -159,7 +161,7 @@ class Gate:
             fronts = [(front.model, Path(front.picture)) for front in self._fronts()]
             planned = len(self.cases) + sum(bool(outcome.where) for outcome in outcomes)
             run = Run(tuple(outcomes), planned, self.settings, interrupted, tuple(fronts), self.baselines)
-            written &= self._try(partial(self._write_page, self.settings.report, run))
+            written &= self._try(lambda: registry.load("output", "page")(self.settings.report, run))
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
         if accepted and interrupted:
             self.lines.append("baselines are not updated: the run was interrupted")
@@ -171,12 +173,8 @@ class Gate:
             written &= self._try(partial(store, path, of_file))
         return written
 
-    def _write_page(self, path: Path, run: Run) -> str:
-        line: str = registry.load("output", "page")(path, run)
-        return line
-
     def _fronts(self) -> list[WrittenFront]:
-        """The fronts of this run in the order of the plan; then those of users' tests."""
+        """Return written fronts in planned order, then those of users' tests by model."""
         planned = [self.written[each.model] for each in self.fronts if each.model in self.written]
         return planned + sorted(set(self.written.values()) - set(planned), key=lambda front: front.model)
 
@@ -186,14 +184,14 @@ class Gate:
         except MagisError as error:
             self.lines.append(f"ERROR: {error}")
             return False
-        except Exception as error:  # noqa: BLE001  (a plugin's column, say: all else is written still)
+        except Exception as error:  # noqa: BLE001  (of a plugin's column, say: the other files are still written)
             self.lines.append(f"ERROR: {type(error).__name__}: {error}")
             return False
         return True
 
 
 def prepare(config: pytest.Config) -> Gate:
-    """Check the options, models, baselines and the place of the results. Raises UsageError, before anything runs.
+    """Check options, models, baselines and output files before anything runs. Raises UsageError.
 
     Also takes the gate's node ids out of `config.args`, and all default paths if only the gate was asked for.
     """
@@ -231,14 +229,14 @@ def prepare(config: pytest.Config) -> Gate:
 
 
 def all_strategies(config: pytest.Config) -> list[Strategy]:
-    """The strategies of all plugins, ours first."""
+    """Return the strategies of all plugins, ours first."""
     if not config.pluginmanager.has_plugin(BUILT_IN):
         config.pluginmanager.register(harness, BUILT_IN)
     return [item for given in reversed(config.hook.pytest_magis_strategies(config=config)) for item in given]
 
 
 def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) -> None:
-    """Raise UsageError unless these files can be written there, once what is missing of the path is made."""
+    """Raise UsageError unless files can be written in a directory, which may still have to be made."""
     if directory is None:
         return
     try:
@@ -251,7 +249,7 @@ def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) ->
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:
-    """The gate's node ids among the arguments; what is left in `config.args` is for pytest to collect."""
+    """Take the gate's node ids out of `config.args` and return them; pytest collects the rest."""
     given = config.args_source is pytest.Config.ArgsSource.ARGS
     node_ids = [arg for arg in config.args if arg.startswith(PREFIX)] if given else []
     if node_ids:
@@ -262,7 +260,7 @@ def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:
 
 
 def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
-    """What several plugins contribute, as one; a name that two of them use is an error."""
+    """Merge the contributions of several plugins. Raises UsageError for a name that two of them use."""
     parts = [part for part in given if part]
     counts = Counter(name for part in parts for name in part)
     for name in (name for name, count in counts.items() if count > 1):
@@ -271,9 +269,9 @@ def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
 
 
 def store(path: Path, outcomes: list[Outcome]) -> str:
-    """Put the accepted results into the file as it is now, and say so in one line."""
+    """Put accepted results into a file as it is now, and return a line that says so."""
     first = outcomes[0]
-    with held(path.parent):
+    with locked(path.parent):
         baseline = read_baseline(path, first.model, first.case.device)
         for outcome in outcomes:
             if outcome.result is not None:
@@ -284,7 +282,7 @@ def store(path: Path, outcomes: list[Outcome]) -> str:
 
 
 def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -> dict[str, Cell]:
-    """The row of a case; of one that failed before it had a result, only what was asked and the error."""
+    """Return the csv row of a case; without a result it has only the case and the error."""
     if outcome.result is None:
         return {
             "name": outcome.model,
@@ -306,13 +304,13 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
 
 
 def front_name(planned: PlannedCase, kind: str) -> str:
-    """The file of a model's front, which is a "json" or an "svg"."""
+    """Name the file of a model's front; its kind is "json" or "svg"."""
     return f"{file_name(planned.model)}.{kind}"
 
 
 def write_front(directory: Path, planned: PlannedCase, front: ParetoFront) -> WrittenFront:
-    """Write the two files of a model's front. Raises UsageError where that fails."""
-    _make("--magis-pareto", directory)
+    """Write the two files of a model's front. Raises UsageError if that fails."""
+    _make_directory("--magis-pareto", directory)
     for kind, text in (("json", front_text(front)), ("svg", front_svg(front))):
         write_text_atomically(directory / front_name(planned, kind), text)
     picture = directory / front_name(planned, "svg")
@@ -326,14 +324,14 @@ def trace_name(planned: PlannedCase) -> str:
 
 
 def write_trace(directory: Path, planned: PlannedCase, result: CaseResult) -> Path:
-    """Write the time lines of a case. Raises UsageError where that fails."""
-    _make("--magis-trace", directory)
+    """Write the time lines of a case. Raises UsageError if that fails."""
+    _make_directory("--magis-trace", directory)
     path = directory / trace_name(planned)
     write_text_atomically(path, trace_text(result))
     return path
 
 
-def _make(flag: str, directory: Path) -> None:
+def _make_directory(flag: str, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Baselines of tests that are gone: named at the end of a run that collected all tests, removed by `--magis-prune`.
 
-A file is of a test unless its model is built in, a factory, or a name that a conftest gives one: these may be asked for
-by any other command line.
+Only baselines of tests count: a built-in model, a factory and a model of a conftest may be asked for by another command
+line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pytest_magis.live.gated_tests import claimed_names, is_live, is_marked, nam
 
 
 def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]) -> str:
-    """Why a run cannot tell which tests are gone; empty where it can. ``unfinished``: node ids that did not pass."""
+    """Say why a run cannot tell which tests are gone; empty if it can. ``unfinished``: node ids that did not pass."""
     config, settings = session.config, gate.settings
     if config.pluginmanager.has_plugin("dsession"):
         return "tests were collected by several processes (-n)"
@@ -40,13 +40,13 @@ def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]
 
 
 def gone(session: pytest.Session, gate: Gate) -> list[Path]:
-    """The files of tests that a whole run has not."""
+    """Return the baseline files of tests that are not in the session, a run of all tests."""
     config, folder = session.config, gate.settings.baselines
     known = {*claimed_names(config), *(name_of(item) for item in session.items)}
     models = {*all_names(), *(name for each in config.hook.pytest_magis_models(config=config) for name in each or ())}
     found = []
     for path in sorted(folder.glob("*/*.json")):
-        with suppress(BaselineError, OSError, UnicodeDecodeError):  # what is no baseline is nobody's
+        with suppress(BaselineError, OSError, UnicodeDecodeError):  # no file of ours
             baseline = parse(path.read_text(encoding="utf-8"), path)
             name = baseline.model
             ours = path == baseline_path(folder, baseline.device, name) and name not in models and not is_factory(name)
@@ -55,8 +55,8 @@ def gone(session: pytest.Session, gate: Gate) -> list[Path]:
     return found
 
 
-def told(session: pytest.Session, gate: Gate, unfinished: Collection[str], *, prune: bool) -> list[str]:
-    """Lines for the summary; with ``prune`` the files are removed. Raises BaselineError where that cannot be known."""
+def gone_baselines(session: pytest.Session, gate: Gate, unfinished: Collection[str], *, prune: bool) -> list[str]:
+    """Return lines for the summary; with ``prune`` remove the files. Raises BaselineError if a run cannot tell."""
     unknown = why_unknown(session, gate, unfinished)
     if unknown and prune:
         raise BaselineError(f"--magis-prune removes nothing: {unknown}", hint="give it to a run of all tests")

@@ -1,6 +1,6 @@
-"""The seam to `magis.api`: the only place that the plugin measures through, and the only one that loads torch.
+"""The only module of the plugin that calls `magis.api`, and so the only one that loads torch.
 
-Its hooks are the plugin's own answers: other plugins are asked first.
+Its hooks are the plugin's own implementations; those of other plugins run first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from magis.api import Bench, Workload
 
 AGENTS: pytest.StashKey[Any] = pytest.StashKey()
-"""In the stash of a session's config, where it leads a job of several processes: for its pools of ranks."""
+"""In a config's stash: agents that lend ranks to this session, if it leads a job of several processes."""
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
 
@@ -39,10 +39,9 @@ def measure(
 ) -> CaseResult:
     """Run a case by hook and return its result, under the model's name.
 
-    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes,
-    `rough` says that the ratio is only shown.
-
-    Warnings are reported, never raised: a project that turns its own into errors does not mean torch's.
+    `planning` are the baseline's workspaces and graph digest, `bounds` the latency ratios at which the verdict changes;
+    `rough`: the ratio is only shown. Warnings are never raised as errors: a project that asks for that means its own
+    warnings, not torch's.
     """
     workspaces, graph = planning
     with warnings.catch_warnings():
@@ -75,7 +74,7 @@ def pytest_magis_run_case(
     make: Callable[[int], Workload] | None,
     timelines: bool,
 ) -> CaseResult:
-    """Run a case that no other plugin wanted; captures and eager measurements are kept for the process's next cases."""
+    """Run a case that no other plugin ran; later cases of this process share its capture and eager measurement."""
     from magis.api import run_case
 
     return run_case(
@@ -93,7 +92,7 @@ def pytest_magis_run_case(
 
 
 def measure_again(config: pytest.Config, case: Case) -> None:
-    """Keep a red case's result no longer, so that it is measured again when it runs again."""
+    """Drop a red case's kept result, so that a rerun measures it again."""
     if _BENCH in config.stash:
         config.stash[_BENCH].measure_again(case)
 
@@ -112,7 +111,7 @@ def search_front(
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], Workload] | None) -> ParetoFront:
-    """Search a front that no other plugin wanted, on the captures of the process's cases."""
+    """Search a front that no other plugin searched, on the captures of this process's cases."""
     from magis.api import pareto
 
     return pareto(
@@ -143,15 +142,15 @@ def check_with_magis(
     check_case(case, cache=_bench(config) if keep else None, make=make, progress=progress)
 
 
-def recipe(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:
-    """How to build (from a seed) what a test's function returns, or fails to."""
+def builder(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:
+    """Return a builder (seed -> workload) of the network that a test's function returns."""
     from magis.models import from_function
 
     return from_function(name, function, optimizer)
 
 
 def forget(config: pytest.Config) -> None:
-    """Let go of what is kept for further cases of the models so far."""
+    """Free captures and measurements of the models so far."""
     if _BENCH in config.stash:
         config.stash[_BENCH].forget()
 
@@ -164,7 +163,7 @@ def check_prices(case: Case, config: pytest.Config) -> None:
 
 
 def runs_every_case(config: pytest.Config) -> bool:
-    """Whether no other plugin might run a case, or search a front."""
+    """Return True if no other plugin implements the hooks that run cases and search fronts."""
     hooks = (config.hook.pytest_magis_run_case, config.hook.pytest_magis_front)
     return all(len(hook.get_hookimpls()) == 1 for hook in hooks)
 
@@ -188,7 +187,7 @@ def _bench(config: pytest.Config) -> Bench:
 
 
 def _cache(config: pytest.Config) -> Path | None:
-    """A folder in pytest's cache; None where nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
+    """Return a folder in pytest's cache; None if nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
     cache: pytest.Cache | None = getattr(config, "cache", None)
     if cache is None or read_cache(config) == "none":
         return None
@@ -202,7 +201,7 @@ def _cache(config: pytest.Config) -> Path | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_devices() -> tuple[str, ...]:
-    """Every device that cases can run on here, the default one first."""
+    """Return all devices that cases can run on here, the default one first."""
     from magis.api import available_devices, default_device
 
     first = default_device()
@@ -211,5 +210,5 @@ def pytest_magis_devices() -> tuple[str, ...]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_strategies() -> Iterable[Strategy]:
-    """The strategies that come with the plugin."""
+    """Return the strategies that come with the plugin."""
     return BUILT_IN

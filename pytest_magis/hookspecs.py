@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_magis_models(config: pytest.Config) -> Mapping[str, str] | None:
-    """Further models for `--magis-models`: name -> "package.module:factory" (see `magis.models`).
+    """Return further models for `--magis-models`: name -> "package.module:factory" (see `magis.models`).
 
     A name consists of letters, digits, `_`, `-` and `.`; it is what node ids, baselines and results.csv show.
     """
@@ -24,17 +24,17 @@ def pytest_magis_models(config: pytest.Config) -> Mapping[str, str] | None:
 
 @pytest.hookspec
 def pytest_magis_strategies(config: pytest.Config) -> Iterable[Strategy]:  # type: ignore[empty-body]
-    """Further strategies for `--magis-strategies`; whoever adds one runs its cases in `pytest_magis_run_case`."""
+    """Return further strategies for `--magis-strategies`; their plugin runs their cases in `pytest_magis_run_case`."""
 
 
 @pytest.hookspec
 def pytest_magis_columns(config: pytest.Config) -> Mapping[str, Callable[[CaseResult], Cell]] | None:
-    """Further columns of results.csv: name (with unit and direction) -> function of a case's result."""
+    """Return further columns of results.csv: name (with unit and direction) -> function of a case's result."""
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_magis_devices(config: pytest.Config) -> tuple[str, ...] | None:
-    """The devices that cases can run on here, the default one first. The first answer counts."""
+    """Return the devices that cases can run on here, the default one first. The first answer counts."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -54,9 +54,9 @@ def pytest_magis_run_case(
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
     the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
     the verdict changes: a timing that ends with one of them inside its interval decides nothing; `rough` says that the
-    ratio is only shown, neither judged nor stored. `progress` takes a few words on what the case is at, shown where
-    that takes long; None where nobody looks. `make` (seed -> workload) builds the network of a test of the user's, for
-    which the case's model is only a name; None: the name says what to build. `timelines` says whether
+    ratio is only shown, neither judged nor stored. `progress` takes a few words on what the case is doing,
+    shown if that takes long; it may be None. `make` (seed -> workload) builds the network of a user's test, where the
+    case's model is only a name; None: build the model by its name. `timelines` says whether
     `CaseResult.timelines` will be shown. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.

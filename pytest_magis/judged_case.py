@@ -1,9 +1,8 @@
-"""Runs a planned case and judges it: what the gate's own items and the tests of users have in common.
+"""Runs planned cases and judges them, for the gate's own items and for users' tests.
 
-Users' own models are looked at before the first case: what is wrong with one ends the run as bad input does. That a
-factory's module branches on its data, lies on another device or mixes data types is found only by building, capturing
-and running it, which would cost seconds in runs that need no such model (`--collect-only`, a deselected case, a file's
-own tests); so it waits until the cases are chosen.
+Users' own models are checked before the first case, and a mistake in one ends the run with one line. A module that
+branches on its data, lies on another device or mixes data types shows only when it is built, captured and run. That
+takes seconds, so it waits until the cases are chosen: `--collect-only` and deselected cases do not need the model.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from magis.errors import CaptureError, MagisError, UsageError
 from magis.models.model_specs import is_factory
 from magis.printable import printable
 from magis.report import thinned_timelines
-from magis.results import Case, CaseResult
-from pytest_magis.baselines import held_before, planning, stored_case
+from magis.results import CaseResult
+from pytest_magis.baselines import held_before, planning_inputs, stored_case
 from pytest_magis.findings import Tolerances, accept_case
 from pytest_magis.gate import Gate, write_front, write_trace
 from pytest_magis.harness import (
@@ -42,16 +41,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Live:
-    """What a test brings along: how to build its network from a seed, its tolerances, and the node id to run it by."""
+class GatedTest:
+    """A user's test that is gated: the builder of its network (seed -> workload), its tolerances, its node id."""
 
     make: Callable[[int], Workload]
     tolerances: Tolerances
     where: str
 
 
-def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live | None = None) -> Iterator[Outcome]:
-    """The outcome of a case, run now. After that of a case that could not run comes its error, unless magis refused."""
+def run_and_judge(
+    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
+) -> Iterator[Outcome]:
+    """Run a case and yield its outcome. An error that is not one of magis is raised after its outcome."""
     where = live.where if live else ""
     make = live.make if live else None
     tolerances = live.tolerances if live else gate.settings.tolerances
@@ -62,10 +63,12 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
 
     try:
         baseline = gate.baseline(planned)
-        hand_back = planning(baseline, planned.label, planned.case)
+        hand_back = planning_inputs(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         bounds = latency_bounds(stored, tolerances)
-        rough = stored is None and not gate.settings.updates and _is_beside(planned.case)
+        # without a baseline, the latency of a strategy to compare with is only shown beside that of plans
+        is_compared_with = planned.case.strategy != "magis" and planned.case.latency_ratio is None
+        rough = stored is None and not gate.settings.updates and is_compared_with
         with progress_line(config, planned.name) as progress:
             if progress is not None:
                 progress("capturing")
@@ -75,8 +78,9 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         verdict = verdict_on(gate, planned, result, tolerances)
         if not verdict.passed:
             measure_again(config, planned.case)
-        # written from here: whole time lines are too much to hand from process to process
-        trace = _traced(gate.settings.trace, planned, result)
+        # written here, since whole time lines are too long to send between processes
+        folder = gate.settings.trace
+        trace = "" if folder is None or result.timelines is None else str(write_trace(folder, planned, result))
     except MagisError as error:
         if planned.optional and isinstance(error, UsageError):
             pytest.skip(str(error))
@@ -89,8 +93,10 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
 
 
-def searched_front(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live | None = None) -> WrittenFront:
-    """The front of a model, searched and written now. Raises UsageError where the files cannot be written."""
+def search_and_write_front(
+    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
+) -> WrittenFront:
+    """Search the front of a model and write its files. Raises UsageError if that fails."""
     with progress_line(config, planned.name) as progress:
         if progress is not None:
             progress("searching the front")
@@ -99,7 +105,10 @@ def searched_front(config: pytest.Config, gate: Gate, planned: PlannedCase, live
 
 
 def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances: Tolerances) -> Verdict:
-    """The verdict on a result of a planned case, by what it is compared with. Raises BaselineError."""
+    """Judge the result of a planned case, by its baseline or by the revision that it is compared with.
+
+    Raises BaselineError.
+    """
     baseline = gate.baseline(planned)
     stored = stored_case(baseline, planned.label, planned.case)
     held = held_before(baseline, planned.label, planned.case)
@@ -109,29 +118,19 @@ def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances:
     return judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
 
 
-def _is_beside(case: Case) -> bool:
-    """Whether a case shows what users compare with, whose latency, without a baseline, is no more than a figure beside
-    that of the plans for the step as it is."""
-    return case.strategy != "magis" and case.latency_ratio is None
+def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
+    """Yield the lines of a red case: its findings, notes, and the command that accepts it."""
+    yield from map(printable, _report_lines(outcome, gate, config))
 
 
-def _traced(folder: Path | None, planned: PlannedCase, result: CaseResult) -> str:
-    """The file that the time lines were written to; empty where none are asked for, or the core has none."""
-    return "" if folder is None or result.timelines is None else str(write_trace(folder, planned, result))
-
-
-def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
-    """What a red case says: what is wrong, how much, and how to accept it."""
-    yield from map(printable, _lines_of(outcome, gate, config))
-
-
-def _lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
+def _report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
     if outcome.error:
         yield outcome.error
     verdict = outcome.verdict
-    path = gate.path(outcome.model, outcome.case)
+    path, start = gate.path(outcome.model, outcome.case), config.invocation_params.dir
+    shown = path.relative_to(start) if path.is_relative_to(start) else path
     for finding in verdict.findings:
-        missing = f" in {_relative(path, config)}" if finding.kind == "new" else ""
+        missing = f" in {shown}" if finding.kind == "new" else ""
         yield f"{finding.kind}: {finding.text}{missing}"
         if finding.why:
             yield finding.why
@@ -147,25 +146,20 @@ def _lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[s
         yield "no baseline can accept this"
 
 
-def _relative(path: Path, config: pytest.Config) -> str:
-    start = config.invocation_params.dir
-    return str(path.relative_to(start) if path.is_relative_to(start) else path)
-
-
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
-    """Check the operator profile, and the model of every chosen case that a factory makes. Raises pytest.UsageError in
-    one line.
+    """Check the operator profile, and the models of chosen cases that factories make. Raises pytest.UsageError.
 
-    Nothing is checked where another plugin may run the case, which may support what magis does not. `keep` says
-    whether the cases run in this process, and may use the captures again.
+    Nothing is checked if another plugin may run cases: it may support what magis does not. `keep` the captures if the
+    cases run in this process.
     """
     if not runs_every_case(config):
         return
-    chosen = _plain(node_ids)
+    # --dist=loadgroup appends "@<group>" to node ids
+    chosen = {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
     _check_profile(config, gate, chosen)
     for planned in _distinct((*gate.cases, *gate.fronts), chosen):
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the case gives them again
+            warnings.simplefilter("ignore")  # the case gives the same warnings
             if progress is not None:
                 progress("checking the model")
             problem = _problem(config, planned, progress, keep=keep)
@@ -174,7 +168,7 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
 
 
 def _check_profile(config: pytest.Config, gate: Gate, chosen: Collection[str]) -> None:
-    """A profile of another device, data type or schema, before anything is measured with it."""
+    """Refuse an operator profile of another device, data type or schema. Raises pytest.UsageError."""
     seen = set()
     for planned in (*gate.cases, *gate.fronts):
         key = (planned.case.device, planned.case.dtype, planned.case.preset, planned.model)
@@ -186,13 +180,8 @@ def _check_profile(config: pytest.Config, gate: Gate, chosen: Collection[str]) -
                 raise pytest.UsageError(str(error)) from None
 
 
-def _plain(node_ids: Collection[str]) -> set[str]:
-    """--dist=loadgroup appends "@<group>" to them."""
-    return {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
-
-
 def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterator[PlannedCase]:
-    """One chosen case of each factory; two where one of them wraps the model's blocks, since that is a capture more."""
+    """Yield one chosen case of each factory, and one with checkpointing, which has a capture of its own."""
     seen = set()
     for planned in cases:
         key = (planned.model, "checkpoint" in planned.case.strategy)
@@ -204,6 +193,7 @@ def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterat
 def _problem(
     config: pytest.Config, planned: PlannedCase, progress: Callable[[str], None] | None, *, keep: bool
 ) -> str | None:
+    """Check a case's model, and say in one line what is wrong with it; None if nothing is."""
     call = pytest.CallInfo.from_call(
         lambda: check_with_magis(planned.case, config, keep=keep, progress=progress),
         when="setup",
@@ -211,6 +201,6 @@ def _problem(
     )
     error = None if call.excinfo is None else call.excinfo.value
     if not isinstance(error, (UsageError, CaptureError)):
-        return None  # fine, or a defect: the case meets it again and shows all of it
+        return None  # no error, or a defect, which the case itself will show in full
     text = str(error)
     return text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}"

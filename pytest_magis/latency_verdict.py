@@ -1,9 +1,9 @@
 """The verdict on latency.
 
-Where steps are timed, only their ratio is compared, by its whole interval: a machine's milliseconds hold for that
-machine and that hour. A simulated latency is no time but a count, like bytes: whole nanoseconds, computed from the
-graph and the device's committed constants, identical everywhere. So on simulated devices the latency of each step is
-compared as well: a network whose original and optimized step got slower alike has the ratio that it had.
+Of timed steps only the ratio is compared, by its whole interval: milliseconds hold for one machine and one hour. A
+simulated latency is a count, like bytes: whole nanoseconds, computed from the graph and the device's constants, the
+same everywhere. So on simulated devices the latency of each step is compared, too: if original and optimized step get
+slower alike, the ratio stays.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from fractions import Fraction
 
 from magis.results import CaseResult
 from magis.units import format_milliseconds
-from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, constants, latency, simulated_ns
+from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, constants_version, latency, simulated_ns
 from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, moved, percent
 
 DECISIVE = 0.04
 """An interval wider than this share of its ratio cannot tell a step that is a tenth slower from an unchanged one."""
 
 BY_PLANNER, BY_MACHINE = "planner", "machine"
-"""Who moved figures of a step that is the baseline's."""
+"""Movers of a plan's figures where the step is the baseline's."""
 
 _ROUNDING = 0.51 * 10**-RATIO_DIGITS
-"""Of a stored latency ratio, either way."""
+"""Rounding error of a stored latency ratio, either way."""
 
 _UNSURE = "unsure"
 
 
 def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple[float, ...]:
-    """The latency ratios at which the verdict on a timed step changes, for every device that the baseline knows."""
+    """Return the latency ratios at which the verdict on a timed step changes, for each device in the baseline."""
     known = stored.measured.values() if stored else ()
     ratios = [measured.latency_ratio for measured in known if measured.latency_ratio is not None]
     return tuple(ratio * (1 + sign * tolerances.latency) for ratio in ratios for sign in (-1, 1))
@@ -38,26 +38,31 @@ def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple
 def latency_parts(
     result: CaseResult, measured: Measured | None, tolerances: Tolerances, mover: str = "", *, stopped: bool
 ) -> Iterator[Part]:
-    """What differs in latency; of a search that was stopped only the original counts.
+    """Find differences in latency; if the search was stopped, only of the original step.
 
-    With a ``mover`` the step is that of the baseline, so that no difference of its plan is the step's doing. A timed
-    ratio of the same plan, too, is not: noise alone never decides.
+    With a ``mover`` the step is the baseline's, so that differences of its plan are moved by the planner. So are those
+    of timed ratios by the machine: noise alone never decides.
     """
     if measured is None or not _comparable(result, measured):
         return
     tolerance = tolerances.of_latency(result.case.device)
     kinds = set()
-    for part in _steps(result, measured, tolerance, stopped=stopped):
+    original, optimized = simulated_ns(result) or (None, None)
+    for part in _step("original", original, measured.original_latency_ns, tolerance):
         kinds.add(part.kind)
-        yield moved(part, mover if mover == BY_PLANNER and part.text.startswith("optimized") else "")
-    judged = None if stopped else _ratio(result, measured, tolerance)
-    # An original that got slower makes any ratio look better: that is no improvement of its own.
+        yield part
+    if not stopped and not result.case.has_one_step:
+        for part in _step("optimized", optimized, measured.optimized_latency_ns, tolerance):
+            kinds.add(part.kind)
+            yield moved(part, mover if mover == BY_PLANNER else "")
+    judged = None if stopped else _judge_ratio(result, measured, tolerance)
+    # a slower original makes any ratio look better: that is no improvement
     if judged is not None and (judged.kind == WORSE or (judged.kind == BETTER and WORSE not in kinds)):
         yield moved(judged, mover if mover == BY_PLANNER or result.ratio is not None else "")
 
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:
-    """What of the latency is not gated, and why."""
+    """Say which part of the latency is not gated, and why."""
     if result.ratio is not None and result.ratio.doubt:
         yield f"latency is not gated: {result.ratio.doubt}"
         return
@@ -65,8 +70,8 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
         return
     if not _comparable(result, measured):
         yield (
-            f"latency is not gated: it is simulated with version {constants(result)} of the devices' constants, "
-            f"the baseline's with version {measured.constants}; --magis-update=new renews it"
+            f"latency is not gated: it is simulated with version {constants_version(result)} of the devices' "
+            f"constants, the baseline's with version {measured.constants}; --magis-update=new renews it"
         )
         return
     if (latency(result)[0] is None) != (measured.latency_ratio is None):
@@ -76,18 +81,17 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
     elif lacks_latencies(result, measured):
         what = "latency is not gated" if result.case.has_one_step else "of latency only the ratio is gated"
         yield f"{what}: the baseline has no simulated latencies; --magis-update=new adds them"
-    judged = (
-        None
-        if result.search.stopped_by_seconds
-        else _ratio(result, measured, tolerances.of_latency(result.case.device))
-    )
-    if judged is not None and judged.kind == _UNSURE:
-        yield judged.text
+    if not result.search.stopped_by_seconds:
+        judged = _judge_ratio(result, measured, tolerances.of_latency(result.case.device))
+        if judged is not None and judged.kind == _UNSURE:
+            yield judged.text
 
 
 def lacks_latencies(result: CaseResult, measured: Measured | None) -> bool:
-    """Whether the baseline was stored without figures that this result would be compared with (a ratio, say, on a busy
-    machine), or with those of other constants: it takes them over where new figures are permitted."""
+    """Return True if the baseline lacks latencies of the result, or has them with other constants.
+
+    It was stored on a busy machine, say, without a ratio. --magis-update=new then takes those of the result over.
+    """
     if measured is None:
         return False
     if simulated_ns(result) is None:
@@ -96,23 +100,13 @@ def lacks_latencies(result: CaseResult, measured: Measured | None) -> bool:
 
 
 def _comparable(result: CaseResult, measured: Measured) -> bool:
-    """Whether both were simulated with the same constants; timed ones always may be compared."""
-    return measured.constants is None or measured.constants == constants(result)
+    """Return True unless both latencies are simulated, with different constants."""
+    return measured.constants is None or measured.constants == constants_version(result)
 
 
-def _steps(result: CaseResult, measured: Measured, tolerance: float, *, stopped: bool) -> Iterator[Part]:
-    """The simulated latency of each step; none where it was timed."""
-    found = simulated_ns(result)
-    if found is None:
-        return
-    original, optimized = found
-    yield from _step("original", original, measured.original_latency_ns, tolerance)
-    if not stopped and not result.case.has_one_step:  # whose optimized step is the original
-        yield from _step("optimized", optimized, measured.optimized_latency_ns, tolerance)
-
-
-def _step(step: str, seen: int, before: int | None, tolerance: float) -> Iterator[Part]:
-    if before is None:
+def _step(step: str, seen: int | None, before: int | None, tolerance: float) -> Iterator[Part]:
+    """Compare the simulated latency of one step, nanoseconds; nothing where one is None."""
+    if seen is None or before is None:
         return
     slack = int(before * Fraction(str(tolerance)))  # the decimal that was written: 0.03 allows 3% to the nanosecond
     allowed, what = before + slack, f"{step} simulated latency"
@@ -120,24 +114,23 @@ def _step(step: str, seen: int, before: int | None, tolerance: float) -> Iterato
         share = percent(seen, allowed)
         yield Part(
             WORSE,
-            f"{what}: {_words(seen)}, allowed {_words(allowed)} (baseline {before:,} + {tolerance:.3g}), {share}",
+            f"{what}: {_in_words(seen)}, allowed {_in_words(allowed)} (baseline {before:,} + {tolerance:.3g}), {share}",
             f"{step} {share}",
         )
     elif seen < before - slack:
         share = percent(seen, before)
-        yield Part(BETTER, f"{what}: {_words(seen)}, baseline {_words(before)}, {share}", f"{step} {share}")
+        yield Part(BETTER, f"{what}: {_in_words(seen)}, baseline {_in_words(before)}, {share}", f"{step} {share}")
 
 
-def _words(nanoseconds: int) -> str:
+def _in_words(nanoseconds: int) -> str:
     return f"{nanoseconds:,} ns ({format_milliseconds(nanoseconds / 1e6)})"
 
 
-def _ratio(result: CaseResult, measured: Measured, tolerance: float) -> Part | None:
-    """What the latency ratio is, WORSE, BETTER or _UNSURE, and why in words; None if it is as before, or not known.
+def _judge_ratio(result: CaseResult, measured: Measured, tolerance: float) -> Part | None:
+    """Compare the latency ratio: WORSE, BETTER or _UNSURE, with the reason; None if it is as before, or unknown.
 
-    The whole interval must lie beyond what is allowed: noise alone must not decide. What passes although its interval
-    is too wide to decide is unsure. The baseline's own interval counts nothing: one from a busy machine would let
-    anything pass.
+    It is worse or better only if its whole interval is: noise alone must not decide. It is unsure if its interval is
+    too wide to decide. The baseline's interval does not count: one from a busy machine would let anything pass.
     """
     ratio, low, high = latency(result)
     before = measured.latency_ratio

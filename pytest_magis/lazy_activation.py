@@ -1,4 +1,4 @@
-"""What the plugin does in every session: it waits for a test that is gated, and loads the gate for the first one."""
+"""Hooks of every pytest session: they wait for a test that is gated, and load the gate for the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_magis.flags import PARTLY, given
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
-    claimed,
+    claim_name,
     given_name,
     is_live,
     is_marked,
@@ -27,22 +27,22 @@ NO_CASES = (
     "on tests of unittest"
 )
 REFUSED = "magis_refused"
-"""What a worker of pytest-xdist tells: why options are of no use."""
+"""Key of a refusal in the output of a worker of pytest-xdist."""
 OUTCOMES = ("magis", "magis-front")
-"""As `PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, which would load the gate."""
+"""`PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, whose import would load the gate."""
 
 
 class LazyActivation:
-    """The hooks of a session; a plugin object, since not every hook is told which session it belongs to."""
+    """Hooks of a session; an object, since some hooks do not get the config of their session."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """A module that names the mark or the fixture may load torch, which has to be prepared for being timed."""
+        """Prepare the process before a module that names the mark or the fixture loads torch."""
         if "torch" in sys.modules or not isinstance(collector, pytest.Module):
             return
-        with suppress(OSError):  # the collector says better what is wrong
+        with suppress(OSError):  # the collector itself reports it
             if MARK.encode() in collector.path.read_bytes():
                 from magis.quiet import before_torch
 
@@ -57,15 +57,15 @@ class LazyActivation:
             parametrize(metafunc)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note what its network is called. Keep the cases of a test on one worker, under --dist=loadgroup."""
+        """Note the name of a marked test's network; keep its cases on one worker under --dist=loadgroup."""
         if is_marked(item):
-            claimed(item, name_of(item, given_name(item)))
+            claim_name(item, name_of(item, given_name(item)))
         if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
 
     @pytest.hookimpl(wrapper=True, specname="pytest_collection_modifyitems")
     def pytest_gated_tests_are_benchmarks(self, items: list[pytest.Item]) -> Generator[None]:
-        """Say so where pytest-benchmark tells benchmarks from other tests: it goes by the names of their fixtures."""
+        """Mark gated tests as benchmarks for pytest-benchmark, which goes by the names of fixtures."""
         counted = items if benchmarks_count(self._config) else []
         gated = [item for item in counted if isinstance(item, pytest.Function) and is_live(item)]
         for item in gated:
@@ -77,7 +77,7 @@ class LazyActivation:
                 item.fixturenames.remove("benchmark")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out the networks of other shares of the run; tests that are not gated are in every share."""
+        """Deselect networks of other shards; tests that are not gated are in every shard."""
         if given(self._config, "shard") is None:
             return
         from pytest_magis.options import anywhere
@@ -91,17 +91,17 @@ class LazyActivation:
             items[:] = [item for item in items if names.get(item) in (None, *ours)]
 
     def pytest_deselected(self) -> None:
-        """A run of a part of the tests does not tell which are gone."""
+        """Note that only a part of the tests runs: such a run cannot tell which are gone."""
         self._config.stash[PARTLY] = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """The same where a module could not be collected, or skips itself."""
+        """Note a module that could not be collected or skips itself, for the same reason."""
         if not report.passed:
             self._config.stash[PARTLY] = True
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of pytest-xdist where the results are that the run is compared with."""
+        """Tell a worker of pytest-xdist the folder of the results to compare with."""
         if given(self._config, "against") is not None:
             from pytest_magis.options import AGAINST, WORKER_AGAINST
 
@@ -109,35 +109,35 @@ class LazyActivation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Options that are of no use here end the run before its first test, if any test is gated."""
+        """Start the gate if any test is gated, so that wrong options end the run before its first test."""
         gated = given(self._config, "prune") is not None or any(is_live(item) for item in session.items)
         if session.config.option.collectonly or not gated:
             return None
         try:
-            self.awake()
+            self.start_gate()
         except pytest.UsageError as error:
-            told: dict[str, object] | None = getattr(self._config, "workeroutput", None)
-            if told is None:
+            of_worker: dict[str, object] | None = getattr(self._config, "workeroutput", None)
+            if of_worker is None:
                 raise
-            told[REFUSED] = str(error)
+            of_worker[REFUSED] = str(error)
             return True  # a worker of pytest-xdist runs nothing
         return None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker has refused ends the run in the process that has the terminal."""
+        """End the run, in the process that has the terminal, if a worker refused its options."""
         refused = getattr(node, "workeroutput", {}).get(REFUSED)
         if refused is not None:
             raise pytest.UsageError(refused)
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """A mark that made no cases would let its test pass ungated."""
+        """Fail a test whose mark made no cases: it would pass ungated."""
         if isinstance(item, pytest.Function) and is_marked(item) and not label_of(item):
             pytest.fail(f"{item.nodeid}: {NO_CASES}", pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        """What `magis.peak` measures in a test can be gated there."""
+        """Let `magis.peak` gate the blocks that it measures in a test."""
         from magis.current_gate import BLOCK_GATE
 
         token = BLOCK_GATE.set(_BlocksOf(item))
@@ -148,27 +148,27 @@ class LazyActivation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """A marked test is not only called: what it returns is gated."""
+        """Gate the network that a marked test returns."""
         if not is_marked(pyfuncitem):
             return None
-        from pytest_magis.live.marked import run
+        from pytest_magis.live.marked import run_marked
 
-        run(pyfuncitem)
+        run_marked(pyfuncitem)
         return True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The process that has the terminal learns from a worker's report that a test was gated."""
+        """Start the gate, in the process that has the terminal, at a worker's first report of a gated test."""
         if report.when == "call" and self._sleeps() and any(name in OUTCOMES for name, _ in report.user_properties):
-            self.awake()
-            session: Any = self._config.pluginmanager.get_plugin(GATE)  # which is not told of this report any more
+            self.start_gate()
+            session: Any = self._config.pluginmanager.get_plugin(GATE)  # too new to get this report
             session.pytest_runtest_logreport(report)
 
     def _sleeps(self) -> bool:
         return not self._config.pluginmanager.has_plugin(GATE)
 
-    def awake(self) -> Any:
-        """The gate of the session, started if it has not been."""
+    def start_gate(self) -> Any:
+        """Return the gate of the session; start it first if need be."""
         if self._sleeps():
             from pytest_magis.session import start
 
@@ -178,7 +178,7 @@ class LazyActivation:
 
 
 class _BlocksOf:
-    """Gates the blocks of one run of a test; loaded with the first of them."""
+    """Gates blocks of code in one run of a test; loads `PeakGate` with the first."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item

@@ -1,6 +1,6 @@
-"""What a user wrote for a number, a word or a list, read and checked; `shown` is where it was written.
+"""Readers of numbers, words and lists that a user wrote. They raise UsageError for anything else.
 
-Messages begin with that: an option's flag, or what a mark and an argument of it are called.
+Messages begin with `shown`, the place where it was written: an option's flag, or an argument of a mark.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from magis.strategies.strategy_names import LIMITS_OF
 PRESETS = ("small", "paper")
 CACHES = ("plans", "results", "none")
 BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
-"""Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
+"""Budgets by name, in plans evaluated; None: the search's own (docs/ci.md compares them)."""
 MOST_DIGITS = 18
-"""Of a whole number: anything larger is a slip of the hand, and no machine word."""
+"""Most digits of a whole number: a larger one is a slip of the hand, and no machine word."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The share `number` (1, 2, ...) of `count`."""
+    """One of `count` shares of the models; `number` is 1, 2, ..."""
 
     number: int
     count: int
 
     @classmethod
     def read(cls, shown: str, text: str) -> Self:
-        """The shard of "1/4". Raises UsageError for anything else."""
+        """Read a shard such as "1/4"."""
         if re.fullmatch(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}", text):
             number, count = map(int, text.split("/"))
             if number <= count:
@@ -44,21 +44,23 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def of(self, names: Iterable[str]) -> frozenset[str]:
-        """The names of this share: dealt out one after another in sorted order, so that the order in which they were
-        asked for, and repeats, change nothing. Together the shares have every name, each once."""
+        """Return this share's names; together the shares have each name once.
+
+        Names are dealt out in sorted order, so that their given order and repeats change nothing.
+        """
         return frozenset(sorted(set(names))[self.number - 1 :: self.count])
 
 
 def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
-    """The parts between commas, each once, in the order written. Raises UsageError for an empty one."""
+    """Split at commas; each part once, in the order written, none of them empty."""
     parts = [part.strip() for text in given for part in text.split(",")]
     if not all(parts):
         raise UsageError(f"{shown}: empty item in {','.join(given)!r}")
     return tuple(dict.fromkeys(parts))
 
 
-def _number(shown: str, text: str, wanted: str, accept: Callable[[float], bool]) -> float:
-    """A finite number that `accept` accepts; `wanted` says in words which those are."""
+def _read_number(shown: str, text: str, wanted: str, accept: Callable[[float], bool]) -> float:
+    """Read a finite number that `accept` accepts; `wanted` describes those in words."""
     try:
         found = float(text)
     except ValueError:
@@ -69,33 +71,33 @@ def _number(shown: str, text: str, wanted: str, accept: Callable[[float], bool])
 
 
 def whole(shown: str, text: str, *, least: int) -> int:
-    """A whole number that is at least `least`. Raises UsageError."""
+    """Read a whole number that is at least `least`."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) >= least):
         raise UsageError(f"{shown}: {text!r} is not a whole number that is at least {least}")
     return int(text)
 
 
 def share(shown: str, text: str) -> float:
-    """A tolerance. Raises UsageError for a negative one."""
-    return _number(shown, text, "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
+    """Read a tolerance; 0 or more."""
+    return _read_number(shown, text, "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
 
 
 def memory_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
-    """Memory limits as shares of the original's peak, each once."""
-    return _numbers(shown, given, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
+    """Read memory limits as shares of the original's peak, each once."""
+    return _read_numbers(shown, given, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
 def latency_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
-    """Latency limits as multiples of the original's latency, each once."""
-    return _numbers(shown, given, "a number that is at least 1", lambda x: x >= 1)
+    """Read latency limits as multiples of the original's latency, each once."""
+    return _read_numbers(shown, given, "a number that is at least 1", lambda x: x >= 1)
 
 
-def _numbers(shown: str, given: Sequence[str], wanted: str, accept: Callable[[float], bool]) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_number(shown, item, wanted, accept) for item in items(shown, given)))
+def _read_numbers(shown: str, given: Sequence[str], wanted: str, accept: Callable[[float], bool]) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_read_number(shown, item, wanted, accept) for item in items(shown, given)))
 
 
 def budget(shown: str, text: str) -> int | None:
-    """A budget by its name, or in plans. Raises UsageError."""
+    """Read a budget by its name, or in plans."""
     return BUDGETS[text] if text in BUDGETS else whole(shown, text, least=1)
 
 
@@ -107,7 +109,7 @@ def _budget_or_names(shown: str, text: str) -> int | None:
 
 
 def choice(shown: str, what: str, text: str, known: Sequence[str]) -> str:
-    """One of the words that are known. Raises UsageError."""
+    """Check that a word is one of the known ones."""
     if text not in known:
         raise UsageError(f"{shown}: unknown {what} {text!r}", hint=nearest(text, known))
     return text
@@ -131,12 +133,12 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "processes": lambda shown, text: whole(shown, text, least=1),
     "prune": _flag,
     "ranks": lambda shown, text: whole(shown, text, least=1),
-    "seconds": lambda shown, text: _number(shown, text, "a number of seconds above 0", lambda x: x > 0),
+    "seconds": lambda shown, text: _read_number(shown, text, "a number of seconds above 0", lambda x: x > 0),
     "seed": lambda shown, text: whole(shown, text, least=0),
     "shard": Shard.read,
-    "slack": lambda shown, text: _number(
+    "slack": lambda shown, text: _read_number(
         shown, text, f"a share from 0 (none) to {Case.MOST_SLACK}", lambda x: 0 <= x <= Case.MOST_SLACK
     ),
     "strict": _flag,
 }
-"""Of options that are no lists, by name."""
+"""Readers of options that are no lists, by the option's name."""

@@ -1,14 +1,14 @@
 """The gate's options on the command line and in the ini file, checked before anything runs.
 
-Every option is read as text and checked here, so that a mistake is one line and exit code 4 rather than a page of
-usage. In the ini file an option has the same name with underscores (`magis_memory_ratios`); the command line wins.
+Every option is read as text and checked here, so that a mistake is one line and exit code 4, not a page of usage. In
+the ini file an option has the same name with underscores (`magis_memory_ratios`); the command line wins.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ import pytest
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
-from magis.version_run import in_working_tree, told
+from magis.version_run import current_version_run, in_working_tree
 from pytest_magis.findings import PERMISSIONS, Tolerances
 from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""Names the file that GitHub shows as a job's summary."""
+"""Environment variable with the file that GitHub shows as a job's summary."""
 PROFILES = "profiles"
-"""The folder of operator profiles, among those of the baselines."""
+"""Folder of operator profiles, within that of the baselines."""
 AGAINST: pytest.StashKey[Path] = pytest.StashKey()
 WORKER_AGAINST = "magis_against"
-"""What a worker of pytest-xdist is told."""
+"""Key of the results to compare with, in the input of a worker of pytest-xdist."""
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
 RANKS = 4
@@ -38,86 +38,92 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked to do; checked. `models` are patterns, still to be resolved."""
+    """Checked options of a run. `models` are patterns, still to be resolved."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]
     grid: Grid
     baselines: Path
     against: str
-    """The revision whose results are there in the place of stored ones; empty: none."""
+    """Revision to compare with instead of stored baselines; empty: none."""
     updates: frozenset[str]
     prune: bool
-    """Whether baselines of tests that are gone are removed."""
+    """True: remove baselines of tests that are gone."""
     csv: Path | None
-    """Where the results go; None: nowhere, in a run of users' tests alone that does not name a file."""
+    """File of the results; None in a run of users' tests alone that names none."""
     markdown: Path | None
-    """Where the table goes as Markdown; None: nowhere."""
+    """File of the table as Markdown; None: none."""
     adds_markdown: bool
-    """Whether that file is GitHub's, to which every step of a job adds."""
+    """True if that file is GitHub's, to which every step of a job adds."""
     pareto: Path | None
-    """Where fronts are written; None: they are not asked for."""
+    """Directory of Pareto fronts; None: none are asked for."""
     report: Path | None
-    """Where the HTML report goes; None: nowhere."""
+    """File of the HTML report; None: none."""
     trace: Path | None
-    """The directory of the time lines; None: they are not asked for."""
+    """Directory of time lines; None: none are asked for."""
     benchmark_json: Path | None
-    """Where pytest-benchmark writes the latencies; None: where its own options say."""
+    """File of latencies for pytest-benchmark; None: its own options decide."""
     resume: Path | None
-    """Where finished pieces of searches are kept; None: nowhere."""
+    """Directory of finished pieces of searches; None: none."""
     tolerances: Tolerances
     shard: Shard | None
-    """Which share of the models is run; None: all."""
+    """Share of the models to run; None: all."""
     only_gate: bool
-    """Models were named on the command line: without paths, nothing but the gate is collected."""
+    """True if models were named on the command line: without paths, nothing but the gate is collected."""
     given: tuple[tuple[str, str], ...]
-    """Options of this command line: flag and value."""
+    """Options on this command line: flag and value."""
 
 
 def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]) -> Settings:
-    """The checked settings. Raises magis.errors.UsageError in one line for whatever is wrong.
+    """Read and check all options. Raises magis.errors.UsageError.
 
-    `devices` lists the devices that exist, the default one first; it is asked only if needed, since finding a GPU
+    `devices` lists the devices that exist, the default one first; it is called only if needed, since finding a GPU
     takes seconds.
     """
     memory_ratios, latency_ratios = _ratios(config)
+    searches = _list(config, "search") or SEARCHES[:1]
+    for name in searches:
+        choice(BY_NAME["search"].flag, "search", name, SEARCHES)
+    slack = _read_option(config, "slack")
     device = _device(_scalar(config, "device"), devices)
     grid = Grid(
         device=device,
-        preset=_read(config, "preset") or ("small" if device == "cpu" else "paper"),
+        preset=_read_option(config, "preset") or ("small" if device == "cpu" else "paper"),
         dtype=_dtype(config, device),
         memory_ratios=memory_ratios,
-        memory_limit_of=_read(config, "memory-limit-of") or Grid.memory_limit_of,
+        memory_limit_of=_read_option(config, "memory-limit-of") or Grid.memory_limit_of,
         latency_ratios=latency_ratios,
-        searches=_searches(config),
-        budget=_read(config, "budget"),
-        seconds=_read(config, "seconds"),
-        seed=_read(config, "seed") or 0,
-        ranks=_read(config, "ranks") or RANKS,
-        accumulate=_read(config, "accumulate") or Grid.accumulate,
-        slack=_slack(config),
+        searches=searches,
+        budget=_read_option(config, "budget"),
+        seconds=_read_option(config, "seconds"),
+        seed=_read_option(config, "seed") or 0,
+        ranks=_read_option(config, "ranks") or RANKS,
+        accumulate=_read_option(config, "accumulate") or Grid.accumulate,
+        slack=Grid.slack if slack is None else slack,
     )
     _, resume = read_sharing(config)
-    read_profiles(config)  # a slip of the hand is told at once
+    # read here, too, so that a mistake ends the run before its first case
+    read_profiles(config)
     read_cache(config)
     _check_decisions(config)
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
-    version_run = told()
+    version_run = current_version_run()
     if version_run is not None:
         updates &= {"new"} if version_run.baselines else set()
     against = "" if version_run is not None else _scalar(config, "against") or ""
     given_markdown = _scalar(config, "markdown")
     markdown = given_markdown or os.environ.get(SUMMARY)
+    words = {option.flag: on_command_line(config, option.name) for option in OPTIONS}
     return Settings(
         models=_list(config, "models") or (),
         strategies=_list(config, "strategies") or STRATEGIES,
         grid=grid,
-        baselines=_compared(config) or stored_baselines(config),
+        baselines=_version_results(config) or stored_baselines(config),
         against=against,
         updates=updates,
-        prune=_read(config, "prune") or False,
+        prune=_read_option(config, "prune") or False,
         csv=_file(config, "csv") or (config.invocation_params.dir / "results.csv" if is_active(config) else None),
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
@@ -127,17 +133,19 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         benchmark_json=_file(config, "benchmark-json"),
         resume=resume,
         tolerances=_tolerances(config),
-        shard=_read(config, "shard"),
+        shard=_read_option(config, "shard"),
         only_gate=on_command_line(config, "models") is not None,
-        given=tuple(_given(config)),
+        given=tuple((flag, ",".join(texts)) for flag, texts in words.items() if texts is not None),
     )
 
 
 def _check_decisions(config: pytest.Config) -> None:
-    """Raise UsageError where what one command line may decide is decided for every run: it would turn red into
-    green, in CI too."""
-    if hasattr(config, "workerinput") or told() is not None:
-        return  # these are told what to store
+    """Raise UsageError if `DECISIONS` are in the ini file or added to every command line.
+
+    There they would turn red into green in every run, in CI too.
+    """
+    if hasattr(config, "workerinput") or current_version_run() is not None:
+        return  # their options come from another run
     places = {
         "addopts in the ini file": config.getini("addopts"),
         "PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
@@ -149,46 +157,34 @@ def _check_decisions(config: pytest.Config) -> None:
             raise UsageError(f"{option.flag} is given by {found[0]}, for every run", hint="give it on the command line")
 
 
-def _slack(config: pytest.Config) -> float:
-    found: float | None = _read(config, "slack")
-    return Grid.slack if found is None else found
-
-
-def _searches(config: pytest.Config) -> tuple[str, ...]:
-    found = _list(config, "search") or SEARCHES[:1]
-    for name in found:
-        choice(BY_NAME["search"].flag, "search", name, SEARCHES)
-    return found
-
-
 def anywhere(config: pytest.Config) -> Settings:
-    """The settings as they are where the device that is asked for exists; "cpu" where none is.
+    """Read the settings as if the asked device existed ("cpu" if none is asked for), without loading torch.
 
-    Loads no torch. Raises UsageError for a value that is wrong on every machine.
+    Raises UsageError for a value that is wrong on every machine.
     """
     device = _scalar(config, "device")
     return read_settings(config, devices=lambda: ("cpu", device) if device else ("cpu",))
 
 
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
-    """How many processes share each search, and where its finished pieces are kept."""
-    return _read(config, "processes") or 1, _folder(config, "resume")
+    """Read the number of processes that share each search, and the directory of its finished pieces."""
+    return _read_option(config, "processes") or 1, _folder(config, "resume")
 
 
 def wants_timelines(config: pytest.Config) -> bool:
-    """Whether anything is asked for that shows steps call by call."""
+    """Return True if an output that shows steps call by call is asked for."""
     return _scalar(config, "report") is not None or _scalar(config, "trace") is not None
 
 
 def read_cache(config: pytest.Config) -> str:
-    """What is kept for the next run: "plans", "results" (and plans) or "none"."""
-    return _read(config, "cache") or CACHES[0]
+    """Read what pytest's cache keeps for the next run: "plans", "results" (and plans) or "none"."""
+    return _read_option(config, "cache") or CACHES[0]
 
 
 def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
-    """The operator profile that was named, and else the folder in which there may be one for the device.
+    """Read the named operator profile, or the folder that may have one for the device; the other is None.
 
-    Raises UsageError if the file that was named is not there.
+    Raises UsageError if the named file does not exist.
     """
     given = _scalar(config, "profile")
     if given is None:
@@ -203,7 +199,7 @@ def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
 
 
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
-    """A list option's items, each once, in the order written; None if it was not given."""
+    """Read the items of a list option, each once, in the order written; None if it was not given."""
     found = given(config, name)
     return None if found is None else items(BY_NAME[name].flag, found)
 
@@ -217,14 +213,14 @@ def _scalar(config: pytest.Config, name: str) -> str | None:
     return found[0].strip()
 
 
-def _read(config: pytest.Config, name: str) -> Any:
-    """What an option that is no list was given, by its reader; None if it was not."""
+def _read_option(config: pytest.Config, name: str) -> Any:
+    """Read an option that is no list by its entry in `READERS`; None if it was not given."""
     text = _scalar(config, name)
     return None if text is None else READERS[name](BY_NAME[name].flag, text)
 
 
 def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Memory and latency ratios. Where only latency ratios are given there are no memory ratios.
+    """Read memory and latency ratios; if only latency ratios are given, there are no memory ratios.
 
     Limits on the command line replace all those of the ini file, whichever kind they are.
     """
@@ -239,9 +235,9 @@ def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]
 
 
 def _tolerances(config: pytest.Config) -> Tolerances:
-    """The defaults but for what was given; one for latency holds for timed and for simulated ones."""
-    memory, latency = _read(config, "memory-tolerance"), _read(config, "latency-tolerance")
-    strict = _read(config, "strict") or False
+    """Read tolerances; a given one for latency holds for timed and for simulated ones."""
+    memory, latency = _read_option(config, "memory-tolerance"), _read_option(config, "latency-tolerance")
+    strict = _read_option(config, "strict") or False
     return Tolerances(
         memory=Tolerances.memory if memory is None else memory,
         latency=Tolerances.latency if latency is None else latency,
@@ -252,7 +248,7 @@ def _tolerances(config: pytest.Config) -> Tolerances:
 
 
 def _dtype(config: pytest.Config, device: str) -> str | None:
-    found: str | None = _read(config, "dtype")
+    found: str | None = _read_option(config, "dtype")
     if found is not None:
         try:
             check_dtype(found, device)
@@ -274,23 +270,23 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
     raise UsageError(f"--magis-device: unknown device {text!r}", hint=nearest(text, found))
 
 
-def _compared(config: pytest.Config) -> Path | None:
-    """Where the results of the version lie that the run is compared with, on a worker as it was told; in the run on
-    that version, where they will."""
-    version_run = told()
+def _version_results(config: pytest.Config) -> Path | None:
+    """Return the folder with the figures of the version to compare with; in the run on that version, where it stores
+    them. None without such a version."""
+    version_run = current_version_run()
     place = version_run.baselines if version_run else getattr(config, "workerinput", {}).get(WORKER_AGAINST)
     return Path(place) if place else config.stash.get(AGAINST, None)
 
 
 def stored_baselines(config: pytest.Config) -> Path:
-    """The directory of the baselines; on the command line relative to where pytest was started, else to the rootdir."""
+    """Return the directory of baselines, relative to the working directory or, in the ini file, to rootdir."""
     given = _scalar(config, "baselines") or "baselines"
     start = config.rootpath if on_command_line(config, "baselines") is None else config.invocation_params.dir
     return _usable("--magis-baselines", start / given)
 
 
 def _usable(flag: str, directory: Path) -> Path:
-    """A directory, or a place where one can be."""
+    """Check that a path is a directory, or is free for one."""
     try:
         usable = directory.is_dir() or not directory.exists()
     except OSError as error:
@@ -301,7 +297,7 @@ def _usable(flag: str, directory: Path) -> Path:
 
 
 def _folder(config: pytest.Config, name: str) -> Path | None:
-    """A directory that is made when something is written there; None if it was not given."""
+    """Read a directory, which is made when something is written there; None if it was not given."""
     given = _scalar(config, name)
     return None if given is None else _usable(BY_NAME[name].flag, config.invocation_params.dir / given)
 
@@ -309,10 +305,3 @@ def _folder(config: pytest.Config, name: str) -> Path | None:
 def _file(config: pytest.Config, name: str) -> Path | None:
     given = _scalar(config, name)
     return None if given is None else config.invocation_params.dir / given
-
-
-def _given(config: pytest.Config) -> Iterator[tuple[str, str]]:
-    for option in OPTIONS:
-        given = on_command_line(config, option.name)
-        if given is not None:
-            yield option.flag, ",".join(given)

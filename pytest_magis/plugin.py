@@ -1,6 +1,6 @@
-"""The entry point: options and hooks are declared; all else is loaded once models are asked for.
+"""Entry point of the plugin: declares options and hooks; the gate is loaded once models are asked for.
 
-Every pytest session of an environment pays for this import, hence no torch, and none of the gate either.
+Every pytest session of an environment pays for this import, so it loads neither torch nor the gate.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
-    """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
+    """In a job with one process per rank, let the processes of other ranks than 0 serve the one that runs the tests."""
     if flags.COMPARED_WITH in os.environ and hasattr(config.option, "xmlpath"):
         config.option.xmlpath = None  # pytest's file of results is another run's, too
     _leave_no_empty_storage(config)
@@ -65,17 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _leave_no_empty_storage(config: pytest.Config) -> None:
-    """pytest-benchmark makes the folder of its storage in every session: where nothing is stored, it goes again."""
+    """Remove the folder of pytest-benchmark's storage, which it makes in every session, if nothing is stored there."""
     storage = str(config.getoption("benchmark_storage", default=None) or "")
     scheme, _, place = storage.rpartition("://")
     folder = Path.cwd() / place
+
+    def remove_if_empty() -> None:
+        with suppress(OSError):
+            folder.rmdir()
+
     if place and scheme in ("", "file") and not folder.exists():
-        config.add_cleanup(partial(_remove_if_empty, folder))
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
+        config.add_cleanup(remove_if_empty)
 
 
 def _compare(config: pytest.Config) -> None:
@@ -94,7 +93,7 @@ def _compare(config: pytest.Config) -> None:
 
 @pytest.fixture
 def magis(request: pytest.FixtureRequest) -> MagisFixture:
-    """Gates the memory of networks that the test has at hand: `magis.check(module, batch, loss=...)`."""
+    """Gate the memory of networks that the test has at hand: `magis.check(module, batch, loss=...)`."""
     from pytest_magis.live.fixture import MagisFixture
 
     return MagisFixture(request.node)
@@ -102,7 +101,7 @@ def magis(request: pytest.FixtureRequest) -> MagisFixture:
 
 @pytest.fixture
 def magis_peak() -> Callable[..., BlockPeak]:
-    """Measures and gates the memory of any code: `with magis_peak() as p: ...`, then `p.gate()`."""
+    """Measure and gate the memory of any code: `with magis_peak() as p: ...`, then `p.gate()`."""
     from magis import peak
 
     return peak

@@ -1,4 +1,4 @@
-"""From settings to the cases of a run: models resolved, strategies asked, baselines read; and what became of a case."""
+"""Turns settings into the cases of a run, and carries outcomes of cases between processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pytest_magis.verdict import Verdict
 
 ALL = "all"
 PREFIX = "magis::"
-"""What the node ids of the gate's cases begin with."""
+"""Prefix of the node ids of the gate's cases."""
 FRONT = "pareto"
-"""The label of a model's front."""
+"""Label of a model's front."""
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""
 FRONT_PROPERTY = "magis-front"
-"""Name of the one that holds a `WrittenFront`."""
+"""Name of the report property that holds a `WrittenFront`."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's name, and what `magis` knows it by: the same, or "package.module:factory"."""
+    """A model's name, and its name in `magis`: the same, or "package.module:factory"."""
 
     name: str
     target: str
@@ -46,20 +46,17 @@ class PlannedCase:
     label: str
     case: Case
     optional: bool = False
-    """Whether it is skipped where its strategy is not for the model: nobody asked for just this one."""
+    """True: skip it if its strategy does not fit the model, since only a pattern asked for it."""
 
     @property
     def name(self) -> str:
-        """The last part of the node id."""
+        """Return the node id without "magis::"."""
         return f"{self.model}[{self.label}]"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case that ran: its model's name, its label, and its result, or the error that stood in the way.
-
-    It travels in a test report: between processes, and into JUnit files.
-    """
+    """A case that ran, with its result or error; it travels in test reports, between processes and into JUnit files."""
 
     model: str
     label: str
@@ -68,22 +65,22 @@ class Outcome:
     result: CaseResult | None = None
     error: str = ""
     where: str = ""
-    """The node id to run it by, of a test of the user's; empty for a case of `--magis-models`."""
+    """Node id of the user's test; empty for a case of `--magis-models`."""
     trace: str = ""
-    """The file that its time lines were written to."""
+    """File of its time lines."""
 
     @property
     def name(self) -> str:
-        """As in the node id, without "magis::"."""
+        """Return the node id of a case of the gate, without "magis::"."""
         return f"{self.model}[{self.label}]"
 
     def to_text(self) -> str:
-        """One line of JSON, floats exact; `from_text` reads it."""
+        """Write it as one line of JSON with exact floats; `from_text` is the inverse."""
         return json.dumps(to_plain(self), sort_keys=True)
 
     @classmethod
     def from_text(cls, text: str) -> Outcome:
-        """Raises UsageError for what `to_text` did not write."""
+        """Read what `to_text` wrote. Raises UsageError for anything else."""
         try:
             return from_plain(cls, json.loads(text), "outcome")
         except (ValueError, UsageError) as error:
@@ -92,7 +89,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WrittenFront:
-    """A front that was written: its model's name, the path of its picture, and what is said of it in one line."""
+    """A front that was written: its model, the path of its picture, and a line for the summary."""
 
     model: str
     picture: str
@@ -100,28 +97,28 @@ class WrittenFront:
 
 
 Properties: TypeAlias = list[tuple[str, object]]
-"""Of an item, and so of its report."""
+"""User properties of a pytest item, which its report gets."""
 
 
 def leave(found: Outcome | WrittenFront, properties: Properties) -> None:
-    """Put it into an item's properties, in the place of what an earlier run of the item left there."""
+    """Replace the outcomes in an item's properties, those of an earlier run, by this one."""
     forget_outcomes(properties)
     add(found, properties)
 
 
 def add(found: Outcome | WrittenFront, properties: Properties) -> None:
-    """Put it there beside others."""
+    """Add an outcome to an item's properties."""
     entry = (PROPERTY, found.to_text()) if isinstance(found, Outcome) else (FRONT_PROPERTY, json.dumps(to_plain(found)))
     properties.append(entry)
 
 
 def forget_outcomes(properties: Properties) -> None:
-    """Take out all that was put there."""
+    """Remove all outcomes from an item's properties."""
     properties[:] = [entry for entry in properties if entry[0] not in (PROPERTY, FRONT_PROPERTY)]
 
 
 def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:
-    """The models that `patterns` ask for, each once; `further` are those of other projects, name -> factory.
+    """Return the models that patterns ask for, each once; `further` are those of other projects, name -> factory.
 
     Raises UsageError for an unknown name, for a further name that is taken or cannot be one, and for a factory whose
     package is not installed.
@@ -149,8 +146,10 @@ def plan_cases(
     strategies: Sequence[Strategy],
     shown: str = "--magis-strategies",
 ) -> tuple[PlannedCase, ...]:
-    """Every case of the run, model by model. Raises UsageError for unknown strategies, which were asked for in `shown`,
-    and for labels used twice."""
+    """Plan all cases of the run, model by model.
+
+    Raises UsageError for unknown strategies (asked for in `shown`) and for labels used twice.
+    """
     chosen = _chosen(settings.strategies, strategies, shown)
     cases: dict[str, PlannedCase] = {}
     taken = {f"{model.name}[{FRONT}]" for model in models}
@@ -171,7 +170,7 @@ def plan_cases(
 
 
 def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bool) -> list[tuple[str, Case]]:
-    """A strategy's cases; none of one that only a pattern asks for where it is not for this run."""
+    """Return a strategy's cases; none if it does not fit this run and only a pattern asked for it."""
     try:
         return list(strategy.cases(model.target, settings.grid))
     except UsageError:
@@ -181,7 +180,7 @@ def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bo
 
 
 def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:
-    """The strategies that were asked for, by name, and whether only a pattern ("all", "amp*") asks for them."""
+    """Return the asked strategies by name, each with True if only a pattern ("all", "amp*") asks for it."""
     known: dict[str, Strategy] = {}
     for strategy in strategies:
         if strategy.name in known:
@@ -204,14 +203,14 @@ def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) ->
 
 
 def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCase, ...]:
-    """A front of each model, if fronts are asked for; of the case the limits are left open."""
+    """Plan a front of each model if fronts are asked for; its case has no limits."""
     if settings.pareto is None:
         return ()
     return tuple(PlannedCase(model.name, FRONT, settings.grid.searched(model.target, "magis")) for model in models)
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
-    """The cases that `node_ids` name, all without any: "magis::bert[eager]", or "magis::bert" for all of a model."""
+    """Select cases by node ids, "magis::bert[eager]" or "magis::bert" for all of a model; without any, all."""
     wanted: set[str] = set()
     for node_id in node_ids:
         asked = node_id.removeprefix(PREFIX)
@@ -233,7 +232,7 @@ def _check_further(name: str, target: str) -> None:
 
 
 def _check_package(target: str) -> None:
-    """The outermost package only: looking further would run the user's code before anything is validated."""
+    """Raise UsageError unless the outermost package exists; a deeper look would run the user's code too early."""
     package = target.partition(":")[0].partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)

@@ -1,6 +1,6 @@
-"""The gate within a pytest session: its collector and items, their order and share, their reports.
+"""The gate in a pytest session: its collector and items, their scheduling and their reports.
 
-In a job with one process per rank (torchrun, srun) rank 0 is the harness, and the others lend it their ranks.
+In a job with one process per rank (torchrun, srun) rank 0 runs the session, and the others serve it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from magis.quiet import before_torch
 from magis.strategies.strategy_names import LISTED, family
 from pytest_magis.flags import COMPARED_WITH, on_command_line
 from pytest_magis.gate import Gate, prepare
-from pytest_magis.gone_baselines import told as gone_baselines
+from pytest_magis.gone_baselines import gone_baselines
 from pytest_magis.harness import AGENTS
-from pytest_magis.judged_case import check_factories, judged, lines_of, searched_front
+from pytest_magis.judged_case import check_factories, report_lines, run_and_judge, search_and_write_front
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
-from pytest_magis.live.marked import let_go
+from pytest_magis.live.marked import free_network
 from pytest_magis.options import anywhere
 from pytest_magis.run_plan import ALL, PREFIX, PROPERTY, PlannedCase, leave
 from pytest_magis.terminal_table import summary
@@ -40,17 +40,17 @@ NAME = PREFIX.removesuffix("::")
 
 
 class Regression(Exception):  # noqa: N818  (a red case is a finding of the gate, not an error of it)
-    """A red case; its text is the lines to show."""
+    """A red case; its text are the lines to show."""
 
 
 class Suite(pytest.Collector):
-    """All cases of the run. Needs no file: it hangs below the session, whatever paths are collected."""
+    """Collector of all cases of the run; it has no file and belongs to the session, whatever paths are collected."""
 
     gate: Gate
 
     @classmethod
     def build(cls, parent: pytest.Session, gate: Gate) -> Suite:
-        # node ids as strings of their own: --lf and xdist find a case again by them
+        # --lf and xdist find a case by its node id
         suite = cls.from_parent(parent, name=NAME, nodeid=NAME)
         suite.gate = gate
         return suite
@@ -63,7 +63,7 @@ class Suite(pytest.Collector):
 
 
 class GateItem(pytest.Item):
-    """What the gate runs, under its name."""
+    """Pytest item of a case or a front."""
 
     gate: Gate
     planned: PlannedCase
@@ -81,7 +81,7 @@ class GateItem(pytest.Item):
         return item
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
-        """A red case says what, how much, and how to accept it; only a defect shows a traceback."""
+        """Show the lines of a red case; only a defect shows a traceback."""
         if isinstance(excinfo.value, (Regression, MagisError)):
             return str(excinfo.value)
         return super().repr_failure(excinfo, *args, **kwargs)
@@ -91,26 +91,26 @@ class GateItem(pytest.Item):
 
 
 class FrontItem(GateItem):
-    """A model's front of memory against latency: writes it, and is red only where that fails."""
+    """Item that writes a model's front of memory against latency, and is red only if that fails."""
 
     def runtest(self) -> None:
-        leave(searched_front(self.config, self.gate, self.planned), self.user_properties)
+        leave(search_and_write_front(self.config, self.gate, self.planned), self.user_properties)
 
 
 class CaseItem(GateItem):
-    """One case: runs it, compares it with its baseline, and leaves its outcome in the report's properties."""
+    """Item that runs a case, compares it with its baseline, and adds its outcome to the report."""
 
     def runtest(self) -> None:
-        for outcome in judged(self.config, self.gate, self.planned):
+        for outcome in run_and_judge(self.config, self.gate, self.planned):
             leave(outcome, self.user_properties)
         if not outcome.verdict.passed:
-            raise Regression("\n".join(lines_of(outcome, self.gate, self.config)))
+            raise Regression("\n".join(report_lines(outcome, self.gate, self.config)))
 
 
 def group_by_model(config: pytest.Config, log: Any) -> object | None:
-    """A scheduler for `-n` and `--dist=loadgroup`; None leaves other distributions to xdist.
+    """Return a scheduler for `-n` and `--dist=loadgroup`; None leaves other distributions to xdist.
 
-    Tests other than the gate's are spread as `loadgroup` spreads them: by their mark, else each on its own.
+    Other tests are scheduled as `loadgroup` does it: by their mark, else each by itself.
     """
     if config.getoption("dist") not in ("load", "loadgroup"):
         return None
@@ -154,7 +154,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 class GateSession:
-    """The hooks of one run: a plugin object, since not every hook is told which run it belongs to."""
+    """Hooks of one run; an object, since some hooks do not get the config of their session."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -165,7 +165,7 @@ class GateSession:
         self,
         collector: pytest.Collector,
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """The gate's cases come after whatever the session's paths hold; that works in an empty directory too."""
+        """Append the gate's cases to the collected paths, even in an empty directory."""
         report = yield
         gated = self.gate.cases or self.gate.fronts
         if isinstance(collector, pytest.Session) and report.passed and gated:
@@ -174,9 +174,9 @@ class GateSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Refuse users' own models that no case could run; workers leave that to the process that has the terminal."""
+        """Refuse users' models that no case can run, in the process that has the terminal."""
         option = session.config.option
-        # after errors of collection pytest runs nothing, unless told to
+        # after errors of collection pytest runs nothing without this option
         stops = session.testsfailed and not option.continue_on_collection_errors
         if self.gate.is_worker or option.collectonly or stops:
             return
@@ -184,9 +184,9 @@ class GateSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """The same under pytest-xdist, where the process that has the terminal learns here which cases were chosen.
+        """Refuse them under pytest-xdist, where the chosen cases are known here.
 
-        Only once all workers are idle: ending one that still collects takes ten seconds.
+        It waits until all workers are idle: ending one that still collects takes ten seconds.
         """
         self.gate.workers_ready += 1
         if self.gate.workers_ready == node.workerinput["workercount"]:
@@ -194,17 +194,17 @@ class GateSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> object | None:
-        """Keep the cases of a model together."""
+        """Keep the cases of a model on one worker."""
         return group_by_model(config, log)
 
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Once another network's turn comes, nothing of the last one is kept."""
+        """Free the last network when the next one begins."""
         if subject_of(item) is not None and (nextitem is None or subject_of(nextitem) != subject_of(item)):
-            let_go(item.config)
+            free_network(item.config)
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit files take the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a case's outcome, whichever process ran it; what is left in the report is for readers."""
+        """Record a case's outcome, whichever process ran it, and make the report's properties readable."""
         self.gate.record(report)
         if not report.passed:
             self._unfinished.add(report.nodeid)
@@ -215,11 +215,11 @@ class GateSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_to_serializable(self) -> Generator[None, Any, Any]:
-        """Halves of characters in a report end the worker of pytest-xdist that sends it: they are spelled."""
-        return _sendable((yield))
+        """Escape surrogates in a report: they would end the worker of pytest-xdist that sends it."""
+        return _escape_surrogates((yield))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write results and baselines, in the process that has the terminal."""
+        """Write results and baselines in the process that has the terminal."""
         if self.gate.is_worker:
             return
         interrupted = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
@@ -238,8 +238,8 @@ class GateSession:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
-        """Show the table; whatever is wrong was decided before, so that JUnit and exit code agree with it."""
-        # a log has no columns
+        """Show the table. Verdicts were made before, so that JUnit files and the exit code agree with it."""
+        # a log has no width
         bounded = terminalreporter.isatty or "COLUMNS" in os.environ
         width = terminalreporter.config.get_terminal_writer().fullwidth if bounded else None
         lines = list(summary(self.gate.ordered(), self.gate.settings.given, self.gate.lines, width))
@@ -252,20 +252,21 @@ class GateSession:
                 terminalreporter.write_line(line)
 
 
-def _sendable(data: Any) -> Any:
+def _escape_surrogates(data: Any) -> Any:
+    """Escape the surrogates in all texts of nested dictionaries and lists."""
     if isinstance(data, str):
         return data.encode(errors="backslashreplace").decode()
     if isinstance(data, dict):
-        return {_sendable(key): _sendable(value) for key, value in data.items()}
-    return [_sendable(each) for each in data] if isinstance(data, (list, tuple)) else data
+        return {_escape_surrogates(key): _escape_surrogates(value) for key, value in data.items()}
+    return [_escape_surrogates(each) for each in data] if isinstance(data, (list, tuple)) else data
 
 
 def take_place(config: pytest.Config) -> pytest.ExitCode | None:
-    """Do this process's part of the job that it belongs to, if there is one; for `pytest_cmdline_main`.
+    """Lead or serve the job of several processes that this one belongs to; for `pytest_cmdline_main`.
 
-    With rank 0 the session runs (None), leading the others until its end. With another rank it collects nothing: it
-    serves until rank 0 is done, says so in one line and ends well; where rank 0 disappears, as an interrupted session.
-    A run without distributed strategies is no part of any job. Raises pytest.UsageError for half an environment.
+    Rank 0 runs the session (None) and leads the others until its end. Another rank collects nothing: it serves until
+    rank 0 is done, and ends well with one line, or as interrupted if rank 0 disappears. A run without distributed
+    strategies belongs to no job. Raises pytest.UsageError for an incomplete environment of a job.
     """
     ranks = partial(registry.load, "ranks")
     try:
@@ -290,9 +291,9 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
 
 
 def _wants_ranks(config: pytest.Config) -> bool:
-    """Whether this command line asks for a distributed strategy, by its name or a pattern, on a device that has ranks.
+    """Return True if this command line asks for a distributed strategy, by name or pattern, on a device with ranks.
 
-    What an ini file asks for is no reason to take a user's own distributed tests for ranks of the gate.
+    The ini file does not count: it must not turn a user's own distributed tests into ranks of the gate.
     """
     settings = anywhere(config)
     if on_command_line(config, "strategies") is None or settings.grid.device.startswith("sim:"):

@@ -1,4 +1,4 @@
-"""What a model is measured under: a strategy is a name and the cases that it contributes; other projects add theirs."""
+"""Strategies of the plugin: a name and the cases that it makes of a model; other projects add theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from magis.strategies.strategy_names import (
 
 @dataclass(frozen=True)
 class Named:
-    """A strategy of one rank, with one case a model: nothing is searched, so neither limits nor budgets apply."""
+    """A strategy of one rank without a search: one case per model, and neither limits nor budgets."""
 
     name: str
 
@@ -35,8 +35,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A distributed strategy: its case is of as many ranks as were asked for (`ddp-x4`); of one whose ranks run a plan,
-    one case a memory limit (`magis+fsdp-x2-mem0.8`), a share of what a rank needs without."""
+    """A distributed strategy: one case on the asked number of ranks (`ddp-x4`).
+
+    If its ranks run a plan: one case per memory limit (`magis+fsdp-x2-mem0.8`), a share of a rank's peak without plan.
+    """
 
     name: str
 
@@ -59,10 +61,10 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Magis:
-    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first; planned by the paper's search,
-    `magis-paper-mem0.8`; of reserved bytes, `magis-mem0.8-reserved`.
+    """The planned step: one case per limit, `magis-mem0.8` and `magis-lat1.1`, memory limits first.
 
-    "magis+amp" is the same for the step under autocast, which then is the original, too: limits are shares of its peak.
+    With the paper's search `magis-paper-mem0.8`, with a limit of reserved bytes `magis-mem0.8-reserved`. "magis+amp"
+    plans the step under autocast, which then is the original, too: limits are shares of its peak.
     """
 
     name: str = "magis"
@@ -95,7 +97,7 @@ class Magis:
 
 @dataclass(frozen=True)
 class Grid:
-    """What was asked for all models alike; the fields mean what they mean in `magis.results.Case`."""
+    """Options that hold for all models; the fields mean what they mean in `magis.results.Case`."""
 
     device: str
     preset: str
@@ -109,23 +111,23 @@ class Grid:
     seed: int = 0
     ranks: int = 1
     accumulate: int = 1
-    """Micro-batches of distributed strategies."""
+    """Number of micro-batches of distributed strategies."""
     slack: float = Case.slack
 
     def case(self, model: str, strategy: str) -> Case:
-        """The case of a strategy that searches nothing."""
+        """Make the case of a strategy without a search."""
         return Case(model, strategy, self.device, self.preset, self.dtype, seed=self.seed, slack=self.slack)
 
     def searched(self, model: str, strategy: str) -> Case:
-        """The case of a search, its limit left open."""
+        """Make the case of a search, still without a limit."""
         return replace(self.case(model, strategy), budget=self.budget, seconds=self.seconds)
 
 
 class Strategy(Protocol):
     """A way to run a model. `cases` must yield the same (label, case) pairs in the same order every time.
 
-    A label is what stands in brackets in the node id (`magis::bert[label]`) and what baselines are kept under: it
-    starts with the strategy's name and is unique among the model's cases.
+    A label stands in brackets in the node id (`magis::bert[label]`) and names the case in baselines: it begins with the
+    strategy's name and is unique among the model's cases.
     """
 
     @property
@@ -135,7 +137,7 @@ class Strategy(Protocol):
 
 
 def by_name(name: str) -> Strategy | None:
-    """The strategy that a name stands for, combinations included ("amp+checkpoint", "tp4+pp2"); None for no name."""
+    """Return the strategy of a name, combinations included ("amp+checkpoint", "tp4+pp2"); None for an unknown one."""
     kind = family(name)
     if kind is None:
         return None

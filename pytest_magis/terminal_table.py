@@ -1,4 +1,4 @@
-"""What a run shows: the table of cases, the comparison of strategies, what a slow case is at."""
+"""Terminal output of a run: the table of cases, the comparison of strategies, progress of slow cases."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pytest_magis.run_plan import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
 USUAL = ("eager", "magis", "peak")
-"""A run of nothing else is compared well enough in the table of its cases."""
+"""Strategies for which the table of cases is comparison enough."""
 
 
 def comparison(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """One table for each model that ran under something else than eager and magis; lines of text."""
+    """Yield the lines of one table for each model that ran under another strategy, too."""
     for model in dict.fromkeys(outcome.model for outcome in outcomes):
         found = [(each.label, each.result) for each in outcomes if each.model == model and each.result is not None]
         if all(result.case.strategy in USUAL for _, result in found):
@@ -34,44 +34,40 @@ def comparison(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def rows(found: Sequence[tuple[str, CaseResult]]) -> Iterator[tuple[str, ...]]:
-    """A line of each case (label, result): leanest first."""
+    """Yield a row for each case (label, result), by rising peak."""
     eager = next((result.memory.peak_bytes for _, result in found if result.case.strategy == "eager"), None)
     for label, result in sorted(found, key=lambda each: each[1].memory.peak_bytes):
         peak = result.memory.peak_bytes
+        rate, spread = result.samples_per_s, result.samples_per_s_spread
         yield (
             label,
             str(result.case.ranks),
             format_bytes(peak),
             f"{peak / eager:.3f}" if eager else "-",
-            _rate(result),
+            "-" if rate is None else f"{rate:.4g}" + ("" if spread is None else f" +- {spread:.2g}"),
             "predicted" if result.is_predicted else "measured",
         )
-
-
-def _rate(result: CaseResult) -> str:
-    rate, spread = result.samples_per_s, result.samples_per_s_spread
-    if rate is None:
-        return "-"
-    return f"{rate:.4g}" if spread is None else f"{rate:.4g} +- {spread:.2g}"
 
 
 HEADER = ("model", "strategy", "limit", "original", "optimized", "ratio", "latency ratio", "numbers", "verdict")
 LEFT = (0, 1, 2, 7, 8)
 """Columns of text; the others hold numbers and are aligned to the right."""
 SHORTEST = 24
-"""Characters that are left of every name."""
+"""Characters that every name keeps."""
 
 
 def summary(
     outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int | None = 80
 ) -> Iterator[str]:
-    """The table in ``width`` columns (None: as many as it takes), what it leaves unsaid about cases that passed, how to
-    accept the rest, and what was written."""
+    """Yield the summary: tables, findings and notes of passed cases, how to accept the others, then ``lines``.
+
+    The table fits ``width`` columns; None: any width.
+    """
     if outcomes:
         yield from table(outcomes, width)
         yield from comparison(outcomes)
     for outcome in outcomes:
-        if outcome.verdict.passed:  # red cases have said all of it themselves
+        if outcome.verdict.passed:  # red cases have reported theirs
             accepted = "accepted, " if outcome.verdict.store else ""
             changes = [
                 f"{accepted}{found.kind}: {found.text}{f'; {found.why}' if found.why else ''}"
@@ -79,7 +75,7 @@ def summary(
                 if found.kind != NEW
             ]
             yield from (f"{outcome.name}: {text}" for text in (*changes, *outcome.verdict.notes))
-    yield from _priced(outcomes)
+    yield from _sources_of_prices(outcomes)
     needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
     if needed:
         words = [kind for kind in PERMISSIONS if kind in needed]
@@ -88,8 +84,8 @@ def summary(
     yield from lines
 
 
-def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """One line for every operator profile: what the simulated latencies rest on; and what is to be known about it."""
+def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield a line for each operator profile on the sources of simulated latencies, then notes on profiles."""
     known = [outcome.result.provenance for outcome in outcomes if outcome.result is not None]
     for source in dict.fromkeys(each.source for each in known if each.source):
         ours = [each for each in known if each.source == source]
@@ -104,8 +100,11 @@ def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
-    """Header and one line per outcome, columns aligned. Names of models and strategies are cut where a row would take
-    more lines of a terminal of ``width`` columns than it does with short ones; never where there is no ``width``."""
+    """Yield the header and one line per outcome, columns aligned.
+
+    Names of models and strategies are cut if a row would otherwise take more lines of a terminal of ``width`` columns;
+    None: any width.
+    """
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     if width is not None:
         model, strategy, *others = (max(len(row[column]) for row in rows) for column in range(len(HEADER)))
@@ -118,8 +117,14 @@ def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
     yield from aligned(rows, LEFT)
 
 
+def state_of_run(outcomes: Sequence[Outcome]) -> str:
+    """Say how many cases are red."""
+    red = sum(not outcome.verdict.passed for outcome in outcomes)
+    return f"{red} of {len(outcomes)} cases red" if red else f"all {len(outcomes)} cases green"
+
+
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """A row of the table, a text for every column of the header."""
+    """Return a row of the table, a text for each column of the header."""
     result, case = outcome.result, outcome.case
     model, strategy = outcome.model, outcome.label if case.strategy == BLOCK else case.shown
     if result is None:
@@ -135,7 +140,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
         f"{mark}{format_bytes(optimized)}",
         f"{optimized / original:.3f}" if original else "",
         _latency(outcome),
-        _numbers(result.numbers),
+        result.numbers.partition(":")[0],  # figures are in the csv
         outcome.verdict.label,
     )
 
@@ -160,45 +165,40 @@ def _latency(outcome: Outcome) -> str:
     return f"~{result.optimized.simulated_ms / result.original.simulated_ms:.3f}{least}"
 
 
-def _numbers(numbers: str) -> str:
-    """Without figures, which the csv has."""
-    return numbers.partition(":")[0]
-
-
 def _cut(name: str, width: int) -> str:
-    """Of a long name, such as a test's or a factory's, mostly the end, which tells it from others."""
+    """Cut the middle out of a long name; most of the end stays, which tells it from others."""
     head = (width - 3) // 4
     return name if len(name) <= width else f"{name[:head]}...{name[head + 3 - width :]}"
 
-
-# What a slow case is at: on a terminal in one line that leaves no trace, in a log in a line now and then.
 
 _PLACE: pytest.StashKey[ProgressPlace] = pytest.StashKey()
 
 
 @contextmanager
 def progress_line(config: pytest.Config, name: str) -> Iterator[Progress | None]:
-    """A function that takes what a case is at, which is shown on the standard error where that takes long; None with
-    `-q`. Workers of pytest-xdist, which share that, write lines of a log."""
+    """Yield a function that takes progress of a case, shown on stderr if the case takes long; None with `-q`.
+
+    Workers of pytest-xdist, which share stderr, write lines of a log.
+    """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     silent = reporter is None and not hasattr(config, "workerinput")
     if silent or config.getoption("verbose", default=0) < 0:
         yield None
         return
     if _PLACE not in config.stash:
-        config.stash[_PLACE] = _place(config, reporter)
+        config.stash[_PLACE] = _stderr_of_session(config, reporter)
     with shown_if_slow(config.stash[_PLACE], name) as tell:
         yield tell
 
 
-def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
-    """The standard error itself, which pytest's capture hides from what runs meanwhile."""
+def _stderr_of_session(config: pytest.Config, reporter: Any) -> ProgressPlace:
+    """Return the real stderr, which pytest's capture replaces while tests run, as a place for progress."""
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stream, terminal = sys.stderr, sys.stderr.isatty()
         try:
             copy = os.dup(stream.fileno())
-        except (OSError, ValueError):  # no file: in a run within a test, say
+        except (OSError, ValueError):  # no file, as in a pytest run within a test
             return ProgressPlace(partial(print, end="", file=stream, flush=True))
         config.add_cleanup(partial(os.close, copy))
         try:
@@ -210,15 +210,15 @@ def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
         with suppress(OSError):  # nobody listens any more
             os.write(copy, text.encode(errors="replace"))
 
-    if reporter is None:  # how far the other process has written its line, nobody tells a worker
+    if reporter is None:  # a worker does not know the column of the process that has the terminal
         return ProgressPlace(write, column=lambda: 1)
     writer = config.get_terminal_writer()
-    # without capture what tests print would stand in the line, and go with it
+    # without capture, erasing the line would erase what tests print
     rewritten = terminal and reporter.isatty and config.getoption("capture", default="no") != "no"
 
     def column() -> int:
         if together and not rewritten:
-            reporter.currentfspath = None  # so pytest begins the test's line again when it has its result
+            reporter.currentfspath = None  # pytest then begins the test's line again for its result
         return writer.width_of_current_line if together else 0
 
     return ProgressPlace(write, writer.fullwidth if rewritten else None, column)

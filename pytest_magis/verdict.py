@@ -1,13 +1,13 @@
 """The verdict on a case: pure functions from a result, its baseline and the tolerances to findings.
 
-What is compared where: tensor bytes on every machine; peaks (tensors + workspace), reserved bytes and latencies
-(`pytest_magis.latency_verdict`) only where the baseline has a measurement of the same device identity. Some findings no
-baseline can accept: numbers that differ from eager, a simulator that is off, a peak above the limit that the search
-claims to meet.
+Tensor bytes are compared on every machine; peaks (tensors + workspace), reserved bytes and latencies
+(`pytest_magis.latency_verdict`) only where the baseline has figures of the same device identity. Three findings cannot
+be accepted: numbers that differ from eager, a simulator that is off, a peak above the limit that the search claims to
+meet.
 
-A planned row is a record of a plan, not of the network. It is red where its limit is missed, or where the step is
-another one and got worse. Of a step that is the baseline's, figures are moved by the planner, or by the machine where
-that is the same, too: green, said, and renewed by --magis-update=moved.
+A planned row is a record of a plan, not of the network. It is red if its limit is missed, or if the step has changed
+and got worse. If the step is still the baseline's, another planner, or with the same planner the machine, has moved the
+figures: the row is green, says so, and is stored anew by --magis-update=moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pytest_magis.findings import (
     Part,
     Tolerances,
     against,
-    joined,
+    merge_parts,
     moved,
     percent,
 )
@@ -43,13 +43,13 @@ CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 RESERVED_BYTES = "reserved bytes"
 
 PROVEN, NOT_FOUND, LATE = "infeasible, proven", "no plan found", "limit missed"
-"""What an accepted case that misses its limit is called: no plan can meet it, the search knows of none, or its plan
+"""Labels of a case that passes although it misses its limit: no plan can meet it, the search found none, or its plan
 takes longer here than simulated."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case."""
+    """Outcome of comparing a case with its baseline."""
 
     passed: bool
     label: str
@@ -57,13 +57,13 @@ class Verdict:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     store: bool = False
-    """Whether the result replaces the baseline: it differs, and every difference is permitted."""
+    """True if the result replaces the baseline: it differs, and every difference is permitted."""
     against: str = ""
-    """The revision that it was compared with, of which nothing is stored; empty: a stored baseline."""
+    """Revision that it was compared with, so that nothing is stored; empty: a stored baseline."""
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The permissions that would accept the findings; none if something is broken, or nothing can be stored."""
+        """Return the permissions that would accept the findings; none if that is impossible."""
         if self.against:
             return ()
         kinds = {finding.kind for finding in self.findings}
@@ -78,10 +78,10 @@ def judge(
     permissions: frozenset[str] = frozenset(),
     held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
-    """The verdict on `result` against its baseline (None: there is none).
+    """Compare a result with its baseline (None: there is none).
 
-    `permissions` are the kinds of findings that the run accepts. All or none: a case is accepted only if every one of
-    its findings is, so that a stored entry is always one measurement. `held` is what the original and the optimized
+    `permissions` are the kinds of findings that the run accepts. A case is accepted only if all its findings are, so
+    that a stored entry is always one measurement. `held` are the tables of tensors that the original and the optimized
     step held at their peaks when the baseline was stored.
     """
     tolerances = tolerances or Tolerances()
@@ -90,7 +90,7 @@ def judge(
     stopped = result.search.stopped_by_seconds
     notes = list(_notes(result, stored, measured, tolerances))
     broken = tuple(_broken(result, tolerances.memory, foreign=foreign, needs_limits=tolerances.needs_limits))
-    if broken:  # nothing else matters: figures of a broken step are no figures
+    if broken:  # figures of a broken step mean nothing
         return Verdict(False, "FAIL broken", broken, tuple(notes))
     findings = tuple(_compared(result, stored, measured, tolerances, held))
     kinds = {finding.kind for finding in findings}
@@ -123,9 +123,9 @@ def judge_against(
     tolerances: Tolerances | None = None,
     held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
-    """The verdict on `result` against what another revision needed just before; nothing is stored of either.
+    """Compare a result with the figures of another revision, measured just before; nothing is stored.
 
-    A case that the revision has not, or could not run, has nothing to be compared with, and passes.
+    A case that the revision lacks or could not run passes.
     """
     if found is None:
         verdict = judge(result, None, tolerances=tolerances, permissions=frozenset((NEW,)))
@@ -139,13 +139,14 @@ def judge_against(
 
 
 def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits: bool) -> Iterator[Finding]:
+    """Find all that no baseline can accept; ``foreign``: the baseline has no figures of this device identity."""
     if result.numbers.startswith("differs"):
         yield Finding(BROKEN, f"numbers: {' '.join(result.numbers.split())}")
     steps = [("original", result.original), ("optimized", result.optimized)]
     if result.original == result.optimized:
         del steps[1]  # the eager strategy: one step under two names
     for name, step in steps:
-        # other strategies keep what is no part of the graph (generator states): their tensors must be as simulated
+        # other strategies hold tensors that are not in the graph (states of generators): only tensor bytes are compared
         if name == "optimized":
             off_by, theirs = result.off_by, result.case.strategy not in (ORIGINAL, *PLANS)
         else:
@@ -161,13 +162,13 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
     if needs_limits and not result.search.feasible and not result.search.stopped_by_seconds:
         yield Finding(BROKEN, f"the limit is required and not met: {_shortfall(result)}", why="loosen the limit")
     limit = result.memory_limit_bytes
-    what, used = _limited(result)
+    what, used = _limited_bytes(result)
     if limit is not None and result.search.feasible and used > limit:
         yield Finding(BROKEN, f"optimized {what} above the memory limit: {against(used, limit)}")
 
 
 def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_only: bool) -> Iterator[Finding]:
-    """Simulated bytes must be the measured ones within a share of these: exactly on cpu, within 1% on cuda."""
+    """Compare simulated with measured bytes, within a share of the latter: exactly on cpu, within 1% on cuda."""
     if step.measured is None:
         return
     simulated, measured = step.simulated, step.measured
@@ -194,7 +195,7 @@ def _compared(
     tolerances: Tolerances,
     held: tuple[Table | None, Table | None],
 ) -> Iterator[Finding]:
-    """At most one finding of each kind about memory, and one about latency: a wider layer is two lines, not five."""
+    """Find at most one difference of each kind in memory, and one in latency: a wider layer is two lines, not five."""
     if result.growth is not None and result.growth.nbytes > ((stored and stored.growth_bytes) or 0):
         yield Finding(WORSE, str(result.growth))
     stopped = result.search.stopped_by_seconds
@@ -203,29 +204,28 @@ def _compared(
             yield Finding(NEW, "no baseline")
         return
     mover = _mover(result, stored)
-    for finding in joined(_memory_parts(result, stored, measured, tolerances.memory, mover, stopped=stopped)):
+    for finding in merge_parts(_memory_parts(result, stored, measured, tolerances.memory, mover, stopped=stopped)):
         yield _explained(finding, result, held) if finding.kind == WORSE else finding
-    yield from joined(latency_parts(result, measured, tolerances, mover, stopped=stopped))
+    yield from merge_parts(latency_parts(result, measured, tolerances, mover, stopped=stopped))
 
 
 def _mover(result: CaseResult, stored: CaseBaseline) -> str:
-    """Who moves figures of the baseline's step: another planner, or the machine where that is the same; empty where the
-    step may be another one, or nothing was planned.
+    """Name the mover of a plan's figures whose step is the baseline's: another planner, else the machine.
 
-    A baseline without a planner is of an older one. Another planner may write the same step in another form, which its
-    operators tell; files without these are compared by that form.
+    Empty if the step may have changed, or nothing was planned. A baseline without a planner is of an older one. Another
+    planner may write the same step as another graph; the digest of its operators shows that it is the same.
     """
     same = stored.original_tensor_bytes == result.original_memory.tensor_bytes
     if not result.planner or not same:
         return ""
-    form = stored.graph == result.graph_digest
+    same_graph = stored.graph == result.graph_digest
     if stored.planner == result.planner:
-        return BY_MACHINE if form else ""
-    return BY_PLANNER if form or stored.step == result.step_digest else ""
+        return BY_MACHINE if same_graph else ""
+    return BY_PLANNER if same_graph or stored.step == result.step_digest else ""
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
-    """A finding of more memory, with what grew: in the original, where that grew."""
+    """Add the modules that grew to a finding of more memory; those of the original step if that grew."""
     before_original, before_optimized = held
     if RESERVED_BYTES in finding.text.partition(":")[0]:
         return replace(finding, why="the peak did not grow: more is lost in gaps between blocks, and in their rounding")
@@ -237,7 +237,7 @@ def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, T
 def _memory_parts(
     result: CaseResult, stored: CaseBaseline, measured: Measured | None, tolerance: float, mover: str, *, stopped: bool
 ) -> Iterator[Part]:
-    yield from _memory(
+    yield from _memory_of_step(
         "block" if result.case.strategy == BLOCK else "original",
         (result.original_memory.tensor_bytes, stored.original_tensor_bytes),
         (result.original_memory.peak_bytes, measured.original_peak_bytes) if measured else None,
@@ -246,10 +246,10 @@ def _memory_parts(
     )
     if stopped:
         return
-    if not result.case.has_one_step:  # whose optimized step is the original
+    if not result.case.has_one_step:
         own = measured.optimized_tensor_bytes if measured else None
         tensors = stored.optimized_tensor_bytes if own is None else own
-        for part in _memory(
+        for part in _memory_of_step(
             "optimized",
             (result.memory.tensor_bytes, tensors) if result.portable or measured else None,
             (result.memory.peak_bytes, measured.optimized_peak_bytes) if measured else None,
@@ -266,7 +266,7 @@ def _memory_parts(
         yield Part(BETTER, text, text)
 
 
-def _memory(
+def _memory_of_step(
     step: str,
     tensors: tuple[int, int] | None,
     peaks: tuple[int, int] | None,
@@ -274,8 +274,10 @@ def _memory(
     tolerance: float,
     noise: float = 0.0,
 ) -> Iterator[Part]:
-    """At most one part of each kind: where tensor bytes changed, the peak and what the allocator holds follow, and are
-    not reported again. ``noise``: of peaks alone."""
+    """Compare pairs of bytes, now and stored, and yield at most one difference of each kind.
+
+    Peak and reserved bytes follow tensor bytes and are not reported again. ``noise`` is that of peaks alone.
+    """
     kinds = set()
     for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks), (RESERVED_BYTES, held)):
         seen, before = pair or (None, None)
@@ -331,22 +333,22 @@ def _notes(
 
 
 def _is_late(result: CaseResult) -> bool:
-    """Whether the whole interval of the latency ratio lies above the limit on it."""
+    """Return True if the whole interval of the latency ratio lies above its limit."""
     asked, (_, low, _) = result.case.latency_ratio, latency(result)
     return asked is not None and low is not None and low > asked
 
 
 def _is_proven(result: CaseResult) -> bool:
-    """Whether no plan at all can meet the memory limit."""
+    """Return True if no plan at all can meet the memory limit."""
     return result.memory_limit_bytes is not None and result.lower_bound_bytes > result.memory_limit_bytes
 
 
 def _shortfall(result: CaseResult) -> str:
-    """Why a limit is not met: below what any plan needs, or just not reached."""
+    """Say why a limit is not met: it is below the bytes that any plan needs, or the search found no plan."""
     limit, bound = result.memory_limit_bytes, result.lower_bound_bytes
     if limit is None:
         return "the search found none within the latency limit"
-    what, best = _limited(result)
+    what, best = _limited_bytes(result)
     if _is_proven(result):
         return (
             f"the lower bound {bound:,} ({format_bytes(bound)}) exceeds the limit {limit:,} ({format_bytes(limit)}); "
@@ -355,8 +357,8 @@ def _shortfall(result: CaseResult) -> str:
     return f"best {what} {against(best, limit)}; the lower bound {bound:,} does not rule it out"
 
 
-def _limited(result: CaseResult) -> tuple[str, int]:
-    """What a memory limit counts, in words, and how much of it the optimized step needs."""
+def _limited_bytes(result: CaseResult) -> tuple[str, int]:
+    """Return the bytes of the optimized step that a memory limit counts, with their name."""
     what = result.case.memory_limit_of
     if result.ranks:  # communication has scratch of its own, which differs from run to run
         return "tensor bytes", (result.optimized.measured or result.optimized.simulated).tensor_bytes

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from magis import registry
+from tests.layering import NEIGHBOURS, load, neighbour
+
 
 @pytest.mark.parametrize("tool", ["tools/reference.py", "tools/options_page.py"])
 def test_a_page_made_of_code_is_up_to_date(repository: Path, tool: str) -> None:
@@ -123,21 +126,45 @@ def named_files(text: str) -> set[str]:
     for word in words:
         path = word.strip("(),.:;'\"").partition("::")[0]
         in_a_room = "/" in path and path.split("/")[0] in ROOMS and not WRITTEN_BY_RUNS.search(path)
-        if in_a_room or re.fullmatch(r"[a-z_]+\.(?:py|md|txt|svg)", path):
+        if in_a_room or re.fullmatch(r"(?:[a-z_]+/)?[a-z_]+\.py|[a-z_]+\.(?:md|txt|svg)", path):
             found.add(path)
     return found - LIBRARY
 
 
 def test_every_file_that_a_page_names_exists(repository: Path) -> None:
     tracked = [path for room in ROOMS for path in (repository / room).rglob("*") if "__pycache__" not in path.parts]
-    names = {path.name for path in tracked} | {path.name for path in repository.iterdir()}
+    names = {path.name for path in (*tracked, *repository.iterdir())}
+    names |= {f"{path.parent.name}/{path.name}" for path in tracked}
     absent = {
         f"{page.relative_to(repository)}: {name}"
         for page in pages_of(repository)
         for name in named_files(page.read_text(encoding="utf-8"))
-        if not (repository / name if "/" in name else Path(name)).exists() and name not in names
+        if name not in names and not ("/" in name and (repository / name).exists())
     }
     assert sorted(absent) == []
+
+
+def test_a_page_tells_of_every_module(repository: Path) -> None:
+    """Of the core `where_is_what.md`, of a neighbour its own page."""
+    untold = []
+    for module in load(repository).values():
+        owner = neighbour(module.name)
+        page = repository / "docs" / (f"neighbours/{owner}.md" if owner else "where_is_what.md")
+        names = set(re.findall(r"\w+\.py\b", page.read_text(encoding="utf-8")))
+        if module.path.name not in ("__init__.py", *names):
+            untold.append(f"{page.name}: {module.path.relative_to(repository)}")
+    assert untold == []
+
+
+def test_every_neighbour_has_a_page_that_names_its_rows(repository: Path) -> None:
+    folder = repository / "docs" / "neighbours"
+    assert {page.stem for page in folder.iterdir()} == NEIGHBOURS.keys()
+    places = [(kind, name, place) for kind, rows in registry._PLACES.items() for name, place in rows.items()]
+    for kind, _, place in places:
+        owner = neighbour(place.partition(":")[0])
+        assert f"`{kind}`" in (folder / f"{owner}.md").read_text(encoding="utf-8"), place
+    assert max(len(page.read_text(encoding="utf-8").splitlines()) for page in folder.iterdir()) <= 40
+    assert len((repository / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_every_page_that_the_code_names_exists(repository: Path) -> None:

@@ -239,6 +239,7 @@ def test_the_documented_neighbours_are_the_enforced_ones(repository: Path) -> No
     text = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("| neighbour | is | may import |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines()[2:]]
+    rows = [[re.sub(r"\[(\w+)\]\(neighbours/\1\.md\)", r"\1", cells[0]), *cells[1:]] for cells in rows]
     assert {name: tuple(re.findall(r"`([a-z_.]+)`", entries)) for name, entries, _ in rows} == {
         name: entries for name, (entries, _) in NEIGHBOURS.items()
     }

@@ -1,1 +1,1 @@
-"""The command `magis`: what is done outside of a test run."""
+"""The command `magis`: tools beside the pytest plugin."""

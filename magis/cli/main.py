@@ -1,4 +1,4 @@
-"""The command `magis` and what it runs; a user's mistake gets one line and exit code 4."""
+"""The command `magis` and its sub-commands; a user's mistake gets one line and exit code 4."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 (argpars
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print over several lines."""
+    """Parser that raises a UsageError of one line where argparse prints several."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. Arguments are those of the process unless they are given."""
+    """Run a command and return its exit code. Arguments are those of the process unless they are given."""
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -67,11 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-# What several commands share.
-
-
 def _add_model(commands: Commands, name: str, text: str, description: str) -> argparse.ArgumentParser:
-    """Add a command on one model."""
+    """Add a command on one model, with the options that such commands share."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
     parser.add_argument("--device", metavar="NAME", help="as --magis-device")
@@ -138,7 +135,7 @@ def _fit(asked: argparse.Namespace) -> int:
 
 
 def _table(found: Fit) -> Iterator[str]:
-    """The answers, one line each, and what is to be known about them."""
+    """Yield the lines of the answer: a header, a table of both strategies, then notes."""
     yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}"
     rows = [HEADER]
     for name, point in (("eager", found.eager), ("magis", found.magis)):
@@ -215,9 +212,9 @@ with cold caches, and scratch memory. What the file knows already is not measure
 batch: a run that was cut off goes on where it was. Simulated devices (sim:<name>) use baselines/profiles/<name>.json.
 """
 UNFINISHED = 3
-"""Exit code of a recording that --seconds ended."""
+"""Exit code of a recording that --seconds cut off."""
 SHOWN = 3
-"""Operators that are named where some could not be measured."""
+"""Number of unmeasured operators that are named."""
 
 
 def _add_profile(commands: Commands) -> None:

@@ -1,1 +1,1 @@
-"""Tests of users that are gated: those marked `magis`, and those that use the fixture `magis`. Loaded on first use."""
+"""Users' tests that are gated: those marked `magis`, and those that use a fixture. Loaded on first use."""

@@ -1,4 +1,4 @@
-"""What a test asks for its own network, and the start of the gate for it."""
+"""Options that a test gives for its own network, and the start of the gate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from magis.dtypes import DTYPES
 from magis.errors import MagisError, UsageError, nearest
 from magis.models.model_specs import all_names
 from pytest_magis.gate import Gate, all_strategies
-from pytest_magis.live.gated_tests import claimed
+from pytest_magis.live.gated_tests import claim_name
 from pytest_magis.option_values import READERS, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.options import Settings
 from pytest_magis.run_plan import Model, PlannedCase, plan_cases, plan_fronts
 
 PRESET = "small"
-"""A test's network has one size; its baselines are kept under the first."""
+"""A test's network has one size; its baselines are kept under this preset."""
 
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """What was written; None for what was not."""
+    """Options of a test's mark or call; None for those not given."""
 
     name: str | None = None
     memory_ratios: tuple[float, ...] | None = None
@@ -35,7 +35,7 @@ class AskedOptions:
     device: str | None = None
     dtype: str | None = None
     budget: str | None = None
-    """As `--magis-budget` takes it: "default" is another one than none, where the option names a third."""
+    """In the form of `--magis-budget`: "default" overrides the budget of the command line, None does not."""
     seconds: float | None = None
     seed: int | None = None
     slack: float | None = None
@@ -43,10 +43,10 @@ class AskedOptions:
     latency_tolerance: float | None = None
     required: bool | None = None
     optimizer: Any = None
-    """A torch optimizer, an OptimizerSpec, or a kind's name; looked at where the network is built."""
+    """A torch optimizer, an OptimizerSpec, or the name of a kind; checked when the network is built."""
 
     def over(self, settings: Settings) -> Settings:
-        """The settings with what was written in place of the options. Limits replace all limits."""
+        """Return the settings with these options instead of the command line's. Limits replace all limits."""
         grid, tolerances = replace(settings.grid, preset=PRESET), settings.tolerances
         if self.memory_ratios is not None or self.latency_ratios is not None:
             grid = replace(grid, memory_ratios=self.memory_ratios or (), latency_ratios=self.latency_ratios or ())
@@ -66,7 +66,7 @@ class AskedOptions:
 
 
 def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
-    """What `given` asks for, by name. Raises UsageError, beginning with `shown`, for whatever is wrong."""
+    """Read options by name. Raises UsageError, which begins with `shown`."""
     known = tuple(field.name for field in fields(AskedOptions))
     for name in given:
         if name not in known:
@@ -80,14 +80,13 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
 
 
 def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
-    """The cases of a network and, where fronts are asked for, its front, by settings that are a test's own. Raises
-    UsageError."""
+    """Plan the cases of a test's network and, if fronts are asked for, its front. Raises UsageError."""
     models = (Model(name, name),)
     return *plan_cases(settings, models, all_strategies(config), shown="strategies"), *plan_fronts(settings, models)
 
 
 def _texts(value: Any) -> list[str]:
-    """A list, or one of its kind alone."""
+    """Return the texts of a list, or of one item alone."""
     return [str(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
 
 
@@ -98,7 +97,7 @@ def _word(shown: str, value: Any) -> str:
 
 
 def check_name(shown: str, value: Any) -> str:
-    """A word that can name baselines. Raises UsageError."""
+    """Check a name for baselines. Raises UsageError."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise UsageError(f"{shown}: {value!r} cannot be a name", hint="use letters, digits, '_', '-' and '.' only")
     if value in (*all_names(), "all", "seed"):
@@ -139,38 +138,40 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def awake(config: pytest.Config) -> Gate:
-    """The gate of the run; one without `--magis-models` starts it with the first test. Raises pytest.UsageError in one
-    line where options are of no use on this machine."""
-    waiting: Any = config.pluginmanager.get_plugin("magis-dormant")
-    gate: Gate = waiting.awake()
+def started_gate(config: pytest.Config) -> Gate:
+    """Return the gate of the run; without `--magis-models` the first gated test starts it.
+
+    Raises pytest.UsageError for options that cannot be met on this machine.
+    """
+    dormant: Any = config.pluginmanager.get_plugin("magis-dormant")
+    gate: Gate = dormant.start_gate()
     return gate
 
 
-def red(text: str) -> BaseException:
-    """What to raise for a test that fails with these lines and nothing else."""
+def failure(text: str) -> BaseException:
+    """Return the exception that fails a test with these lines and no traceback."""
     return pytest.fail.Exception(text, pytrace=False)
 
 
 @contextmanager
 def refused_in_one_line() -> Iterator[None]:
-    """Whatever magis refuses here fails the test."""
+    """Turn an error of magis in the block into a failure of the test."""
     try:
         yield
     except MagisError as error:
-        raise red(str(error)) from None
+        raise failure(str(error)) from None
 
 
-def claim(shown: str, item: pytest.Item, name: str) -> None:
-    """Raise UsageError where the network of another test is called so."""
-    other = claimed(item, name)
+def check_claim(shown: str, item: pytest.Item, name: str) -> None:
+    """Raise UsageError if the network of another test has the same name."""
+    other = claim_name(item, name)
     if other is not None:
         raise UsageError(f"{shown}: the network of {other} is called {name!r} too", hint="give each its name")
 
 
 def cases_here(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
-    """The cases of a network, to run now. Raises UsageError unless the device that the test names is here, too."""
-    device = settings.grid.device  # the options' own has been checked
+    """Plan the cases of a network, to run now. Raises UsageError for a device that is not here, too."""
+    device = settings.grid.device  # that of the options has been checked
     found = config.hook.pytest_magis_devices(config=config)
     if device not in found:
         why = "needs a GPU and none was found" if device == "cuda" else "is unknown"

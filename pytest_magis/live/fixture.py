@@ -1,4 +1,4 @@
-"""What a test gates that it has at hand: networks, by the fixture `magis`, and blocks of code, `with magis.peak():`."""
+"""Gates networks that a test has at hand (the fixture `magis`) and blocks of code (`with magis.peak():`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from magis.strategies.strategy_names import BLOCK
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
 from pytest_magis.harness import forget
-from pytest_magis.judged_case import Live, judged, lines_of, searched_front, verdict_on
-from pytest_magis.live.asked_options import awake, cases_here, check_name, claim, read_asked, red, refused_in_one_line
-from pytest_magis.live.gated_tests import claimed, name_of, node_id
+from pytest_magis.judged_case import GatedTest, report_lines, run_and_judge, search_and_write_front, verdict_on
+from pytest_magis.live.asked_options import (
+    cases_here,
+    check_claim,
+    check_name,
+    failure,
+    read_asked,
+    refused_in_one_line,
+    started_gate,
+)
+from pytest_magis.live.gated_tests import claim_name, name_of, node_id
 from pytest_magis.option_values import share
 from pytest_magis.run_plan import FRONT, Outcome, PlannedCase, add, forget_outcomes
 
@@ -30,7 +38,7 @@ PEAK = "magis.peak: gate"
 
 
 class MagisFixture:
-    """What the fixture `magis` is. One of its own for every test."""
+    """The value of the fixture `magis`, one for each test."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
@@ -62,63 +70,68 @@ class MagisFixture:
         __tracebackhide__ = True
         outcomes = []
         item = self._item
-        gate = awake(item.config)
+        gate = started_gate(item.config)
         with refused_in_one_line():
             wanted = read_asked("magis.check", {**asked, **({} if optimizer is None else {"optimizer": optimizer})})
-            name = self._named(wanted.name)
+            name = self._claim_name(wanted.name)
             settings = wanted.over(gate.settings)
             planned = cases_here(item.config, name, settings)
             _, make = recipe_of("magis.check", module, batch, loss, wanted.optimizer, name=name)
             if make is None:
                 raise UsageError("magis.check: a name is no module", hint="--magis-models takes names")
-        live = Live(make, settings.tolerances, node_id(item))
+        live = GatedTest(make, settings.tolerances, node_id(item))
         try:
             for each in planned:
                 if each.label == FRONT:
                     with refused_in_one_line():
-                        add(searched_front(item.config, gate, each, live), item.user_properties)
+                        add(search_and_write_front(item.config, gate, each, live), item.user_properties)
                     continue
-                with suppress(pytest.skip.Exception):  # of a pattern, what is not for this network
-                    for outcome in judged(item.config, gate, each, live):
+                with suppress(pytest.skip.Exception):  # a strategy of a pattern that does not fit this network
+                    for outcome in run_and_judge(item.config, gate, each, live):
                         add(outcome, item.user_properties)
                         outcomes.append(outcome)
         finally:
-            forget(item.config)  # tensors of the test's own are kept no longer than it does
+            forget(item.config)  # frees tensors of the test
         _fail_if_red(outcomes, gate, item.config)
         return {outcome.label: outcome.result for outcome in outcomes if outcome.result is not None}
 
-    def _named(self, given: str | None) -> str:
+    def _claim_name(self, given: str | None) -> str:
+        """Name a network of this test; from the second on with a number, unless it has a name of its own."""
         name = name_of(self._item, given)
         if name in self._names:
             if given is not None:
                 raise UsageError(f"magis.check: this test has gated a network called {given!r} already")
             name = f"{name}.{len(self._names) + 1}"
-        claim("magis.check", self._item, name)
+        check_claim("magis.check", self._item, name)
         self._names.append(name)
         return name
 
 
 class PeakGate:
-    """Compares the blocks of one test with their baselines, which are kept under the test's name."""
+    """Compares blocks of code in one test with their baselines, which have the test's name."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
         self._labels: set[str] = set()
 
     def __call__(self, peaks: Mapping[str, BlockPeak], tolerance: float) -> None:
-        """Fail the test if one of the blocks is red, or cannot be compared."""
+        """Fail the test if a block is red, or cannot be compared."""
         __tracebackhide__ = True
-        gate = awake(self._item.config)
+        gate = started_gate(self._item.config)
         with refused_in_one_line():
             allowed = share(f"{PEAK}: tolerance", str(tolerance))
             tolerances = replace(gate.settings.tolerances, memory=max(allowed, gate.settings.tolerances.memory))
-            outcomes = [self._judged(peak, name, gate, tolerances) for name, peak in peaks.items()]
+            outcomes = [self._judge(peak, name, gate, tolerances) for name, peak in peaks.items()]
         _fail_if_red(outcomes, gate, self._item.config)
 
-    def _judged(self, peak: BlockPeak, name: str, gate: Gate, tolerances: Tolerances) -> Outcome:
+    def _judge(self, peak: BlockPeak, name: str, gate: Gate, tolerances: Tolerances) -> Outcome:
         item = self._item
-        test, label = name_of(item), self._label(name)
-        other = claimed(item, test)
+        test = name_of(item)
+        label = f"{BLOCK}-{check_name(f'{PEAK}: name', name)}" if name else BLOCK
+        if label in self._labels:
+            raise UsageError(f"{PEAK}: this test has gated a block called {name!r} already", hint="give each its name")
+        self._labels.add(label)
+        other = claim_name(item, test)
         if other is not None:
             raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
         result = peak.result(test)
@@ -127,16 +140,11 @@ class PeakGate:
         add(outcome, item.user_properties)
         return outcome
 
-    def _label(self, name: str) -> str:
-        label = f"{BLOCK}-{check_name(f'{PEAK}: name', name)}" if name else BLOCK
-        if label in self._labels:
-            raise UsageError(f"{PEAK}: this test has gated a block called {name!r} already", hint="give each its name")
-        self._labels.add(label)
-        return label
-
 
 def _fail_if_red(outcomes: Iterable[Outcome], gate: Gate, config: pytest.Config) -> None:
     __tracebackhide__ = True
     failed = [outcome for outcome in outcomes if not outcome.verdict.passed]
     if failed:
-        raise red("\n".join(line for each in failed for line in (f"{each.name}:", *lines_of(each, gate, config))))
+        raise failure(
+            "\n".join(line for each in failed for line in (f"{each.name}:", *report_lines(each, gate, config)))
+        )

@@ -1,4 +1,4 @@
-"""Which tests are gated, and what their networks are called."""
+"""Tells gated tests from others, and names their networks."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ MARK = "magis"
 FIXTURES = ("magis", "magis_peak")
 OURS = "pytest_magis.plugin"
 PARAM = "magis case"
-"""The parameter that tells the cases of a marked test apart; no argument of a function can be called so."""
+"""Parameter of a marked test whose value is the case; no argument of a function can have this name."""
 _OWNERS: pytest.StashKey[dict[str, set[str]]] = pytest.StashKey()
 
 
 def is_marked(item: pytest.Item) -> bool:
-    """Whether a test returns a network to gate."""
+    """Return True for a test with the mark, which returns a network to gate."""
     return isinstance(item, pytest.Function) and item.get_closest_marker(MARK) is not None
 
 
 def is_live(item: pytest.Item) -> bool:
-    """Whether a test is gated."""
-    return is_marked(item) or _takes_fixture(item)
-
-
-def _takes_fixture(item: pytest.Item) -> bool:
-    """Whether a test uses our fixture, and not one of that name of its own project."""
+    """Return True for a test that is gated: it has the mark, or uses one of our fixtures."""
+    if is_marked(item):
+        return True
+    # a project may have a fixture of the same name
     known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     return any(known.get(name) and known[name][-1].func.__module__ == OURS for name in FIXTURES)
 
 
 def label_of(item: pytest.Function) -> str:
-    """The case that an item of a marked test is: "magis-mem0.8"; empty where the mark came too late to make cases, from
-    a parameter or a hook, or sits on a test of unittest, which makes none."""
+    """Return the label of the case that an item of a marked test is ("magis-mem0.8"), or "".
+
+    It is empty if the mark made no cases: it came from a parameter or a hook, or is on a test of unittest.
+    """
     callspec = getattr(item, "callspec", None)
     return "" if callspec is None else str(callspec.params.get(PARAM, ""))
 
 
 def name_of(item: pytest.Item, given: str | None = None) -> str:
-    """What tables and baselines call a test's network: `given`, else its place ("tests.test_memory.test_net"); with the
-    test's own parameters. The same wherever the test runs, and no other test's."""
+    """Name a test's network in tables and baselines: `given`, else its path ("tests.test_memory.test_net").
+
+    The test's own parameters follow. The name is the same wherever the test runs, and no other test has it.
+    """
     place, _, function = node_id(item).partition("::")
     plain, bracket, parameters = function.partition("[")
     if bracket and is_marked(item) and isinstance(item, pytest.Function):
@@ -52,26 +54,28 @@ def name_of(item: pytest.Item, given: str | None = None) -> str:
 
 
 def given_name(item: pytest.Item) -> str | None:
-    """What the marks of a test call its network, if they do: the closest one's word."""
+    """Return the name of a test's network by its closest mark that gives one; None without."""
     names = (mark.kwargs["name"] for mark in item.iter_markers(MARK) if mark.kwargs.get("name") is not None)
     return next(names, None)
 
 
-def claimed(item: pytest.Item, name: str) -> str | None:
-    """Note that a test's network is called so; another test whose network is called so already, if there is one: the
-    two would share rows and baselines, and each would be judged by the other's."""
+def claim_name(item: pytest.Item, name: str) -> str | None:
+    """Note the name of a test's network, and return another test whose network has the same name; None without one.
+
+    The two would share rows and baselines, and each would be compared with the other.
+    """
     owners = item.config.stash.setdefault(_OWNERS, {}).setdefault(name, set())
     owners.add(name_of(item))
     return min(owners - {name_of(item)}, default=None)
 
 
 def claimed_names(config: pytest.Config) -> Collection[str]:
-    """All names so far."""
+    """Return all names of networks so far."""
     return config.stash.get(_OWNERS, {})
 
 
 def node_id(item: pytest.Item) -> str:
-    """What the command line calls a test; --dist=loadgroup appends "@<group>" to that."""
+    """Return the node id of a test without the "@<group>" that --dist=loadgroup appends."""
     groups = [mark.args[0] if mark.args else mark.kwargs.get("name") for mark in item.iter_markers("xdist_group")]
     for group in groups:
         if item.nodeid.endswith(f"@{group}"):
@@ -80,7 +84,7 @@ def node_id(item: pytest.Item) -> str:
 
 
 def subject_of(item: pytest.Item) -> str | None:
-    """The network that an item is about, the same for all its cases; None for a test that is not gated."""
+    """Return the network of an item, the same for all its cases; None for a test that is not gated."""
     planned = getattr(item, "planned", None)
     if planned is not None:
         return str(planned.model)
@@ -88,5 +92,5 @@ def subject_of(item: pytest.Item) -> str | None:
 
 
 def benchmarks_count(config: pytest.Config) -> bool:
-    """Whether options of pytest-benchmark tell benchmarks, as which what the gate runs counts, from other tests."""
+    """Return True if options of pytest-benchmark select or skip benchmarks; gated tests then count as such."""
     return any(bool(config.getoption(name, default=False)) for name in ("benchmark_only", "benchmark_skip"))

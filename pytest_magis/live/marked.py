@@ -1,4 +1,4 @@
-"""Tests marked `magis`: each returns a network with its batch, and becomes one item for every case of it."""
+"""Tests marked `magis`: each returns a network with its batch, and becomes one item per case."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from magis.errors import MagisError, UsageError
-from pytest_magis.harness import forget, recipe
-from pytest_magis.judged_case import Live, judged, lines_of, searched_front
+from pytest_magis.harness import builder, forget
+from pytest_magis.judged_case import GatedTest, report_lines, run_and_judge, search_and_write_front
 from pytest_magis.live.asked_options import (
     AskedOptions,
-    awake,
     cases,
     cases_here,
-    claim,
+    check_claim,
+    failure,
     read_asked,
-    red,
     refused_in_one_line,
+    started_gate,
 )
 from pytest_magis.live.gated_tests import MARK, PARAM, label_of, name_of, node_id
 from pytest_magis.options import anywhere
@@ -33,14 +33,14 @@ SHOWN = f"@pytest.mark.{MARK}"
 
 
 class _Maker:
-    """How to build the network of a test, for all of its cases; by the fixtures of the case that runs."""
+    """Builds the network of a test for all its cases, with the fixtures of the case that runs."""
 
     def __init__(self, name: str, optimizer: Any) -> None:
         self.name = name
         self.call: Callable[[], object] = lambda: None
-        self.make: Callable[[int], Workload] = recipe(name, self._called, optimizer)
+        self.make: Callable[[int], Workload] = builder(name, self._call_latest, optimizer)
 
-    def _called(self) -> object:
+    def _call_latest(self) -> object:
         return self.call()
 
 
@@ -48,7 +48,7 @@ _MAKER: pytest.StashKey[_Maker] = pytest.StashKey()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """One item for each case of a marked test, by its mark and the options."""
+    """Make an item of each case of a marked test, by its mark and the options."""
     definition = metafunc.definition
     try:
         if inspect.iscoroutinefunction(metafunc.function):
@@ -56,40 +56,40 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         asked = _asked(definition)
         labels = [each.label for each in cases(metafunc.config, "net", asked.over(anywhere(metafunc.config)))]
     except MagisError as error:
-        raise red(f"{definition.nodeid}: {error}") from None
+        raise failure(f"{definition.nodeid}: {error}") from None
     metafunc.fixturenames.append(PARAM)
     metafunc.parametrize(PARAM, labels)
 
 
-def run(item: pytest.Function) -> None:
-    """Run an item of a marked test in place of calling it: its function builds the network."""
-    gate, label = awake(item.config), label_of(item)
+def run_marked(item: pytest.Function) -> None:
+    """Run the case of a marked test; calling the test builds the network."""
+    gate, label = started_gate(item.config), label_of(item)
     with refused_in_one_line():
         asked = _asked(item)
         name = name_of(item, asked.name)
-        claim(SHOWN, item, name)
+        check_claim(SHOWN, item, name)
         settings = asked.over(gate.settings)
         planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
-    live = Live(_maker(item, name, asked), settings.tolerances, node_id(item))
+    live = GatedTest(_maker(item, name, asked), settings.tolerances, node_id(item))
     if label == FRONT:
         with refused_in_one_line():
-            leave(searched_front(item.config, gate, planned, live), item.user_properties)
+            leave(search_and_write_front(item.config, gate, planned, live), item.user_properties)
         return
-    for outcome in judged(item.config, gate, planned, live):
+    for outcome in run_and_judge(item.config, gate, planned, live):
         leave(outcome, item.user_properties)
     if not outcome.verdict.passed:
-        raise red("\n".join(lines_of(outcome, gate, item.config)))
+        raise failure("\n".join(report_lines(outcome, gate, item.config)))
 
 
-def let_go(config: pytest.Config) -> None:
-    """Keep nothing of the last network."""
+def free_network(config: pytest.Config) -> None:
+    """Free the last network."""
     forget(config)
     if _MAKER in config.stash:
         del config.stash[_MAKER]
 
 
 def _asked(item: pytest.Item) -> AskedOptions:
-    """The marks of a function, its class and its module, the closest one first."""
+    """Read the marks of a function, its class and its module; the closest one wins."""
     merged: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if mark.args:
@@ -99,7 +99,7 @@ def _asked(item: pytest.Item) -> AskedOptions:
 
 
 def _maker(item: pytest.Function, name: str, asked: AskedOptions) -> Callable[[int], Workload]:
-    """How to build the network; the same for all cases of a test, which then share what is captured of it."""
+    """Return the builder of the network; the same for all cases of a test, so that they share its capture."""
     maker = item.config.stash.get(_MAKER, None)
     if maker is None or maker.name != name:
         maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)

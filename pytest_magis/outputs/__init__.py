@@ -1,1 +1,1 @@
-"""What a run shows and writes: the terminal's table, results.csv, the progress line."""
+"""Outputs of a run beside the terminal and results.csv: the HTML report, GitHub, pytest-benchmark, JUnit files."""

@@ -1,7 +1,7 @@
-"""What a run shows on GitHub: its table as Markdown in the job's summary, and red cases as annotations.
+"""Output for GitHub: the table as Markdown in the job's summary, and red cases as annotations.
 
-The summary is what `--magis-markdown` names, else the file in `$GITHUB_STEP_SUMMARY`, to which every step of a job
-adds. Annotations are lines of the log, printed where `$GITHUB_ACTIONS` is "true".
+The summary goes to the file of `--magis-markdown`, else to that in `$GITHUB_STEP_SUMMARY`, to which every step of a job
+adds. Annotations are lines of the log, printed if `$GITHUB_ACTIONS` is "true".
 """
 
 from __future__ import annotations
@@ -14,26 +14,15 @@ from magis.report import write_text_atomically
 from pytest_magis.findings import accept_case
 from pytest_magis.options import Settings
 from pytest_magis.run_plan import Outcome
-from pytest_magis.terminal_table import HEADER, LEFT, cells
+from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 
 
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:
-    """The run as Markdown: how many cases are red, the table, and what the red ones say."""
+    """Write the run as Markdown: the number of red cases, the table, and the findings of red cases."""
+    rule = ["---" if column in LEFT else "---:" for column in range(len(HEADER))]
+    table = (_row(texts) for texts in (HEADER, rule, *map(cells, outcomes)))
     red = [outcome for outcome in outcomes if not outcome.verdict.passed]
-    return "\n".join((*_head(outcomes, red), *_table(outcomes), *_details(red, given))) + "\n"
-
-
-def _head(outcomes: Sequence[Outcome], red: Sequence[Outcome]) -> Iterator[str]:
-    state = f"{len(red)} of {len(outcomes)} cases red" if red else f"all {len(outcomes)} cases green"
-    yield f"## magis: {state}"
-    yield ""
-
-
-def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    yield _row(HEADER)
-    yield _row(["---" if column in LEFT else "---:" for column in range(len(HEADER))])
-    for outcome in outcomes:
-        yield _row(cells(outcome))
+    return "\n".join((f"## magis: {state_of_run(outcomes)}", "", *table, *_details(red, given))) + "\n"
 
 
 def _row(texts: Sequence[str]) -> str:
@@ -45,15 +34,15 @@ def _details(red: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> Iterat
         yield ""
         yield f"**{printable(outcome.name, 'markdown')}**"
         yield ""
-        for line in _said(outcome):
+        for line in _findings(outcome):
             yield f"* {printable(line, 'markdown')}"
         if outcome.verdict.needed:
             command = accept_case(given, outcome.model, outcome.case, outcome.verdict.needed, outcome.where)
             yield f"* accept with: `{printable(command).replace('`', '')}`"
 
 
-def _said(outcome: Outcome) -> Iterator[str]:
-    """What a red case says, a line each."""
+def _findings(outcome: Outcome) -> Iterator[str]:
+    """Yield the error, the findings and the notes of a red case, a line each."""
     if outcome.error:
         yield f"error: {outcome.error}"
     for finding in outcome.verdict.findings:
@@ -64,7 +53,7 @@ def _said(outcome: Outcome) -> Iterator[str]:
 
 
 def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
-    """Write the run as Markdown where the settings say, and say so in one line. Raises UsageError where that fails."""
+    """Write the run as Markdown; return a line that says so. Raises UsageError if that fails."""
     path, text = settings.markdown, markdown(outcomes, settings.given)
     if path is None:
         return ""
@@ -80,17 +69,18 @@ def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
 
 
 def error_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """One workflow command for every red case."""
+    """Yield one workflow command for each red case."""
     for outcome in outcomes:
         if not outcome.verdict.passed:
-            text = "\n".join(map(printable, _said(outcome))) or outcome.verdict.label
+            text = "\n".join(map(printable, _findings(outcome))) or outcome.verdict.label
             yield f"::error title={_property(f'magis::{printable(outcome.name)}')}::{_data(text)}"
 
 
 def _data(text: str) -> str:
-    """As workflow commands want it: https://github.com/actions/toolkit, `escapeData` and `escapeProperty`."""
+    """Escape text for a workflow command, as `escapeData` of https://github.com/actions/toolkit does."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
+    """Escape text as `escapeProperty` does."""
     return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -18,7 +18,7 @@ from magis.child_process import run_bound
 from magis.errors import UsageError
 from magis.extensions.versions.revisions import environment
 from magis.plain_records import from_plain, to_plain
-from magis.version_run import COMPARED_WITH, VersionRun, moved
+from magis.version_run import COMPARED_WITH, VersionRun, rebased_path
 
 NO_FILE = "ERROR: file or directory not found"
 RAN = (0, 1, 5)
@@ -129,7 +129,7 @@ def run_gate(
     variables = environment()
     others = {}
     if root is not None and tree is not None:
-        start = moved(start, root, tree)
+        start = rebased_path(start, root, tree)
         if not start.is_dir():
             raise UsageError(f"{name} has no folder {start.relative_to(tree)}")
         others = {"root": str(root), "tree": str(tree.resolve())}
@@ -159,7 +159,7 @@ def _python_path(root: Path, tree: Path) -> str:
     prefix = Path(sys.prefix)
     ours = [Path(entry or ".").absolute() for entry in sys.path]
     ours = [entry for entry in ours if entry.is_relative_to(root) and not entry.is_relative_to(prefix)]
-    found = [moved(entry, root, tree) for entry in (*ours, root, root / "src")]
+    found = [rebased_path(entry, root, tree) for entry in (*ours, root, root / "src")]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     others = [entry for entry in given if not Path(entry).absolute().is_relative_to(root)]
     return os.pathsep.join([*dict.fromkeys(str(entry) for entry in found if entry.is_dir()), *others])

@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file that opens offline, with nothing fetched from anywhere."""
+"""The report of a run: one HTML file that opens offline and fetches nothing."""

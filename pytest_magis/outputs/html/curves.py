@@ -1,6 +1,6 @@
-"""Memory over simulated time as a picture: a panel for each step, bytes stacked by kind, on the same axes.
+"""Draws memory over simulated time: a panel for each step, bytes stacked by kind, on the same axes.
 
-Shapes are an SVG that is stretched to the page; words are HTML beside it, so that they keep their size.
+Shapes are an SVG that is stretched to the page; words are HTML above it, so that they keep their size.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from magis.units import format_bytes, format_milliseconds
 from pytest_magis.outputs.html.page_parts import element, text
 
 WIDTH, PANEL, GAP = 1000, 170, 34
-"""Of the SVG: what its width counts as, and pixels of a panel and of the words above it."""
+"""Width of the SVG in its own units; pixels of a panel's height, and of the words above it."""
 LINE = 16
-"""Pixels that a line of words needs."""
+"""Pixels of a line of words."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What the picture of a case shows."""
+    """Picture of a case: memory over time of its steps."""
 
     lines: Mapping[str, Sequence[Span]]
-    """By step."""
+    """Calls on the time line by step."""
     limit: int | None = None
-    """Bytes that the optimized step may need."""
+    """Memory limit in bytes."""
 
     @cached_property
     def calls(self) -> dict[str, list[Span]]:
-        """What is drawn of each step: a copy lasts beside its calls."""
+        """Return the calls to draw by step: copies and messages run beside them and are left out."""
         return {step: [span for span in spans if span.stream == "compute"] for step, spans in self.lines.items()}
 
     @cached_property
@@ -47,19 +47,27 @@ class Curves:
 
     @cached_property
     def kinds(self) -> dict[int, str]:
-        """Those that are ever in memory, by their place in a call's own; empty where the calls do not say."""
+        """Return the kinds that are ever in memory, by their index in `Span.KINDS`; empty if calls have no kinds."""
         spans = [span for spans in self.calls.values() for span in spans]
         if not all(len(span.kinds) == len(Span.KINDS) for span in spans):
             return {}
         return {at: kind for at, kind in enumerate(Span.KINDS) if any(span.kinds[at] for span in spans)}
 
     def data(self) -> dict[str, Any]:
-        """For the script: names of calls once, of each step's calls [start, milliseconds, bytes, name], and by kind
-        the bytes of every call, or the one number that all of them have."""
+        """Return the data of the page's script.
+
+        Each step's calls are [start, milliseconds, bytes, index of name]. Bytes by kind are a list over the calls, or
+        one number if all calls have the same.
+        """
         names: dict[str, int] = {}
         found = {
             step: [
-                [round(span.start_ms, 6), round(span.ms, 6), span.nbytes, names.setdefault(_said(span), len(names))]
+                [
+                    round(span.start_ms, 6),
+                    round(span.ms, 6),
+                    span.nbytes,
+                    names.setdefault(_call_in_words(span), len(names)),
+                ]
                 for span in spans
             ]
             for step, spans in self.calls.items()
@@ -72,7 +80,7 @@ class Curves:
         return {"lines": found, "kinds": kinds, "names": list(names), **ends}
 
     def html(self, number: int, title: str) -> str:
-        """The picture, with a key and a place for what the script tells."""
+        """Return the picture with its key, and an element that the script fills."""
         height = len(self.lines) * (PANEL + GAP)
         peaks = [f"{step}: at most {format_bytes(_most(spans))}" for step, spans in self.lines.items()]
         limit = [] if self.limit is None else [f"memory limit {format_bytes(self.limit)}"]
@@ -106,7 +114,7 @@ class Curves:
             levels = [list(accumulate(span.kinds)) if self.kinds else [span.nbytes] for span in calls]
             starts = [WIDTH * self.time_scale.share(span.start_ms) for span in calls]
             end = WIDTH * self.time_scale.share(_end_ms(calls))
-            for at in reversed(self.kinds or {0: ""}):  # the highest first: lower ones hide the rest of it
+            for at in reversed(self.kinds or {0: ""}):  # the highest first: lower ones are drawn over it
                 tops = [base - self._height(each[at]) for each in levels]
                 yield f'<path class="k{at}" d="{_area(starts, tops, end, base)}"/>'
             yield from (self._line("grid", base, tick) for tick in self.bytes_scale.ticks)
@@ -120,8 +128,8 @@ class Curves:
     def _words(self) -> Iterator[str]:
         for number, (step, spans) in enumerate(self.lines.items(), 1):
             base = number * (PANEL + GAP)
-            said = f"{step}: at most {format_bytes(_most(spans))}, {format_milliseconds(_end_ms(self.calls[step]))}"
-            yield _word("step", said, base - PANEL - LINE - LINE / 2 - 2)
+            head = f"{step}: at most {format_bytes(_most(spans))}, {format_milliseconds(_end_ms(self.calls[step]))}"
+            yield _word("step", head, base - PANEL - LINE - LINE / 2 - 2)
             for tick in self.bytes_scale.ticks:
                 yield _word("y", self.bytes_scale.words(tick), base - self._height(tick) - LINE / 2)
             if self.limit is not None:
@@ -151,7 +159,7 @@ def _column(values: Sequence[int]) -> Sequence[int] | int:
 
 
 def _area(starts: Sequence[float], levels: Sequence[float], end: float, base: float) -> str:
-    """A level from the start of a call to that of the next, and what is below it; nothing is drawn twice."""
+    """Return the path of an area under levels, each from the start of its call to that of the next."""
     found = [f"M0 {base}"]
     drawn = f"{base:.1f}"
     for x, level in zip(starts, levels, strict=True):
@@ -162,8 +170,8 @@ def _area(starts: Sequence[float], levels: Sequence[float], end: float, base: fl
     return "".join([*found, f"H{end:.1f}V{base}Z"])
 
 
-def _said(span: Span) -> str:
-    """A call in words."""
+def _call_in_words(span: Span) -> str:
+    """Write a call in words."""
     module = f" of {span.module}" if span.module else ""
     again = ", recomputed" if span.again else ""
     return printable(f"{span.op}{module} ({span.phase}{again}){f' {span.line}' if span.line else ''}")

@@ -14,34 +14,32 @@ from magis.strategies.strategy_names import PLANS, RESERVED
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
-from pytest_magis.explain import module_name
+from pytest_magis.explain import module_name, operator_at
 from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
 from pytest_magis.gate import Run
 from pytest_magis.outputs.html.curves import Curves
 from pytest_magis.outputs.html.page_parts import Commit, element, embedded, history, table, text
 from pytest_magis.run_plan import Outcome
-from pytest_magis.terminal_table import HEADER, LEFT, cells
-
-# One case of the report.
+from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 
 ROWS = 20
-"""Of a table of modules; the others are summed up."""
+"""Most rows of a table of modules; the others are summed up."""
 
 
 def curves_of(outcome: Outcome) -> Curves | None:
-    """The curves of a case: of the eager strategy one, since both steps are the same; None where it has none."""
+    """Return the curves of a case, one of the eager strategy; None without time lines."""
     result = outcome.result
     if result is None or result.timelines is None:
         return None
     steps = {"original": result.timelines.original}
     if not outcome.case.has_one_step:
         steps["optimized"] = result.timelines.optimized
-    # the curves are bytes of tensors: a limit of reserved ones would lie above them
+    # the curves show bytes of tensors, with which a limit of reserved bytes cannot be compared
     return Curves(steps, None if outcome.case.memory_limit_of == RESERVED else result.memory_limit_bytes)
 
 
 def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> str:
-    """All that is known of a case; ``commits`` changed the file of its baseline, newest first."""
+    """Return the section of a case; ``commits`` changed the file of its baseline, newest first."""
     state = "green" if outcome.verdict.passed else "red"
     return element(
         "section", "".join(_parts(number, outcome, run, commits)), id=f"case-{number}", class_=f"case {state}"
@@ -50,7 +48,7 @@ def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Comm
 
 def _parts(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> Iterator[str]:
     yield f'<h2>{text(outcome.name)} <span class="label">{text(outcome.verdict.label)}</span></h2>'
-    yield from _said(outcome, run)
+    yield from _findings(outcome, run)
     result = outcome.result
     if result is None:
         yield "<p>It has no result to show.</p>"
@@ -69,8 +67,8 @@ def _parts(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -
     yield from _history(outcome, result, run, commits)
 
 
-def _said(outcome: Outcome, run: Run) -> Iterator[str]:
-    """Findings with what explains them, notes, the error, and how to accept it."""
+def _findings(outcome: Outcome, run: Run) -> Iterator[str]:
+    """Yield findings with their reasons, notes, the error, and the command that accepts the case."""
     verdict = outcome.verdict
     items = [(found.kind, f"{found.kind}: {found.text}", found.why) for found in verdict.findings]
     items += [("note", note, "") for note in verdict.notes]
@@ -88,12 +86,10 @@ def _said(outcome: Outcome, run: Run) -> Iterator[str]:
 
 
 def _peak(step: str, peak: Peak | None) -> str:
-    """What a step holds while its tensors peak."""
+    """Return the table of tensors at a step's peak."""
     if peak is None:
         return ""
-    of = f" of {peak.module}" if peak.module else ""
-    line = f", {peak.line}" if peak.line else ""
-    where = f", at {peak.op}{of} ({peak.phase}{line})" if peak.op else ""
+    where = f", at {operator_at(peak)}" if peak.op else ""
     words = f"Tensors at the peak of the {step} step: {format_bytes(peak.tensor_bytes)}{where}"
     if peak.scratch_bytes:
         scratch = f"{peak.scratch_op}{f' of {peak.scratch_module}' if peak.scratch_module else ''}"
@@ -115,7 +111,7 @@ def _plan(outcome: Outcome, result: CaseResult) -> Iterator[str]:
 
 
 def _modules(rows: Sequence[ModuleBytes], kind: str, count: str) -> str:
-    """Rows by module, most bytes first; the rest in one."""
+    """Return a table of rows by module, most bytes first; the last row sums up the rest."""
     total = sum(row.nbytes for row in rows)
     found = [_module(row, total) for row in rows[:ROWS]]
     if len(rows) > ROWS:
@@ -132,7 +128,7 @@ def _module(row: ModuleBytes, total: int) -> list[str]:
 
 
 def _history(outcome: Outcome, result: CaseResult, run: Run, commits: Sequence[Commit]) -> Iterator[str]:
-    """What the baseline held before, commit by commit, and this run; of commits that changed it alone."""
+    """Yield the table of stored bytes by commit, and of this run."""
     path = baseline_path(run.settings.baselines, outcome.case.device, outcome.model)
     stored = stored_case(run.baselines.get(path), outcome.label, outcome.case)
     rows = list(_commits(outcome, commits))
@@ -147,7 +143,7 @@ def _history(outcome: Outcome, result: CaseResult, run: Run, commits: Sequence[C
 
 
 def _commits(outcome: Outcome, commits: Sequence[Commit]) -> Iterator[tuple[str, ...]]:
-    """Oldest first; a commit that left the case as it was says nothing."""
+    """Yield rows of commits that changed the case's bytes, oldest first."""
     before: CaseBaseline | None = None
     for commit in reversed(commits):
         stored = stored_case(commit.baseline, outcome.label, outcome.case)
@@ -165,19 +161,18 @@ def _amounts(original: int, optimized: int) -> tuple[str, str]:
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Nothing is fetched, whatever a name in the report may hold."""
+"""Content security policy: nothing is fetched, whatever a name in the report contains."""
 LARGEST_PICTURE = 4 * 1024 * 1024
 
 
 def write_report(path: Path, run: Run) -> str:
-    """Replace the file by the report, and say so in one line. Raises UsageError where that fails."""
+    """Write the report; return a line that says so. Raises UsageError if that fails."""
     write_text_atomically(path, "\n".join(_page(run)) + "\n")
     return f"report: {path}"
 
 
 def _page(run: Run) -> Iterator[str]:
-    red = [outcome for outcome in run.outcomes if not outcome.verdict.passed]
-    state = f"{len(red)} of {len(run.outcomes)} cases red" if red else f"all {len(run.outcomes)} cases green"
+    state = state_of_run(run.outcomes)
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}"/>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -222,7 +217,7 @@ def _notices(run: Run) -> Iterator[str]:
 
 
 def _verdicts(run: Run) -> str:
-    """The cells of the terminal's table; the last one leads to the case."""
+    """Return the terminal's table; the verdict in it links to the section of the case."""
     rows = []
     for number, outcome in enumerate(run.outcomes):
         *others, verdict = cells(outcome)
@@ -233,7 +228,7 @@ def _verdicts(run: Run) -> str:
 
 
 def _fronts(run: Run) -> Iterator[str]:
-    """The pictures that --magis-pareto wrote, as images: what is in an image runs no script."""
+    """Yield the pictures of --magis-pareto as images, in which no script can run."""
     for model, path in run.fronts:
         picture = _picture(path)
         if picture is not None:
@@ -246,6 +241,6 @@ def _fronts(run: Run) -> Iterator[str]:
 def _picture(path: Path) -> str | None:
     try:
         content = path.read_bytes()
-    except OSError:  # it was there; the report does without
+    except OSError:  # removed meanwhile: the report has no picture
         return None
     return b64encode(content).decode("ascii") if len(content) <= LARGEST_PICTURE else None

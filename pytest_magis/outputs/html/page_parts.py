@@ -1,4 +1,4 @@
-"""Parts of the HTML page: escaped text, tables, what a baseline file held before."""
+"""Parts of the HTML page: escaped text, tables, earlier versions of a baseline file from git."""
 
 from __future__ import annotations
 
@@ -16,49 +16,44 @@ from pytest_magis.baselines import ModelBaseline
 
 
 def text(words: object) -> str:
-    """Plain text, quotes included."""
+    """Escape plain text, quotes included."""
     return printable(words, "html")
 
 
 def element(name: str, inner: str, **attributes: object) -> str:
-    """An element around HTML that is made already; a trailing "_" of an attribute's name is left out."""
+    """Put an element around HTML; a trailing "_" of an attribute's name is left out."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{inner}</{name}>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int], **attributes: object) -> str:
-    """A table of cells that are HTML; columns in ``left`` hold words, the others numbers."""
-    return element("table", "".join(_table(head, rows, left)), **attributes)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Return a table of cells in HTML; columns in ``left`` hold words, the others numbers."""
     kinds = ["w" if column in left else "n" for column in range(len(head))]
     cells = "".join(element("th", text(cell), class_=kind, scope="col") for cell, kind in zip(head, kinds, strict=True))
-    yield f"<thead><tr>{cells}</tr></thead><tbody>"
-    for row in rows:
-        yield f"<tr>{''.join(element('td', cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))}</tr>"
-    yield "</tbody>"
+    body = "".join(
+        f"<tr>{''.join(element('td', cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))}</tr>"
+        for row in rows
+    )
+    return element("table", f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody>", **attributes)
 
 
 def embedded(data: object) -> str:
-    """JSON for a <script> element: no character of it can end that element or begin a comment."""
+    """Write JSON for a <script> element, without characters that could end that element or begin a comment."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for mark in "<>&\u2028\u2029":
         plain = plain.replace(mark, f"\\u{ord(mark):04x}")
     return plain
 
 
-# What a baseline file held before, by the log of its git repository; nothing where there is none.
-
 MOST = 20
-"""Commits that are looked at."""
+"""Most commits to read."""
 SECONDS = 5.0
-"""For one call of git: a slow disk must not hold up a run."""
+"""Time limit of one call of git: a slow disk must not hold up a run."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that changed the file, and what it left there."""
+    """A commit that changed a baseline file, with the content after it."""
 
     name: str
     date: str
@@ -67,7 +62,7 @@ class Commit:
 
 
 def history(path: Path) -> tuple[Commit, ...]:
-    """The last commits that changed a baseline file, newest first; those that left no readable one are left out.
+    """Return the last commits that changed a baseline file, newest first, without those that left no readable one.
 
     Never raises: without git, repository or commits there is no history.
     """
@@ -88,7 +83,7 @@ def _commits(path: Path) -> Iterator[Commit]:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git says; None where it cannot."""
+    """Run git and return its output; None if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
