@@ -27,7 +27,7 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.outside_reads import LATER, Ran
+from magis.capture.outside_reads import LATER, Ran, unwatched
 from magis.capture.places import Places
 from magis.capture.python_state import caches_kept
 from magis.capture.refusals import clear_errors
@@ -38,7 +38,7 @@ from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
-from magis.ops.python_objects import PLAIN, found_at, is_of_module, leave, same, told
+from magis.ops.python_objects import PLAIN, found_at, holder_of, is_of_module, leave, same, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -159,11 +159,21 @@ def observe(
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
     known, state, moved = tuple(tensors), frozenset[str](), frozenset[str]()
+    ran, looked = Ran(), ""
     while True:  # until it is known which attributes take a tensor or a number from one step to the next
-        found = _observe(call, roots, known, state, moved, draws=draws)
-        if isinstance(found, Reads):
-            return found
-        state, moved = state | found[0], moved | found[1]
+        try:
+            found = _observe(call, roots, known, state, moved, ran, draws=draws)
+        except Exception:
+            if looked or not ran.looked:
+                raise
+            looked = ran.looked  # once more, with clocks as they are
+        else:
+            if isinstance(found, Reads) and looked:
+                raise unwatched(looked)
+            if isinstance(found, Reads):
+                return found
+            state, moved = state | found[0], moved | found[1]
+        ran = Ran(0 if looked else LATER)
 
 
 def _observe(
@@ -172,26 +182,26 @@ def _observe(
     known: tuple[Tensor, ...],
     state: frozenset[str],
     moved: frozenset[str],
+    ran: Ran,
     *,
     draws: bool,
 ) -> Reads | tuple[frozenset[str], frozenset[str]]:
     """The same, where the tensors at the paths `state` are replaced by every forward and the numbers at `moved` are
     changed by it, so that the second call begins with the first one's; or further such paths."""
-    ran = Ran()
     with objects_kept(roots) as start:
         held = {path: looks(tensor) for path, tensor in start.tensors.values()}
         numbers = {path: found_at(roots, path) for path in moved}
         first = _Traced((*known, *_at(roots, state)))
         with first, ran.listening():
             one = call()
-        beyond = Snapshot({}, ran.reads())
         for path, number in numbers.items():
             leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
+        beyond = Snapshot({}, ran.reads(), apart=between.met)
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
         second = _Traced((*known, *_at(roots, state)), left)
-        with second, ran.listening(later=LATER):
+        with second, ran.listening(again=True):
             other = call()
         ran.check()
         taken = second.taken - state
@@ -207,9 +217,8 @@ def _observe(
         further = {
             path
             for path, then, now in changes
-            if type(then) is type(now)
-            and (isinstance(now, float) or (type(now) is int and not counts(path, then, now)))
-            if is_of_module(roots, path)
+            if type(then) is type(now) and type(now) in (int, float) and not _of_clock(then, now)
+            if not (type(now) is int and counts(path, then, now)) and holder_of(roots, path) is not None
         }
         if further - moved:
             return frozenset(), frozenset(further - moved)
@@ -242,7 +251,10 @@ def _with_changes(
     for path, then, now in changes:
         if path in reads.moved:
             continue
-        if not draws and counts(path, then, now):
+        if _of_clock(then, now):
+            stale.append(told(path))
+            results.add(path)
+        elif not draws and counts(path, then, now):
             counted.append((path, now - then))
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
@@ -258,8 +270,13 @@ def _only_counted(
     roots: Mapping[str, object], reads: Reads, begun: Mapping[str, Any], path: str, then: Any, now: Any
 ) -> bool:
     """Whether no code looks at an attribute but to add to it, and both calls, the first to `begun`, added the same."""
-    unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and is_of_module(roots, path)
+    unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and holder_of(roots, path) is not None
     return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
+
+
+def _of_clock(then: Any, now: Any) -> bool:
+    """Whether a number is of a clock, which goes forward at every look of the second call."""
+    return type(then) is type(now) and type(now) in (int, float) and abs(now - then) > LATER / 2
 
 
 def _check_apart(roots: Mapping[str, object], state: Collection[str], left: object) -> None:

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not, itemgetter
@@ -89,11 +89,6 @@ class Reads:
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
-    def more(self, names: set[str]) -> Reads:
-        """The same, with further names."""
-        own, known = (None if each is None else each | names for each in (self.own, self.names))
-        return replace(self, own=own, names=known, user=self.user | names)
-
 
 @dataclass(eq=False)
 class _Held:
@@ -123,16 +118,18 @@ def objects_kept(roots: Mapping[str, object]) -> Iterator[Snapshot]:
 
 
 class Snapshot:
-    """The contents of the objects in `roots` (path -> object), and of the objects in those, as far as `reads` says."""
+    """The contents of the objects in `roots` (path -> object), and of the objects in those, as far as `reads` says;
+    without those of others (`apart`, by identity)."""
 
-    def __init__(self, roots: Mapping[str, object], reads: Reads | None = None) -> None:
-        self._reads = reads or Reads()
+    def __init__(
+        self, roots: Mapping[str, object], reads: Reads | None = None, *, apart: Collection[int] = frozenset()
+    ) -> None:
+        self._reads, self._apart = reads or Reads(), apart
         self._held: list[_Held] = []
         self._empty: list[tuple[str, Any]] = []
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
-        self._kinds: list[tuple[str, object, type]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         """By identity: path and tensor, of all that were met."""
         self.unwatched: list[str] = []
@@ -159,9 +156,13 @@ class Snapshot:
             for function in self._reads.functions(unmet):
                 self._meet(function.__qualname__, function)
             self._drain(more)
+        self.met = frozenset(self._known)
         self._known.clear()  # which would keep alive what is held by weak references alone
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
-            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
+        reads = self._reads
+        if more - reads.user:  # names that only such an object knows: once more, with these
+            own, names = (None if each is None else each | more for each in (reads.own, reads.names))
+            reads = replace(reads, own=own, names=names, user=reads.user | more)
+            self.__init__(roots, reads, apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
         while self._queue:
@@ -173,10 +174,6 @@ class Snapshot:
             self._visit(path, item)
         self._queue.clear()
 
-    def change(self) -> str:
-        """The path of something that has changed; empty if nothing has."""
-        return next((path for path, _, _ in self.changes()), "")
-
     def changes(self) -> Iterator[tuple[str, object, object]]:
         """Changes: the path, the value that was there, the value that is."""
         yield from self.left()
@@ -184,9 +181,6 @@ class Snapshot:
             now = ask()
             if now is not then and not same(now, then):
                 yield path, then, now
-        for path, item, kind in self._kinds:
-            if type(item) is not kind:
-                yield path, kind, type(item)
         for path, tensor, then in self._looks:
             if (now := looks(tensor)) != then:
                 yield path, then, now
@@ -239,7 +233,7 @@ class Snapshot:
     # -- taking it ----------------------------------------------------------------------------------------------
 
     def _meet(self, path: str, item: object) -> None:
-        if type(item) in PLAIN or id(item) in self._known or item is MISSING:
+        if type(item) in PLAIN or id(item) in self._known or id(item) in self._apart or item is MISSING:
             return
         if is_opaque(item):
             self.unwatched.append(f"{path}, which has no attributes that others can read")
@@ -310,7 +304,7 @@ class Snapshot:
             self._hold(path, held, names, ".")
         slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
         if not isinstance(item, types.FunctionType) and (held is not None or slotted):
-            self._kinds.append((f"{path}/.__class__", item, type(item)))
+            self._ask(f"{path}/.__class__", functools.partial(type, item))
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from magis.capture.side_effects import WHERE
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.graph import Graph, Scalar, digest, with_scalars
 from magis.ops.generators import HostGenerators
-
-NUMBERS = "draw with torch, and compute with the tensors that it makes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +54,7 @@ def check_outlines(one: Graph, other: Graph) -> None:
         raise CaptureError(
             "a number in an operator is one that the forward draws from Python's or numpy's random numbers, of which a"
             " step would repeat the first",
-            hint=NUMBERS,
+            hint=WHERE,
         )
 
 
