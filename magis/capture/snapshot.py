@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -85,7 +85,9 @@ class Reads:
     state: frozenset[str] = frozenset()
     """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
     moved: frozenset[str] = frozenset()
-    """Numbers in attributes of modules that every forward reads and changes."""
+    """Numbers in attributes that every forward reads and changes."""
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    """Paths of numbers in which every forward leaves times, and by how much to move these to see who reads them."""
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
@@ -364,7 +366,7 @@ class Snapshot:
             names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
             keys = names_of_class(base, names)
             self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
-            then = self._ask(base.__qualname__, functools.partial(_several, vars(base), keys))
+            then = self._ask(base.__qualname__, functools.partial(_several, keys, vars(base)))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
@@ -375,7 +377,7 @@ class Snapshot:
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
         """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
-        for name, value in zip(names, self._ask(path, functools.partial(_several, namespace, names)), strict=True):
+        for name, value in zip(names, self._ask(path, functools.partial(_several, names, namespace)), strict=True):
             torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
             if entered and value is not sys.modules:
@@ -387,7 +389,7 @@ class Snapshot:
             key for key in item
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
-        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
+        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_several, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
@@ -400,12 +402,9 @@ def looks(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _values(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
-    return tuple([dict.get(mapping, key, MISSING) for key in keys])  # of those that have a `get` of their own, too
-
-
-def _several(mapping: Any, keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([mapping.get(key, MISSING) for key in keys])
+def _several(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
+    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # one may have a `get` of its own
+    return tuple([get(mapping, key, MISSING) for key in keys])
 
 
 def _set_attributes(kind: type, values: Mapping[str, Any]) -> None:
