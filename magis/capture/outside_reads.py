@@ -116,7 +116,7 @@ class Ran:
         self.refused = ""
         self.looked = ""
         """The last of the clocks and addresses that the second call has looked at."""
-        self._later, self._looks, self._again = later, 0, False
+        self._later, self._looks, self._again, self._thread = later, 0, False, 0
         self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
         self._functions: dict[frozenset[types.CodeType], tuple[types.FunctionType, ...]] = {}
         self._modules: set[str] = set()
@@ -134,7 +134,7 @@ class Ran:
 
         Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is no part of the step.
         """
-        self._again, self._looks = again, 0
+        self._again, self._looks, self._thread = again, 0, threading.get_ident()
         new: dict[int, Any] = {id(each): partial(self._asking, each) for each in (getattr, hasattr)}
         new[id(_OPEN)] = self._opening
         for module, names in _ELSEWHERE.items() if again else ():
@@ -221,14 +221,14 @@ class Ran:
 
     def _opening(self, file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
         """Open a file; what is written to one is in no number of a step."""
-        if not {*"r+"}.isdisjoint(mode) and self._is_of_user(sys._getframe(1)):
+        if not {*"r+"}.isdisjoint(mode) and self._is_asked_by(sys._getframe(1)):
             self.refused = self.refused or "open"
         return _OPEN(file, mode, *more, **named)
 
     def _elsewhere(self, look: Callable[..., Any], *given: Any) -> Any:
         """Look at a clock that is ahead, or at another address."""
         found, before = look(*given), _OF_A_TIME.get(look)
-        if not self._is_of_user(sys._getframe(1)) or (look in _ADDRESSES and not _is_address(look, *given)):
+        if not self._is_asked_by(sys._getframe(1)) or (look in _ADDRESSES and not _is_address(look, *given)):
             return found
         name = f"{look.__module__}.{look.__name__}".removeprefix("builtins.")
         if before is not None:
@@ -241,6 +241,10 @@ class Ran:
             return found + self._later
         return type(found)([each + ahead for each in found]) if isinstance(found, tuple) else found + ahead
 
+    def _is_asked_by(self, frame: types.FrameType) -> bool:
+        """Whether it is the step's own code that asks, and no other thread."""
+        return threading.get_ident() == self._thread and self._is_of_user(frame)
+
     def _ahead(self, name: str) -> int:
         """Seconds by which the next clock that is looked at is ahead."""
         self.looked, self._looks = name, min(self._looks + 1, 1000)
@@ -250,9 +254,13 @@ class Ran:
         """A class of dates that takes the place of another one; there, `now` and `today` are later."""
 
         def later(name: str) -> Any:
-            look = getattr(kind, name)
-            ahead = lambda frame: self._ahead(name) if self._is_of_user(frame) else 0  # noqa: E731
-            return staticmethod(lambda *a, **k: look(*a, **k) + timedelta(seconds=ahead(sys._getframe(1))))
+            look: Callable[..., Any] = getattr(kind, name)
+
+            def ahead(*given: Any, **named: Any) -> Any:
+                of_user = self._is_asked_by(sys._getframe(1))
+                return look(*given, **named) + timedelta(seconds=self._ahead(name) if of_user else 0)
+
+            return staticmethod(ahead)
 
         checks = {"__instancecheck__": isinstance, "__subclasscheck__": issubclass}
         own = {name: lambda _, item, check=check: check(item, kind) for name, check in checks.items()}

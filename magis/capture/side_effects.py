@@ -109,10 +109,8 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         roots = roots_of(stand.module, work.loss_fn)
         try:
             reads = observe(step, roots, [*stand.named().values(), *other], draws=draws)
-        except DrawError:
-            raise
         except CaptureError as error:
-            if draws or not mode.drawn:
+            if draws or not mode.drawn or isinstance(error, DrawError):
                 raise
             raise DrawError(str(error)) from error
     if mode.drawn and not draws:
@@ -274,7 +272,7 @@ def _only_counted(
     return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
 
 
-def _of_clock(then: float, now: float) -> int:
+def _of_clock(then: Any, now: Any) -> int:
     """Half the seconds, or nanoseconds, by which clocks went forward, if that is what a number changed by; else 0."""
     for ahead in (LATER // 2, LATER // 2 * 10**9):
         times = round((now - then) / ahead)

@@ -44,7 +44,6 @@ from magis.ops.python_objects import (
     is_of_torch,
     is_opaque,
     names_of_class,
-    names_of_getter,
     order_of_class,
     parts,
     same,
@@ -162,8 +161,8 @@ class Snapshot:
         self._known.clear()  # which would keep alive what is held by weak references alone
         reads = self._reads
         if more - reads.user:  # names that only such an object knows: once more, with these
-            own, names = (None if each is None else each | more for each in (reads.own, reads.names))
-            reads = replace(reads, own=own, names=names, user=reads.user | more)
+            own, known = (None if each is None else each | more for each in (reads.own, reads.names))
+            reads = replace(reads, own=own, names=known, user=reads.user | more)
             self.__init__(roots, reads, apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
@@ -172,7 +171,9 @@ class Snapshot:
             if len(self._known) > MOST_HOLDERS:
                 self.unwatched.append(f"{path}, beyond {MOST_HOLDERS:,} objects")
                 break
-            more.update(names_of_getter(item) if isinstance(item, GETTERS) else ())
+            if isinstance(item, GETTERS):  # with the names that they look up
+                texts = (each for each in item.__reduce__()[1] if isinstance(each, str))
+                more.update(part for each in texts for part in each.split("."))
             self._visit(path, item)
         self._queue.clear()
 

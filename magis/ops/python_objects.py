@@ -296,12 +296,6 @@ def codes_within(code: types.CodeType) -> frozenset[types.CodeType]:
     return frozenset((code,)).union(*inner)
 
 
-def names_of_getter(item: Any) -> set[str]:
-    """Return the names that an `operator.attrgetter` or `methodcaller` looks up."""
-    _, arguments = item.__reduce__()[:2]
-    return {part for each in arguments if isinstance(each, str) for part in each.split(".")}
-
-
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""

@@ -165,6 +165,18 @@ def timed() -> Callable[[Tensor], Any]:
     return read
 
 
+class DrawnByHand:
+    """Large numbers of one's own, beside a clock."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.number = (self.number * 1103515245 + 12345) % 2**31
+        log("%s", perf_counter())
+        return x * (1.0 + self.number % 3)
+
+
 def written(x: Tensor) -> Tensor:
     with open(os.devnull, "a") as file:  # noqa: PTH123
         file.write(f"{datetime.now():%H:%M} {x.shape}")
@@ -175,6 +187,7 @@ IDLE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "a clock": lambda: lambda x: x * 1.0 if log("%s", time.perf_counter()) else x,
     "a clock of one's own": lambda: lambda x: x * 1.0 if log("%s", perf_counter()) else x,
     "seconds that have passed": timed,
+    "a clock beside numbers": DrawnByHand,
     "the time of day": lambda: lambda x: x * 1.0 if log(time.strftime("%H:%M:%S"), time.ctime()) else x,
     "a date": lambda: lambda x: x * 1.0 if log(datetime.now().isoformat(), dt.date.today()) else x,
     "memory of the process": lambda: lambda x: x * 1.0 if log(resource.getrusage(resource.RUSAGE_SELF)) else x,
@@ -250,6 +263,12 @@ def test_a_value_that_only_running_code_leads_to_is_noticed(name: str, monkeypat
             sys.modules.pop("tests_absent", None)
 
 
+def keeping(x: Tensor, timer: Timer = Timer()) -> Tensor:  # noqa: B008 (the one of all steps)
+    out = x if timer.begun < DEADLINE else x * 2
+    timer.begun = time.monotonic()
+    return out
+
+
 def opened_file(_: Tensor) -> float:
     with open(A.path) as file:  # noqa: PTH123
         return float(file.read())
@@ -265,6 +284,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a branch on seconds that have passed": lambda x: x if -perf_counter() + perf_counter() < 60 else x * 2,
     "a branch on a date": lambda x: x if datetime.now() < DAY else x * 2,
     "a branch on a module's date": lambda x: x if dt.date.today() < DAY.date() else x * 2,
+    "a time that the step keeps": keeping,
     "the year": lambda x: x * (int(time.strftime("%Y")) / 2000),
     "the hour": lambda x: x * (time.localtime().tm_year / 2000),
     "a clock that nobody can put forward": lambda x: x if A.clock() < DEADLINE else x * 2,
