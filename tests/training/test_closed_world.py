@@ -177,6 +177,11 @@ class DrawnByHand:
         return x * (1.0 + self.number % 3)
 
 
+def masked() -> Callable[[Tensor], Any]:
+    mask = functools.lru_cache(lambda size: torch.ones(size, size).tril())
+    return lambda x: x @ mask(x.shape[-1])
+
+
 def written(x: Tensor) -> Tensor:
     with open(os.devnull, "a") as file:  # noqa: PTH123
         file.write(f"{datetime.now():%H:%M} {x.shape}")
@@ -231,6 +236,7 @@ FRESH: dict[str, Callable[[], Way]] = {
     "gradient of another tensor": lambda: opened(
         lambda one: 1.0 if one.grad is None else 0.4, lambda one: put(one, "grad", torch.ones(1))(),
         torch.zeros(1, requires_grad=True)),
+    "a tensor in a cache of a closure": lambda: (masked(), lambda: None),
     "built-in name": lambda: (lambda x: x * tests_name, put(builtins, "tests_name")),  # noqa: F821
     "import that fails": lambda: (
         import_that_fails, lambda: sys.modules.update(tests_absent=types.SimpleNamespace(a=0.4))),  # type: ignore[arg-type]
