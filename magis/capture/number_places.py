@@ -113,9 +113,9 @@ class NumberPlaces:
                 rates = ((each, key) for each in given[0].param_groups for key in each if key != "params")
                 yield from ((f"{path}[{index}]", place) for index, place in enumerate(rates))
             elif function is snapshots._several:
-                for index, key in enumerate(given[1]):
-                    if isinstance(given[0], dict):
-                        yield f"{path}[{index}]", (given[0], key)
+                for index, key in enumerate(given[0]):
+                    if isinstance(given[1], dict):
+                        yield f"{path}[{index}]", (given[1], key)
                     elif path in classes:
                         yield f"{path}[{index}]", (classes[path], _Attribute(key))
 

@@ -6,6 +6,8 @@ hand stand-ins on (`traced_numbers.py`).
 
 from __future__ import annotations
 
+import builtins
+import logging
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -55,6 +57,11 @@ def tracing(
         for name, function in MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
+        make, show = logging.getLogRecordFactory(), builtins.print  # what is shown, nothing is computed with
+        logging.setLogRecordFactory(partial(_recorded, make))
+        stack.callback(logging.setLogRecordFactory, make)
+        builtins.print = lambda *items, **named: show(*map(true_of, items), **named)
+        stack.callback(setattr, builtins, "print", show)
         for name in ("__getitem__", "__setitem__"):
             index = getattr(Tensor, name)
             setattr(Tensor, name, partialmethod(_indexed, trace, index, seed > 1))
@@ -91,6 +98,11 @@ def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: A
     make = trace.made if type(result) is float else trace.read
     found = make(f"math.{name}", *given)
     return result if found is NotImplemented else found
+
+
+def _recorded(make: Callable[..., logging.LogRecord], *given: Any, **named: Any) -> logging.LogRecord:
+    """A record of what is logged: the sixth argument is what the text is made of."""
+    return make(*given[:5], tuple(map(true_of, given[5])), *given[6:], **named)
 
 
 def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], shift: bool, index: Any, *value: Any) -> Any:

@@ -8,6 +8,7 @@ after the step, as in any loop, on gradients that are then all kept to the end.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
 from torch.optim import optimizer as global_hooks
 
 from magis.capture.contents import hollow_like
@@ -43,7 +44,17 @@ _NOT_FUSED = ("dampening", "nesterov", "maximize", "amsgrad")
 """Options that the step takes only of updates that are not fused."""
 _NUMBERS = ("lr", "momentum", "betas", "eps", "weight_decay", "dampening")
 _FLAGS = ("nesterov", "maximize")
-_METHODS = ("step", "zero_grad")
+_METHODS = ("step", "zero_grad", "_init_group")
+_SPACES, _FUNCTIONS = zip(
+    *(
+        (vars(module), name)
+        for module in (adam, sgd)
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType) and value.__module__ != "typing"
+    ),
+    strict=True,
+)
+"""Names of the functions that torch's steps are made of, and the modules that look them up."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,11 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
     """Why an optimizer cannot be part of the step, in words; empty if it can."""
     if type(optimizer) not in (SGD, Adam, AdamW):
         return f"{type(optimizer).__name__} is none of SGD, Adam, AdamW"
-    for name in _METHODS:
-        if not _is_torchs_own(getattr(optimizer, name)):
-            return f"its {name} is not torch's own"
+    code = [(f"its {name}", getattr(optimizer, name)) for name in _METHODS]
+    code += [(f"{name} of torch.optim", space.get(name)) for space, name in zip(_SPACES, _FUNCTIONS, strict=True)]
+    for what, function in code:
+        if not _is_torchs_own(function):
+            return f"{what} is not torch's own"
     groups = optimizer.param_groups
     if (
         len({(_kind(optimizer, group), *(bool(group.get(name)) for name in ("amsgrad", "fused"))) for group in groups})
@@ -132,7 +145,8 @@ def fingerprint(optimizer: Optimizer) -> tuple[Any, ...]:
     kind, own = type(optimizer), vars(optimizer)
     return (
         kind,
-        *(getattr(kind, name) for name in _METHODS),
+        *map(dict.get, _SPACES, _FUNCTIONS),
+        *(getattr(kind, name, None) for name in _METHODS),
         *(own.get(name) for name in _METHODS),
         *map(bool, _hooks(optimizer)),
         *(_of_group(group) for group in optimizer.param_groups),

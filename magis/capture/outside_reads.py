@@ -22,6 +22,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -33,11 +34,25 @@ from magis.errors import CaptureError
 from magis.ops.generators import called_first
 from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_system, is_of_torch
 
-_CLOCKS = tuple(
-    name + unit for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time") for unit in ("", "_ns")
-)
+_ELSEWHERE = {
+    "time": """
+        time monotonic perf_counter process_time thread_time clock_gettime time_ns monotonic_ns perf_counter_ns
+        process_time_ns thread_time_ns clock_gettime_ns localtime gmtime ctime asctime strftime
+    """,
+    "datetime": "datetime date now today utcnow",
+    "resource": "getrusage",
+    "posix": "times getloadavg",
+    "builtins": "id hash",
+}
+"""Clocks and addresses, as logs and keys of dictionaries have them. In the second call of a step they are others, which
+tells whether it computes with them."""
+_HOMES = (*_ELSEWHERE, "io", "os", "timeit")
+_OF_A_TIME = {time.localtime: 0, time.gmtime: 0, time.ctime: 0, time.asctime: 0, time.strftime: 1}
+"""Functions of a time that is now if it is left out, and how many arguments come before it."""
+_AS_TEXT, _ADDRESSES = (time.asctime, time.strftime), (id, hash)
+_OPEN, _NOW = open, time.time
 LATER = 86_400 * 365
-"""Seconds by which clocks are put forward, to see whether the step computes with them."""
+"""Seconds by which a clock goes forward at every look."""
 _QUIET = frozenset({"logging", "warnings", "traceback", "importlib", "tokenize", "pdb", "contextlib"})
 """Parts of Python's library that look around for themselves: what they find is in no number of a step."""
 _SAFE = frozenset({
@@ -55,7 +70,7 @@ _HARMLESS = frozenset({
     "allocate_lock", "RLock",
 })  # fmt: skip
 """Functions of other modules whose results say nothing, or nothing that changes."""
-_REFUSED = frozenset({"open", "input", "now", "today", "utcnow", "locked"})
+_REFUSED = frozenset({"open", "input", "locked"})
 _LEVELS = {logging.Logger.isEnabledFor.__code__, logging.Logger.getEffectiveLevel.__code__}
 _NAMED: dict[str, Callable[[], Any]] = {
     "Decimal": lambda: repr(sys.modules["decimal"].getcontext()),
@@ -81,16 +96,27 @@ _BELOW = ("magis.capture", "magis.ops", "magis.cases.tensor_ledger", "torch._", 
 """Code below the forward's own: it runs operators, or watches them."""
 
 
+def unwatched(called: str) -> CaptureError:
+    """The refusal of a step that computes with what this returns."""
+    return CaptureError(
+        f"the step calls {called}, and nobody sees when its result changes",
+        hint="call it before the step, and keep the number or a tensor in an attribute",
+    )
+
+
 class Ran:
     """The code that ran in a block, and what it asked of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: int = LATER) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         """With the globals of each."""
         self.names: set[str] = set()
         """Given to `getattr` and `hasattr`."""
         self.asked: dict[str, Callable[[], Any]] = {}
         self.refused = ""
+        self.looked = ""
+        """The last of the clocks and addresses that the second call has looked at."""
+        self._later, self._looks, self._again, self._thread = later, 0, False, 0
         self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
         self._functions: dict[frozenset[types.CodeType], tuple[types.FunctionType, ...]] = {}
         self._modules: set[str] = set()
@@ -99,34 +125,39 @@ class Ran:
     def check(self) -> None:
         """Raise CaptureError for what was called and cannot be watched."""
         if self.refused:
-            raise CaptureError(
-                f"the step calls {self.refused}, and nobody sees when its result changes",
-                hint="call it before the step, and keep the number or a tensor in an attribute",
-            )
+            raise unwatched(self.refused)
 
     @contextmanager
-    def listening(self, later: int = 0) -> Iterator[None]:
-        """Collect the code of every Python function that is called, with clocks some seconds ``later``.
+    def listening(self, *, again: bool = False) -> Iterator[None]:
+        """Collect the code of every Python function that is called; ``again`` in the second call of a step, in which
+        clocks and addresses are others.
 
         Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is no part of the step.
         """
-        replaced: list[tuple[Any, str, Any, Any]] = [
-            (builtins, name, getattr(builtins, name), partial(self._asking, getattr(builtins, name)))
-            for name in ("getattr", "hasattr")
+        self._again, self._looks, self._thread = again, 0, threading.get_ident()
+        new: dict[int, Any] = {id(each): partial(self._asking, each) for each in (getattr, hasattr)}
+        new[id(_OPEN)] = self._opening
+        for module, names in _ELSEWHERE.items() if again else ():
+            found = (getattr(sys.modules.get(module), name, None) for name in names.split())
+            for item in found:
+                if isinstance(item, (types.BuiltinFunctionType, type)):
+                    new[id(item)] = self._dates(item) if isinstance(item, type) else partial(self._elsewhere, item)
+        homes = [vars(sys.modules[name]) for name in _HOMES if name in sys.modules]
+        theirs = [space for code, space in self.codes.items() if code in self._cells]
+        spaces = {id(space): space for space in (*homes, *theirs)}
+        replaced = [
+            (space, name, value) for space in spaces.values() for name, value in space.items() if id(value) in new
         ]
-        for name in _CLOCKS:
-            clock, unit = getattr(time, name), 10**9 if name.endswith("_ns") else 1
-            replaced.append((time, name, clock, partial(_put_forward, clock, later * unit)))
         collecting = gc.isenabled()
         gc.disable()
         try:
-            for place, name, _, new in replaced:
-                setattr(place, name, new)
+            for space, name, value in replaced:
+                space[name] = new[id(value)]
             with called_first(self._hear):
                 yield
         finally:
-            for place, name, old, _ in replaced:
-                setattr(place, name, old)
+            for space, name, value in replaced:
+                space[name] = value
             if collecting:
                 gc.enable()
 
@@ -188,6 +219,55 @@ class Ran:
             self.names.add(name)
         return look(item, name, *default)
 
+    def _opening(self, file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        """Open a file; what is written to one is in no number of a step."""
+        if not {*"r+"}.isdisjoint(mode) and self._is_asked_by(sys._getframe(1)):
+            self.refused = self.refused or "open"
+        return _OPEN(file, mode, *more, **named)
+
+    def _elsewhere(self, look: Callable[..., Any], *given: Any) -> Any:
+        """Look at a clock that is ahead, or at another address."""
+        found, before = look(*given), _OF_A_TIME.get(look)
+        if not self._is_asked_by(sys._getframe(1)) or (look in _ADDRESSES and not _is_address(look, *given)):
+            return found
+        name = f"{look.__module__}.{look.__name__}".removeprefix("builtins.")
+        if before is not None:
+            if given[before : before + 1] in ((), (None,)):
+                then = _NOW() + self._ahead(name)
+                found = look(*given[:before], time.localtime(then) if look in _AS_TEXT else then)
+            return found
+        ahead = self._ahead(name) * (10**9 if name.endswith("_ns") else 1)
+        if look in _ADDRESSES:
+            return found + self._later
+        return type(found)([each + ahead for each in found]) if isinstance(found, tuple) else found + ahead
+
+    def _is_asked_by(self, frame: types.FrameType) -> bool:
+        """Whether it is the step's own code that asks, and no other thread."""
+        return threading.get_ident() == self._thread and self._is_of_user(frame)
+
+    def _ahead(self, name: str) -> int:
+        """Seconds by which the next clock that is looked at is ahead."""
+        self.looked, self._looks = name, min(self._looks + 1, 1000)
+        return self._later * self._looks
+
+    def _dates(self, kind: Any) -> Any:
+        """A class of dates that takes the place of another one; there, `now` and `today` are later."""
+
+        def later(name: str) -> Any:
+            look: Callable[..., Any] = getattr(kind, name)
+
+            def ahead(*given: Any, **named: Any) -> Any:
+                of_user = self._is_asked_by(sys._getframe(1))
+                return look(*given, **named) + timedelta(seconds=self._ahead(name) if of_user else 0)
+
+            return staticmethod(ahead)
+
+        checks = {"__instancecheck__": isinstance, "__subclasscheck__": issubclass}
+        own = {name: lambda _, item, check=check: check(item, kind) for name, check in checks.items()}
+        meta: Any = type("meta", (type,), own)
+        names = [name for name in ("now", "today", "utcnow") if hasattr(kind, name)]
+        return meta(kind.__name__, (kind,), {name: later(name) for name in names})
+
     def _hear(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
             code = frame.f_code
@@ -232,6 +312,9 @@ class Ran:
             str(getattr(called, "__module__", None) or getattr(owner, "__name__", "")) if of_module else kind.__module__
         )
         home = home.partition(".")[0].lstrip("_")
+        if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # else it was looked at in its module
+            self.refused = f"{home}.{name}" if self._again else ""
+            return
         if is_of_torch(home) or name in _HARMLESS or home not in _PYTHONS:
             if not (is_of_torch(home) and of_module and name.lstrip("_").startswith(("is_", "get_"))):
                 return
@@ -254,8 +337,10 @@ def _answers(called: Callable[[], Any]) -> bool:
     return True
 
 
-def _put_forward(clock: Callable[[], Any], later: int) -> Any:
-    return clock() + later
+def _is_address(look: Callable[..., Any], item: object = None, *_: object) -> bool:
+    """Whether a number tells where an object lies that may die: modules and parameters are watched while they live."""
+    own = look is _ADDRESSES[0] or type(item).__hash__ in (object.__hash__, torch.Tensor.__hash__)
+    return own and not isinstance(item, (torch.nn.Module, torch.nn.Parameter))
 
 
 @functools.lru_cache(maxsize=4096)

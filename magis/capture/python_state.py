@@ -118,14 +118,8 @@ def deep_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, made)
 
 
-# Numbers that a forward only counts on: `self.calls += 1`, `self.seen += len(x)`, and nothing else that looks at
-# them.
-# Such a number decides nothing that the step computes. A planned step, in which no Python of the forward runs,
-# counts on as far as the forward does.
-
-
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:
-    """Count on: add to each number, by its path, what one call of the forward adds."""
+    """Add to numbers, by path, what one call of the forward adds: `self.calls += 1`. Nothing else looks at them."""
     for path, step in counted:
         found = holder_of(roots, path)
         if found is not None and hasattr(*found):  # else somebody has taken it away, as they may: nothing looks at it
@@ -143,23 +137,21 @@ def settle(
     Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins. With
     ``left``, what a hollow call leaves in caches stays there until that forgets it. The call runs ``within`` a mode.
     """
-    parts = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
-    if any(map(is_hollow, parts)):  # weights of ones and zeros are known where a batch is not
-        with ExitStack() as stack:
-            stack.enter_context(averages_named(work.module, {}))  # which read numbers that hollow tensors have not
-            made = (left or stack.enter_context(caches_kept())).made
-            _settle(work, hollow(Hollow(made=made)))
-    else:
-        with within or nullcontext():
-            _settle(work, WritesUndone())
-
-
-def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
+    own = (*work.module.parameters(), *work.module.buffers())
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
-    data = [(each, each.data) for each in (*work.module.parameters(), *work.module.buffers())]
-    known = held_generators(work.module, work.loss_fn)
+    data, known = [(each, each.data) for each in own], held_generators(work.module, work.loss_fn)
     try:
-        with generators_kept(), own_kept(known), mode:
+        with ExitStack() as stack:
+            if any(map(is_hollow, (*own, *work.inputs, *work.targets))):  # weights may be known where a batch is not
+                stack.enter_context(averages_named(work.module, {}))  # which read numbers that hollow tensors have not
+                made = (left or stack.enter_context(caches_kept())).made
+                mode: AbstractContextManager[object] = hollow(Hollow(made=made))
+            else:
+                mode = WritesUndone()
+                stack.enter_context(within or nullcontext())
+            stack.enter_context(generators_kept())
+            stack.enter_context(own_kept(known))
+            stack.enter_context(mode)
             work.loss_fn(work.module(*work.inputs), *work.targets)
     finally:
         for tensor, before in data:

@@ -163,18 +163,23 @@ def check_loss(loss: Any) -> None:
         raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
 
 
+def nodes_behind(loss: Tensor) -> Iterator[Any]:
+    """Autograd's nodes from which a loss is computed."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
 @contextmanager
 def no_gradient_for(graded: Collection[tuple[Tensor, str]], loss: Tensor) -> Iterator[None]:
     """Raise where the backward of the block reaches tensors of others, whose gradients a step would not find."""
     known = {id(tensor if tensor.is_leaf else tensor.grad_fn): said for tensor, said in graded}
-    waiting, seen = [loss.grad_fn], set()
-    while known and waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(loss) if known else ():
         _check_ungraded(known, id(getattr(node, "variable", node)))
-        waiting += [before for before, _ in node.next_functions]
     before = [(tensor, tensor.grad) for tensor, _ in graded if tensor.is_leaf]
     for tensor, _ in before:
         tensor.grad = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,10 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
-from magis.capture.outside_reads import LATER, Ran
+from magis.capture.outside_reads import LATER, Ran, unwatched
 from magis.capture.places import Places
 from magis.capture.python_state import caches_kept
-from magis.capture.refusals import clear_errors
+from magis.capture.refusals import clear_errors, nodes_behind
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, looks, objects_kept
 from magis.capture.stand_ins import stand_ins
@@ -38,10 +38,11 @@ from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError
 from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
-from magis.ops.python_objects import PLAIN, found_at, is_of_module, leave, same, told
+from magis.ops.python_objects import PLAIN, found_at, holder_of, is_of_module, leave, same, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
+BEFORE = "call the module once before"
 
 
 class DrawError(CaptureError):
@@ -92,30 +93,24 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 # Hooks and formulas of the user's own run in it, and parts of the forward again.
                 root = (torch.ones_like(loss),)
-                with (
-                    _gradients_kept(loss, *stand.parameters.values()),
-                    warnings.catch_warnings(),
-                ):  # which the capture has given
-                    warnings.simplefilter("ignore")
+                with _gradients_kept(loss, *stand.parameters.values()), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # which the capture has given
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        known = [each for each in stand.buffers.values() if not is_hollow(each)]
         with _disable_current_modes():  # storages are copied by operators
             read = [
                 (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
-                for each in known
-                if (found := contents_of(each)) is not None
+                for each in stand.buffers.values()
+                if not is_hollow(each) and (found := contents_of(each)) is not None
             ]
         batches = cycle([(stand.inputs, stand.targets), (other[:count], other[count:])])
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = roots_of(stand.module, work.loss_fn)
         try:
             reads = observe(step, roots, [*stand.named().values(), *other], draws=draws)
-        except DrawError:
-            raise
         except CaptureError as error:
-            if draws or not mode.drawn:
+            if draws or not mode.drawn or isinstance(error, DrawError):
                 raise
             raise DrawError(str(error)) from error
     if mode.drawn and not draws:
@@ -132,15 +127,8 @@ def check_stateless(reads: Reads) -> None:
 @contextmanager
 def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
     """Begin the block without gradients of the tensors that the loss depends on and further ones; put them back."""
-    waiting, seen, before = [loss.grad_fn], set[Any](), [(leaf, leaf.grad) for leaf in further]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        before += [(leaf, leaf.grad)] if leaf is not None else []
+    leaves = (*further, *(node.variable for node in nodes_behind(loss) if hasattr(node, "variable")))
+    before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
         leaf.grad = None
     try:
@@ -158,61 +146,75 @@ def observe(
     `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
-    known, state, moved = tuple(tensors), frozenset[str](), frozenset[str]()
-    while True:  # until it is known which attributes take a tensor or a number from one step to the next
-        found = _observe(call, roots, known, state, moved, draws=draws)
-        if isinstance(found, Reads):
-            return found
-        state, moved = state | found[0], moved | found[1]
+    known, carried, ran, looked = tuple(tensors), Reads(), Ran(), ""
+    while True:  # until it is known which attributes take something from one step to the next
+        try:
+            found = _observe(call, roots, known, carried, ran, draws=draws)
+        except Exception:
+            if looked or not ran.looked:
+                raise
+            looked, carried = ran.looked, replace(carried, clocks={})  # once more, with clocks as they are
+        else:
+            same_paths = all(getattr(found, each) == getattr(carried, each) for each in ("state", "moved", "clocks"))
+            if same_paths and looked:
+                raise unwatched(looked)
+            if same_paths:
+                return found
+            carried = found
+        ran = Ran(0 if looked else LATER)
 
 
 def _observe(
     call: Callable[[], object],
     roots: Mapping[str, object],
     known: tuple[Tensor, ...],
-    state: frozenset[str],
-    moved: frozenset[str],
+    carried: Reads,
+    ran: Ran,
     *,
     draws: bool,
-) -> Reads | tuple[frozenset[str], frozenset[str]]:
-    """The same, where the tensors at the paths `state` are replaced by every forward and the numbers at `moved` are
-    changed by it, so that the second call begins with the first one's; or further such paths."""
-    ran = Ran()
+) -> Reads:
+    """The same, where forwards are known to replace the tensors `carried.state` and to change the numbers
+    `carried.moved`, so that the second call begins with the first one's; or with further such paths."""
+    state = carried.state
     with objects_kept(roots) as start:
         held = {path: looks(tensor) for path, tensor in start.tensors.values()}
-        numbers = {path: found_at(roots, path) for path in moved}
+        numbers = {path: found_at(roots, path) for path in carried.moved}
         first = _Traced((*known, *_at(roots, state)))
         with first, ran.listening():
             one = call()
-        beyond = Snapshot({}, ran.reads())
         for path, number in numbers.items():
             leave(roots, path, number)
+        for path, ahead in carried.clocks.items():  # not as far as the clock itself
+            leave(roots, path, found_at(roots, path) + ahead)  # type: ignore[operator]
         between, drawn = Snapshot(roots), HostGenerators()
+        beyond = Snapshot({}, ran.reads(), apart=between.met)
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
         second = _Traced((*known, *_at(roots, state)), left)
-        with second, ran.listening(later=LATER):
+        with second, ran.listening(again=True):
             other = call()
         ran.check()
-        taken = second.taken - state
-        if any(held.get(path) != _looks_at(roots, path) or not is_of_module(roots, path) for path in taken):
-            what = f"the forward takes the tensor {told(min(taken))} from one step to the next"
-            raise CaptureError(what, hint=BUFFER)
+        taken, changes = second.taken - state, [*between.changes()]
+        for path in sorted(taken):
+            found = found_at(roots, path)
+            if not isinstance(found, Tensor) or held.get(path) != looks(found) or not is_of_module(roots, path):
+                what = f"the forward takes the tensor {told(path)} from one step to the next"
+                raise CaptureError(what, hint=BUFFER if any(path == each for each, *_ in changes) else BEFORE)
         if taken:
-            return taken, frozenset()
-        reads = replace(ran.reads(), state=state, moved=moved)
+            return replace(carried, state=state | taken)
+        reads = replace(ran.reads(), state=state, moved=carried.moved, clocks=carried.clocks)
         begun = {path: then for path, then, _ in start.changes()}
         counts = partial(_only_counted, roots, reads, begun)
-        changes = [*between.changes()]
-        further = {
-            path
-            for path, then, now in changes
-            if type(then) is type(now)
-            and (isinstance(now, float) or (type(now) is int and not counts(path, then, now)))
-            if is_of_module(roots, path)
-        }
-        if further - moved:
-            return frozenset(), frozenset(further - moved)
+        clocks, moved = dict(carried.clocks), set(carried.moved)
+        for path, then, now in changes:
+            if type(then) is type(now) and type(now) in (int, float) and holder_of(roots, path) is not None:
+                ahead = _of_clock(then, now) if ran.looked else 0
+                if ahead:
+                    clocks[path] = ahead
+                elif path not in clocks and not (type(now) is int and counts(path, then, now)):
+                    moved.add(path)
+        if clocks.keys() > carried.clocks.keys() or moved > carried.moved:
+            return replace(carried, clocks=clocks, moved=frozenset(moved))
         reads = _with_changes(reads, chain(changes, beyond.changes()), roots, counts, draws=draws)
         if drawn.moved() and not draws:
             what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
@@ -224,7 +226,7 @@ def _observe(
             two = f"{was[1]}, then {now[1]}"
             raise CaptureError(f"every forward computes {now[0]} with another number: {two}", hint=BUFFER)
         what = f"the first forward computes {was[0]} where the next one computes {now[0]}"
-        raise CaptureError(what, hint="call the module once before")
+        raise CaptureError(what, hint=BEFORE)
     return reads
 
 
@@ -242,7 +244,10 @@ def _with_changes(
     for path, then, now in changes:
         if path in reads.moved:
             continue
-        if not draws and counts(path, then, now):
+        if path in reads.clocks:
+            stale.append(told(path))
+            results.add(path)
+        elif not draws and counts(path, then, now):
             counted.append((path, now - then))
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
@@ -250,7 +255,12 @@ def _with_changes(
             results.add(path)
         else:
             stale.append(told(path))
-            _check_apart(roots, reads.state, now)
+            for place in reads.state:
+                if any(each is found_at(roots, place) for each in tree_iter(now)):
+                    what = (
+                        f"the forward takes the tensor {told(place)} from one step to the next, and keeps it elsewhere"
+                    )
+                    raise CaptureError(what, hint=BUFFER)
     return replace(reads, counted=tuple(counted), results=frozenset(results), stale=tuple(stale))
 
 
@@ -258,26 +268,22 @@ def _only_counted(
     roots: Mapping[str, object], reads: Reads, begun: Mapping[str, Any], path: str, then: Any, now: Any
 ) -> bool:
     """Whether no code looks at an attribute but to add to it, and both calls, the first to `begun`, added the same."""
-    unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and is_of_module(roots, path)
+    unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and holder_of(roots, path) is not None
     return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
 
 
-def _check_apart(roots: Mapping[str, object], state: Collection[str], left: object) -> None:
-    """Raise CaptureError where a tensor that is taken to the next step lies in a list or dictionary, too."""
-    for path in state:
-        if any(each is found_at(roots, path) for each in tree_iter(left)):
-            what = f"the forward takes the tensor {told(path)} from one step to the next, and keeps it elsewhere"
-            raise CaptureError(what, hint=BUFFER)
+def _of_clock(then: Any, now: Any) -> int:
+    """Half the seconds, or nanoseconds, by which clocks went forward, if that is what a number changed by; else 0."""
+    for ahead in (LATER // 2, LATER // 2 * 10**9):
+        times = round((now - then) / ahead)
+        if 0 < times < 10**6 and abs(now - then - times * ahead) < ahead / 4000:
+            return ahead
+    return 0
 
 
 def _at(roots: Mapping[str, object], paths: Iterable[str]) -> list[Tensor]:
     """The tensors at some paths."""
     return [found for path in paths if isinstance(found := found_at(roots, path), Tensor)]
-
-
-def _looks_at(roots: Mapping[str, object], path: str) -> tuple[Any, ...] | None:
-    found = found_at(roots, path)
-    return looks(found) if isinstance(found, Tensor) else None
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:

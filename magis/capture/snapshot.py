@@ -14,9 +14,9 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -44,7 +44,6 @@ from magis.ops.python_objects import (
     is_of_torch,
     is_opaque,
     names_of_class,
-    names_of_getter,
     order_of_class,
     parts,
     same,
@@ -85,14 +84,11 @@ class Reads:
     state: frozenset[str] = frozenset()
     """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
     moved: frozenset[str] = frozenset()
-    """Numbers in attributes of modules that every forward reads and changes."""
+    """Numbers in attributes that every forward reads and changes."""
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    """Paths of numbers in which every forward leaves times, and by how much to move these to see who reads them."""
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
-
-    def more(self, names: set[str]) -> Reads:
-        """The same, with further names."""
-        own, known = (None if each is None else each | names for each in (self.own, self.names))
-        return replace(self, own=own, names=known, user=self.user | names)
 
 
 @dataclass(eq=False)
@@ -123,16 +119,18 @@ def objects_kept(roots: Mapping[str, object]) -> Iterator[Snapshot]:
 
 
 class Snapshot:
-    """The contents of the objects in `roots` (path -> object), and of the objects in those, as far as `reads` says."""
+    """The contents of the objects in `roots` (path -> object), and of the objects in those, as far as `reads` says;
+    without those of others (`apart`, by identity)."""
 
-    def __init__(self, roots: Mapping[str, object], reads: Reads | None = None) -> None:
-        self._reads = reads or Reads()
+    def __init__(
+        self, roots: Mapping[str, object], reads: Reads | None = None, *, apart: Collection[int] = frozenset()
+    ) -> None:
+        self._reads, self._apart = reads or Reads(), apart
         self._held: list[_Held] = []
         self._empty: list[tuple[str, Any]] = []
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
-        self._kinds: list[tuple[str, object, type]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         """By identity: path and tensor, of all that were met."""
         self.unwatched: list[str] = []
@@ -159,9 +157,13 @@ class Snapshot:
             for function in self._reads.functions(unmet):
                 self._meet(function.__qualname__, function)
             self._drain(more)
+        self.met = frozenset(self._known)
         self._known.clear()  # which would keep alive what is held by weak references alone
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
-            self.__init__(roots, self._reads.more(more))  # type: ignore[misc]
+        reads = self._reads
+        if more - reads.user:  # names that only such an object knows: once more, with these
+            own, known = (None if each is None else each | more for each in (reads.own, reads.names))
+            reads = replace(reads, own=own, names=known, user=reads.user | more)
+            self.__init__(roots, reads, apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
         while self._queue:
@@ -169,13 +171,11 @@ class Snapshot:
             if len(self._known) > MOST_HOLDERS:
                 self.unwatched.append(f"{path}, beyond {MOST_HOLDERS:,} objects")
                 break
-            more.update(names_of_getter(item) if isinstance(item, GETTERS) else ())
+            if isinstance(item, GETTERS):  # with the names that they look up
+                texts = (each for each in item.__reduce__()[1] if isinstance(each, str))
+                more.update(part for each in texts for part in each.split("."))
             self._visit(path, item)
         self._queue.clear()
-
-    def change(self) -> str:
-        """The path of something that has changed; empty if nothing has."""
-        return next((path for path, _, _ in self.changes()), "")
 
     def changes(self) -> Iterator[tuple[str, object, object]]:
         """Changes: the path, the value that was there, the value that is."""
@@ -184,9 +184,6 @@ class Snapshot:
             now = ask()
             if now is not then and not same(now, then):
                 yield path, then, now
-        for path, item, kind in self._kinds:
-            if type(item) is not kind:
-                yield path, kind, type(item)
         for path, tensor, then in self._looks:
             if (now := looks(tensor)) != then:
                 yield path, then, now
@@ -239,7 +236,7 @@ class Snapshot:
     # -- taking it ----------------------------------------------------------------------------------------------
 
     def _meet(self, path: str, item: object) -> None:
-        if type(item) in PLAIN or id(item) in self._known or item is MISSING:
+        if type(item) in PLAIN or id(item) in self._known or id(item) in self._apart or item is MISSING:
             return
         if is_opaque(item):
             self.unwatched.append(f"{path}, which has no attributes that others can read")
@@ -310,7 +307,7 @@ class Snapshot:
             self._hold(path, held, names, ".")
         slotted = slots(type(item))  # type: ignore[arg-type]  # a class is hashable
         if not isinstance(item, types.FunctionType) and (held is not None or slotted):
-            self._kinds.append((f"{path}/.__class__", item, type(item)))
+            self._ask(f"{path}/.__class__", functools.partial(type, item))
             self._meet(type(item).__qualname__, type(item))
         if slotted:
             self._ask(path, functools.partial(slot_values, item, slotted))
@@ -370,7 +367,7 @@ class Snapshot:
             names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
             keys = names_of_class(base, names)
             self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
-            then = self._ask(base.__qualname__, functools.partial(_several, vars(base), keys))
+            then = self._ask(base.__qualname__, functools.partial(_several, keys, vars(base)))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
@@ -381,7 +378,7 @@ class Snapshot:
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
         """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
-        for name, value in zip(names, self._ask(path, functools.partial(_several, namespace, names)), strict=True):
+        for name, value in zip(names, self._ask(path, functools.partial(_several, names, namespace)), strict=True):
             torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
             if entered and value is not sys.modules:
@@ -393,7 +390,7 @@ class Snapshot:
             key for key in item
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
-        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_values, keys)
+        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_several, keys)
         self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
@@ -406,12 +403,9 @@ def looks(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _values(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
-    return tuple([dict.get(mapping, key, MISSING) for key in keys])  # of those that have a `get` of their own, too
-
-
-def _several(mapping: Any, keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([mapping.get(key, MISSING) for key in keys])
+def _several(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
+    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # one may have a `get` of its own
+    return tuple([get(mapping, key, MISSING) for key in keys])
 
 
 def _set_attributes(kind: type, values: Mapping[str, Any]) -> None:

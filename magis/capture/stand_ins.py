@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,16 +60,16 @@ def stand_ins(
     originals = StandIns(module, parameters, buffers, tuple(inputs), tuple(targets), {}).named()
     made = twins(originals)
     owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
-    module = _of_plain_tensors(module)
+    plain: dict[int, Any] = {}  # what deepcopy hands out for a fake tensor: tied ones stay tied
+    for tensor in (*parameters.values(), *buffers.values()):
+        if isinstance(tensor.data, FakeTensor):
+            empty = torch.empty(0, dtype=tensor.dtype)
+            kept = isinstance(tensor, nn.Parameter)
+            plain[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if kept else empty
+    module = copy.deepcopy(module, plain) if plain else module
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    stand = StandIns(
-        module,
-        parameters,
-        buffers,
-        tuple(made[f"input:{index}"] for index in range(len(inputs))),
-        tuple(made[f"target:{index}"] for index in range(len(targets))),
-        owners,
-    )
+    given = tuple(made[f"input:{index}"] for index in range(len(inputs)))
+    wanted = tuple(made[f"target:{index}"] for index in range(len(targets)))
     before = [(tensor, tensor.data, tensor.requires_grad) for tensor in (*parameters.values(), *buffers.values())]
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     try:
@@ -78,7 +79,7 @@ def stand_ins(
             parameter.requires_grad_(name in trained)
         for name, buffer in buffers.items():
             buffer.data = made[f"buffer:{name}"]
-        yield stand
+        yield StandIns(module, parameters, buffers, given, wanted, owners)
     finally:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -87,17 +88,6 @@ def stand_ins(
             tensor.requires_grad_(required)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _of_plain_tensors(module: nn.Module) -> nn.Module:
-    fakes = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t.data, FakeTensor)]
-    if not fakes:
-        return module
-    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
-    for tensor in fakes:
-        plain = torch.empty(0, dtype=tensor.dtype)
-        made[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-    return copy.deepcopy(module, made)
 
 
 def finder(

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from magis.capture.optimizer_rule import with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch
-from magis.frontends.branching import Draw
 from magis.frontends.kept_steps import Choice
 from magis.frontends.number_inputs import Given
 from magis.frontends.optimizer_state import OptimizerState
@@ -50,7 +49,7 @@ class BoundPlan:
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
-    def run(self, batch: Batch, draw: Draw | None = None, given: Given | None = None) -> tuple[Tensor, bool]:
+    def run(self, batch: Batch, given: Given | None = None) -> tuple[Tensor, bool]:
         """The loss, and whether the step took the way that was planned."""
         kept: ContentsBefore | None = None
         try:
@@ -61,8 +60,8 @@ class BoundPlan:
                         leave(self.roots, path, None)
             self.step.feed({name: follow(self.roots, path) for path, name in self.replaced.items()})
             self.step.feed(batch.by_name)
-            if draw is not None:
-                self.step.feed(draw.constants)
+            if given is not None:
+                self.step.feed(given.constants)
             kept = self.undo.now()
             loss = self._gradients() if self.state is None else self._updated(self.state)
         except BaseException as error:
@@ -75,9 +74,9 @@ class BoundPlan:
                 raise
             warnings.warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch), False
-        if draw is not None and draw.after is not None:
-            draw.after.restore()
-        if self.plan.inputs is not None and given is not None:
+        if given is not None and given.after is not None:
+            given.after.restore()
+        if given is not None and self.plan.inputs is not None:
             self.plan.inputs.leave(given.left)
         return loss, True
 

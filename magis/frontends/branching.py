@@ -8,27 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from magis.capture.side_effects import WHERE
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.graph import Graph, Scalar, digest, with_scalars
-from magis.ops.generators import HostGenerators
-
-NUMBERS = "draw with torch, and compute with the tensors that it makes"
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """What one step has drawn."""
-
-    constants: Mapping[str, Tensor]
-    """By the names of the graph's inputs."""
-    after: HostGenerators | None
-    """Python's and numpy's generators as the step leaves them."""
 
 
 def constants_of(graph: Graph, numbers: Mapping[str, float] | None, device: str) -> dict[str, Tensor]:
@@ -55,7 +43,7 @@ def check_outlines(one: Graph, other: Graph) -> None:
         raise CaptureError(
             "a number in an operator is one that the forward draws from Python's or numpy's random numbers, of which a"
             " step would repeat the first",
-            hint=NUMBERS,
+            hint=WHERE,
         )
 
 

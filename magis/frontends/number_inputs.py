@@ -30,7 +30,7 @@ Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
 """The live tensors that a step reads numbers off, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Given:
     """What one step is given besides its batch."""
 
@@ -40,6 +40,8 @@ class Given:
     """Numbers that it leaves, by path."""
     after: HostGenerators | None = None
     """Python's and numpy's generators as it leaves them, if it draws."""
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of its graph that are others at each step, by the names of the graph's inputs."""
 
 
 @dataclass(frozen=True, eq=False)

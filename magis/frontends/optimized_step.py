@@ -21,9 +21,10 @@ from magis.capture.workload import Batch, as_batch, own_loss, roots_of, with_key
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends.audits import Audits, step_difference
 from magis.frontends.bound_plan import BoundPlan
-from magis.frontends.branching import Draw, constants_of, contents_kept, outline
+from magis.frontends.branching import constants_of, contents_kept, outline
 from magis.frontends.kept_steps import KEPT, KINDS, Choice, KeptStep, KeptSteps
 from magis.frontends.limits import Limits, PlanReport
+from magis.frontends.number_inputs import Given
 from magis.frontends.optimizer_state import (
     MemoryGuard,
     adopted,
@@ -97,9 +98,9 @@ class OptimizedStep:
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
         self._number += 1
         try:
-            entry, draw = self.prepare(given), None
+            entry = self.prepare(given)
             if entry.plan.drawn:
-                entry, draw = self._drawn(given, entry)
+                entry = self._drawn(given, entry)
         except Exception as error:
             if isinstance(error, MagisError) and (error.__cause__ is None or isinstance(error.__cause__, MagisError)):
                 raise  # a refusal
@@ -111,13 +112,14 @@ class OptimizedStep:
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
-        if entry.given is not None:
+        if entry.given is not None and entry.plan.inputs is not None:
             step.given = entry.given.numbers
-            draw = Draw(constants_of(entry.plan.graph, step.given, self._device), entry.given.after)
+            constants = constants_of(entry.plan.graph, step.given, self._device)
+            entry.given = replace(entry.given, constants=constants)
         loss: Tensor
         started = perf_counter()
         try:
-            loss, as_planned = entry.bound.run(given, draw, entry.given)
+            loss, as_planned = entry.bound.run(given, entry.given)
             entry.ran(planned=as_planned)
         except BaseException as error:
             operator, updated = step.raised(error)
@@ -181,8 +183,8 @@ class OptimizedStep:
         entry = self._entries[-1]
         write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.numbers), self._limits.asked))
 
-    def _drawn(self, batch: Batch, entry: KeptStep) -> tuple[KeptStep, Draw]:
-        """The plan for what this step draws, and what that is."""
+    def _drawn(self, batch: Batch, entry: KeptStep) -> KeptStep:
+        """The plan for what this step draws, and given that."""
         rule = entry.plan.rule
         with contents_kept(self._whole, self._loss_fn):
             loss_fn = with_targets(self._loss_fn, batch)
@@ -195,7 +197,8 @@ class OptimizedStep:
         while len(entry.variants) > VARIANTS:
             del entry.variants[next(iter(entry.variants))]
         entry.plan = replace(found.plan, guards=entry.plan.guards)
-        return found, Draw(constants_of(captured.graph, None, self._device), captured.after)
+        found.given = Given({}, {}, captured.after, constants_of(captured.graph, None, self._device))
+        return found
 
     def _unbind(self) -> None:
         for entry in self._entries:

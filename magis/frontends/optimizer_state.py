@@ -25,7 +25,7 @@ from magis.capture.snapshot import Reads, Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import new_state, state_names
-from magis.ops.python_objects import PREFIX, found_at, look_up, told
+from magis.ops.python_objects import PREFIX, follow, found_at, look_up, told
 from magis.planner.bench import check_device
 
 
@@ -150,11 +150,11 @@ class Guards:
         kept: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._module, self._loss_fn, self._kept = module, loss_fn, kept
-        self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
+        self._contents = {name: tensor.clone() for name, tensor in self.tensors(batch, contents).items()}
         hooks = {name: found for name, found in vars(global_hooks).items() if name.startswith("_global_")}
         self._roots: dict[str, object] = {"model": module, "loss": loss_fn}
         self.watched = Snapshot({**self._roots, **hooks}, reads)
-        self._state = {path: looks(found) for path, found in self._state_now(reads.state)}
+        self._state = {path: looks(follow(self._roots, path)) for path in reads.state}
         if self.watched.unwatched:
             raise CaptureError(
                 f"the step may read {told(self.watched.unwatched[0])}, and nobody sees when that changes",
@@ -171,12 +171,13 @@ class Guards:
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
         """What is not: its path, what it was, what it is."""
         yield from self.watched.changes()
-        for path, found in self._state_now(self._state):
-            if not isinstance(found, Tensor) or looks(found) != self._state[path]:
-                yield path, self._state[path], found
+        for path, then in self._state.items():
+            found = found_at(self._roots, path)
+            if not isinstance(found, Tensor) or looks(found) != then:
+                yield path, then, found
         if _settings() != self._settings:
             yield "torch's settings", self._settings, _settings()
-        now = self._named(self._contents, batch)
+        now = self.tensors(batch, self._contents)
         yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
 
     def of_contents(self, names: Collection[str]) -> Guards:
@@ -187,12 +188,6 @@ class Guards:
 
     def tensors(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor]:
         """The live tensors of these names."""
-        return self._named(names, batch)
-
-    def _state_now(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        return ((path, found_at(self._roots, path)) for path in paths)
-
-    def _named(self, names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
         found = {}
         module = with_keywords(self._module, batch)
         for name in names:
@@ -214,7 +209,7 @@ class MemoryGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
-        self._places = self._look()
+        self._places = [tensor.data_ptr() for tensor in self._tensors]
         self.storages = {
             tensor.untyped_storage().data_ptr(): number
             for number, tensor in enumerate(self._tensors)
@@ -230,10 +225,7 @@ class MemoryGuard:
 
     def holds(self) -> bool:
         """Whether all of them lie where they did."""
-        return self._look() == self._places
-
-    def _look(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return [tensor.data_ptr() for tensor in self._tensors] == self._places
 
 
 def _extent(tensor: Tensor) -> int:
@@ -255,18 +247,13 @@ def check_mode(device: str) -> None:
     if hooks:
         raise UsageError("the step was called under hooks on saved tensors", hint=OUTSIDE)
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
-        modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-        other = next((type(mode).__qualname__ for mode in modes if not _only_looks(mode)), None)
-        if other is not None:
-            raise UsageError(f"the step was called under a mode that sees what torch computes: {other}", hint=OUTSIDE)
+        modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+        for kind in (type(mode) for mode in modes if not getattr(mode, "is_infra_mode", bool)()):  # it changes nothing
+            if kind.__module__.partition(".")[0] not in ("torch", "magis"):
+                what = f"the step was called under a mode that sees what torch computes: {kind.__qualname__}"
+                raise UsageError(what, hint=OUTSIDE)
     if torch.get_default_device().type == "meta":
         raise UsageError("the step was called with the default device 'meta'", hint=OUTSIDE)
-
-
-def _only_looks(mode: object) -> bool:
-    """Whether a mode is one of torch's or ours, or says that it changes nothing."""
-    theirs = type(mode).__module__.partition(".")[0] in ("torch", "magis")
-    return theirs or getattr(mode, "is_infra_mode", bool)()
 
 
 def _settings() -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
     ((property, classmethod, staticmethod), lambda item: _named(item, "fget", "__func__")),
     (weakref.ref, lambda item: iter([("()", item())])),
     (ContextVar, lambda item: iter([("()", item.get(None))])),
-    (CACHE, lambda item: iter([*_named(item, "__wrapped__"), *_numbered(cached(item))])),
+    (CACHE, lambda item: iter([*_named(item, "__wrapped__"), *(("()", value) for value in cached(item))])),
     (Optimizer, _of_optimizer),
 )
 
@@ -241,10 +241,7 @@ def slots(kind: type) -> tuple[str, ...]:
 
 def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of slots; MISSING for empty ones."""
-    try:
-        return tuple([getattr(item, name, MISSING) for name in names])
-    except _LOST:  # as a `__getattr__` of a user's may raise them
-        return ()
+    return tuple([_attribute(item, name) for name in names])
 
 
 def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
@@ -299,12 +296,6 @@ def codes_within(code: types.CodeType) -> frozenset[types.CodeType]:
     return frozenset((code,)).union(*inner)
 
 
-def names_of_getter(item: Any) -> set[str]:
-    """Return the names that an `operator.attrgetter` or `methodcaller` looks up."""
-    _, arguments = item.__reduce__()[:2]
-    return {part for each in arguments if isinstance(each, str) for part in each.split(".")}
-
-
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
     """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
     counters. None where there is nothing; None in place of what nobody can do."""
@@ -327,7 +318,8 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
     if hasattr(type(item), "__next__") and is_of_system(type(item).__module__) and attributes(item) is None:
         counts = isinstance(item, (itertools.count, itertools.repeat)) or hasattr(type(item), "__length_hint__")
         return (lambda: (repr(item), operator.length_hint(item, -1)), None) if counts else (None, None)
-    if isinstance(item, (int, float, complex, str, bytes)):
+    written = isinstance(item, io.IOBase) and not item.closed and not item.readable()  # a log
+    if written or isinstance(item, (int, float, complex, str, bytes)):
         return None
     try:
         if memoryview(item).nbytes <= MOST_BYTES:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
 
 from magis import UsageError, optimize
 from tests.nets import Block
@@ -245,11 +245,21 @@ def test_an_optimizer_that_changes_updates_as_it_would(name: str) -> None:
     assert where in loops.step.report().update
 
 
-def test_a_step_patched_for_all_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loops = Loops(net(depth=2), MOMENTUM, **ANY)
+@pytest.mark.parametrize(
+    ("make", "place", "name"),
+    [
+        (MOMENTUM, SGD, "step"), (MOMENTUM, SGD, "_init_group"), (MOMENTUM, sgd, "sgd"),
+        (MOMENTUM, sgd, "_single_tensor_sgd"), (Adam, adam, "_single_tensor_adam"), (AdamW, adam, "adam"),
+    ],
+)  # fmt: skip
+def test_a_part_of_the_step_patched_for_all_is_noticed(
+    make: Any, place: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = Loops(net(depth=2), make, **ANY)
     loops.agree(1)
-    monkeypatch.setattr(SGD, "step", lambda _self: None)
+    monkeypatch.setattr(place, name, lambda *_, **__: None)
     loops.agree(1)
+    assert "is not torch's own" in loops.step.report().update
 
 
 def test_options_that_leave_a_state_short_fail_as_in_eager_mode() -> None:

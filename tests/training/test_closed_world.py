@@ -1,15 +1,17 @@
 """Values that no path leads to: what only running code reaches is noticed, or refused in one line."""
 
-# ruff: noqa: PLW0108  (every row says by itself what it reads and what changes)
+# ruff: noqa: PLW0108, DTZ005, DTZ011  (every row says by itself what it reads and what changes)
 from __future__ import annotations
 
 import builtins
 import dataclasses
+import datetime as dt
 import decimal
 import functools
 import itertools
 import logging
 import os
+import resource
 import sqlite3
 import sys
 import threading
@@ -17,7 +19,9 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from datetime import datetime
 from decimal import Decimal
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -29,6 +33,8 @@ from magis import MagisError, optimize
 from tests.training.test_reads import A, Settings, W, Way, keep, outcome, put, reset
 
 DEADLINE = time.monotonic() + 1e6
+MOST = 25_000_000
+DAY = datetime.now() + dt.timedelta(days=100)
 
 
 class Patched(Settings):
@@ -129,10 +135,76 @@ def based() -> Way:
     return lambda x: x * kind.kept, put(kind, "__bases__", (other,))
 
 
-def logged(x: Tensor) -> Tensor:
-    began = time.perf_counter()
-    logging.getLogger("tests").debug("a clock that nothing is computed with: %s", time.perf_counter() - began)
+class Timer:
+    """Seconds and calls, as a training script keeps them."""
+
+    def __init__(self) -> None:
+        self.begun, self.total, self.calls = 0.0, 0.0, 0
+
+    def __enter__(self) -> None:
+        self.begun = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.calls += 1
+        self.total += perf_counter() - self.begun
+        if self.calls % 2 == 0:
+            log("%s calls, %.1f a second", self.calls, self.calls / self.total)
+
+
+def log(*given: Any) -> None:
+    logging.getLogger("tests").debug(*given)
+
+
+def timed() -> Callable[[Tensor], Any]:
+    timer = Timer()
+
+    def read(x: Tensor) -> Tensor:
+        with timer:
+            return x * 1.0
+
+    return read
+
+
+class DrawnByHand:
+    """Large numbers of one's own, beside a clock."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.number = (self.number * 1103515245 + 12345) % 2**31
+        log("%s", perf_counter())
+        return x * (1.0 + self.number % 3)
+
+
+def masked() -> Callable[[Tensor], Any]:
+    mask = functools.lru_cache(lambda size: torch.ones(size, size).tril())
+    return lambda x: x @ mask(x.shape[-1])
+
+
+def written(x: Tensor) -> Tensor:
+    with open(os.devnull, "a") as file:  # noqa: PTH123
+        file.write(f"{datetime.now():%H:%M} {x.shape}")
     return x
+
+
+IDLE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "a clock": lambda: lambda x: x * 1.0 if log("%s", time.perf_counter()) else x,
+    "a clock of one's own": lambda: lambda x: x * 1.0 if log("%s", perf_counter()) else x,
+    "seconds that have passed": timed,
+    "a clock beside numbers": DrawnByHand,
+    "the time of day": lambda: lambda x: x * 1.0 if log(time.strftime("%H:%M:%S"), time.ctime()) else x,
+    "a date": lambda: lambda x: x * 1.0 if log(datetime.now().isoformat(), dt.date.today()) else x,
+    "memory of the process": lambda: lambda x: x * 1.0 if log(resource.getrusage(resource.RUSAGE_SELF)) else x,
+    "an address": lambda: lambda x: {id(x): x * 1.0}[id(x)],
+    "a file that is written": lambda: written,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps results of the step that was planned")
+@pytest.mark.parametrize("name", IDLE)
+def test_what_a_log_tells_is_no_reason_to_refuse(name: str) -> None:
+    assert outcome((IDLE[name](), lambda: None)) == "right"
 
 
 FRESH: dict[str, Callable[[], Way]] = {
@@ -164,6 +236,7 @@ FRESH: dict[str, Callable[[], Way]] = {
     "gradient of another tensor": lambda: opened(
         lambda one: 1.0 if one.grad is None else 0.4, lambda one: put(one, "grad", torch.ones(1))(),
         torch.zeros(1, requires_grad=True)),
+    "a tensor in a cache of a closure": lambda: (masked(), lambda: None),
     "built-in name": lambda: (lambda x: x * tests_name, put(builtins, "tests_name")),  # noqa: F821
     "import that fails": lambda: (
         import_that_fails, lambda: sys.modules.update(tests_absent=types.SimpleNamespace(a=0.4))),  # type: ignore[arg-type]
@@ -175,7 +248,6 @@ FRESH: dict[str, Callable[[], Way]] = {
         lambda: logging.getLogger("tests").setLevel(10)),
     "precision of decimals": lambda: (
         lambda x: x * float(Decimal(2) / 3), lambda: put(decimal.getcontext(), "prec", 2)()),
-    "a clock in a log": lambda: (logged, lambda: None),
 }  # fmt: skip
 
 
@@ -197,6 +269,12 @@ def test_a_value_that_only_running_code_leads_to_is_noticed(name: str, monkeypat
             sys.modules.pop("tests_absent", None)
 
 
+def keeping(x: Tensor, timer: Timer = Timer()) -> Tensor:  # noqa: B008 (the one of all steps)
+    out = x if timer.begun < DEADLINE else x * 2
+    timer.begun = time.monotonic()
+    return out
+
+
 def opened_file(_: Tensor) -> float:
     with open(A.path) as file:  # noqa: PTH123
         return float(file.read())
@@ -208,6 +286,18 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a table": lambda x: x * A.table.execute("select 1.0").fetchone()[0],
     "a cycle": lambda x: x * next(A.cycle),
     "a branch on a clock": lambda x: x if time.monotonic() < DEADLINE else x * 2,
+    "a branch on a clock of one's own": lambda x: x if perf_counter() < DEADLINE else x * 2,
+    "a branch on seconds that have passed": lambda x: x if -perf_counter() + perf_counter() < 60 else x * 2,
+    "a branch on a date": lambda x: x if datetime.now() < DAY else x * 2,
+    "a branch on a module's date": lambda x: x if dt.date.today() < DAY.date() else x * 2,
+    "a time that the step keeps": keeping,
+    "the year": lambda x: x * (int(time.strftime("%Y")) / 2000),
+    "the hour": lambda x: x * (time.localtime().tm_year / 2000),
+    "a clock that nobody can put forward": lambda x: x if A.clock() < DEADLINE else x * 2,
+    "memory of the process": lambda x: x if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < MOST else x * 2,
+    "an address": lambda x: x if id(A.thing) == A.address else x * 2,
+    "a hash of an address": lambda x: x if hash(A.thing) == A.hashed else x * 2,
+    "an address among others": lambda x: x * {A.address: 1.0}[id(A.thing)],
     "a lock": lambda x: x * (1.0 if A.lock.locked() else 0.4),
     "the version of a tensor": lambda x: x * (1.0 + A.tensor._version),
     "the state of an optimizer": lambda x: x * (1.0 + len(A.group.state)),
@@ -219,12 +309,22 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 def test_a_value_that_nobody_can_watch_is_refused(name: str, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("1")
     A.path, A.cycle, A.lock = str(tmp_path / "file"), itertools.cycle([1.0, 1.0, 0.4]), threading.Lock()
+    A.clock, A.thing = time.monotonic, object()
+    A.address, A.hashed = id(A.thing), hash(A.thing)
     A.table, A.opaque = sqlite3.connect(":memory:"), made(__getattribute__=lambda _, name: {"v": 1.0}[name])
     try:
         assert outcome((REFUSED[name], lambda: None)) == "refused"
     finally:
         A.table.close()
-        for name_of in ("path", "cycle", "lock", "table", "opaque"):  # others look at all that A has
+        for name_of in (
+            "path",
+            "cycle",
+            "lock",
+            "table",
+            "opaque",
+            "clock",
+            "address",
+        ):  # others look at all that A has
             delattr(A, name_of)
 
 
