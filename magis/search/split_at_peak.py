@@ -52,7 +52,7 @@ class Relieved:
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
+class _PlannedStep:
     """A step in the order of a plan, that plan's flags by storage, and its costs."""
 
     graph: Graph
@@ -80,7 +80,7 @@ def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> 
             break
         flags = dict(zip(compiled.storages, result.flags.tolist(), strict=True))
         start = _state(in_order(compiled, result), costs, reuse, flags)
-        tried: list[tuple[tuple[int, int], int, _State, tuple[str, ...]]] = []
+        tried: list[tuple[tuple[int, int], int, _PlannedStep, tuple[str, ...]]] = []
         for state, made in _chain(start, costs, reuse):
             if tried and wanted.over():
                 break
@@ -105,7 +105,7 @@ def _search_plan(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> Sea
     return search(compiled.problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
 
 
-def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, tuple[str, ...]]]:
+def _chain(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_PlannedStep, tuple[str, ...]]]:
     """Yield states with one loop after another at the peak, as long as each lowers it at a bearable price."""
     made: tuple[str, ...] = ()
     for _ in range(LOOPS):
@@ -116,12 +116,12 @@ def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, t
         yield state, made
 
 
-def _ns_per_byte(before: _State, after: _State) -> float:
+def _ns_per_byte(before: _PlannedStep, after: _PlannedStep) -> float:
     """Return the nanoseconds that a loop costs per byte that it saves."""
     return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
 
 
-def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, str]]:
+def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_PlannedStep, str]]:
     """Yield states with one loop more and a lower peak."""
     op = state.graph.ops[state.at]
     if op.body is not None or op.random:
@@ -142,7 +142,7 @@ def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State
             yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
 
 
-def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _State:
+def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:
     """Judge the graph's own order with these flags."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     problem = compiled.problem
@@ -151,7 +151,7 @@ def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _S
     peak, latency_ns = judge.quick(chosen)
     node = int(judge.runs[max(judge.peak_run, 0)]) >> 1
     first = compiled.nodes[node][0]
-    return _State(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
+    return _PlannedStep(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
 
 
 def in_order(compiled: Compiled, result: SearchResult) -> Graph:
