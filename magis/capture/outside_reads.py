@@ -9,17 +9,16 @@ they log, and look at clocks for that.
 from __future__ import annotations
 
 import builtins
-import dis
-import functools
 import gc
 import importlib.util
 import linecache
 import logging
+import operator
+import re
 import sys
 import threading
 import time
 import types
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from magis.capture.names_in_code import matches_by_position, names_read
 from magis.capture.python_state import objects_of
 from magis.capture.snapshot import Reads
 from magis.errors import CaptureError
@@ -85,6 +85,10 @@ _NAMED: dict[str, Callable[[], Any]] = {
 
 _BY_NAME = frozenset({"vars", "dir", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
 """Names in code that reads attributes by names made at run time; `getattr` itself tells."""
+_ANY_NAME = frozenset(map(id, (getattr, hasattr, vars, dir, operator.attrgetter)))
+_WHOLE = frozenset({"__reduce__", "__reduce_ex__", "__getstate__", "__dir__", "__sizeof__"})
+_WHOLE_MODULES = frozenset({"argparse", "copy", "copyreg", "pickle", "pprint", "reprlib"})
+"""Functions under any name of theirs, methods, and modules that read attributes whose names no code tells."""
 _MODULES = frozenset({"import_module", "__import__", "modules"})
 _ALWAYS = frozenset(
     {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
@@ -113,6 +117,8 @@ class Ran:
         self.names: set[str] = set()
         """Given to `getattr` and `hasattr`."""
         self.asked: dict[str, Callable[[], Any]] = {}
+        self.reads_any = False
+        """Whether attributes are read whose names no code tells: then all are watched."""
         self.refused = ""
         self.looked = ""
         """The last of the clocks and addresses that the second call has looked at."""
@@ -163,22 +169,24 @@ class Ran:
 
     def reads(self) -> Reads:
         """What the code that ran looks up."""
-        names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), False
+        names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), self.reads_any
         wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for code, namespace in self.codes.items():
             module = str(namespace.get("__name__", ""))
             if module.startswith(_BELOW):
                 continue
             if is_of_system(module):
+                by_name = by_name or module in _WHOLE_MODULES
                 names.update(code.co_names)
                 if module == "os" and "_data" in code.co_names:
                     wanted[id(namespace)] = namespace, {"environ"}
                 continue
-            read, bare, further = _names_read(code)
+            read, bare, further = names_read(code)
             package = str(namespace.get("__package__") or module.rpartition(".")[0])
             imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
             user |= read
-            by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
+            by_name = by_name or not _BY_NAME.isdisjoint(code.co_names) or matches_by_position(code)
+            by_name = by_name or not _ANY_NAME.isdisjoint(map(id, map(namespace.get, bare)))
             anything = "globals" in code.co_names
             here = {name for name in (namespace if anything else read) if name in namespace}
             wanted.setdefault(id(namespace), (namespace, set()))[1].update(here, bare)
@@ -306,12 +314,16 @@ class Ran:
 
     def _call(self, called: Any) -> None:
         name, owner = str(getattr(called, "__name__", "")), getattr(called, "__self__", None)
+        if name in ("format", "format_map") and isinstance(owner, str):
+            self.names.update(part for part in re.split(r"\W", owner) if part.isidentifier())
+        self.reads_any = self.reads_any or id(called) in _ANY_NAME or name in _WHOLE
         of_module = owner is None or isinstance(owner, types.ModuleType)
         kind = owner if isinstance(owner, type) else type(owner)
         home = (
             str(getattr(called, "__module__", None) or getattr(owner, "__name__", "")) if of_module else kind.__module__
         )
         home = home.partition(".")[0].lstrip("_")
+        self.reads_any = self.reads_any or home in _WHOLE_MODULES
         if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # else it was looked at in its module
             self.refused = f"{home}.{name}" if self._again else ""
             return
@@ -341,71 +353,3 @@ def _is_address(look: Callable[..., Any], item: object = None, *_: object) -> bo
     """Whether a number tells where an object lies that may die: modules and parameters are watched while they live."""
     own = look is _ADDRESSES[0] or type(item).__hash__ in (object.__hash__, torch.Tensor.__hash__)
     return own and not isinstance(item, (torch.nn.Module, torch.nn.Parameter))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; those of
-    globals; and the modules that are imported."""
-    counts, found, bare, modules = counting_loads(code), set[str](), set[str](), set[str]()
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    for at, one in enumerate(steps):
-        if one.opname == "IMPORT_NAME":
-            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
-            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
-        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
-            found |= set() if one.offset in counts else {str(one.argval)}
-            bare |= {str(one.argval)} if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") else set()
-    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
-    if not _MODULES.isdisjoint(code.co_names):
-        modules |= {item for item in strings if all(map(str.isidentifier, item.split(".")))}
-    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
-    return frozenset(found | parts), frozenset(bare), frozenset(modules)
-
-
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    """The constants of code, those within tuples, too: names that a `match` looks at."""
-    for item in items:
-        if isinstance(item, (tuple, frozenset)):
-            yield from _flat(item)
-        else:
-            yield item
-
-
-_ADDS = ("+", "+=")
-
-
-@functools.lru_cache(maxsize=4096)
-def counting_loads(code: types.CodeType) -> frozenset[int]:
-    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    loads: dict[str, list[int]] = {}
-    stores: Counter[str] = Counter()
-    found: set[int] = set()
-    for at, one in enumerate(steps):
-        if one.opname == "LOAD_ATTR" and at and steps[at - 1].opname in ("COPY", "DUP_TOP"):
-            loads.setdefault(str(one.argval), []).append(one.offset)
-        elif one.opname == "STORE_ATTR" and at > 1:
-            if steps[at - 1].opname == "SWAP" and steps[at - 2].argrepr == "+=":
-                stores[str(one.argval)] += 1
-            elif _adds(steps, at):
-                found.add(steps[at - 4].offset)
-    for name, offsets in loads.items():
-        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
-            found.update(offsets)
-    return frozenset(found)
-
-
-def _adds(steps: list[dis.Instruction], at: int) -> bool:
-    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
-    if at < 5:
-        return False
-    holder, load, number, total, again = steps[at - 5 : at]
-    return (
-        load.opname == "LOAD_ATTR"
-        and load.argval == steps[at].argval
-        and number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
-        and total.argrepr in _ADDS
-        and again.opname.startswith("LOAD_FAST")
-        and (holder.opname, holder.argval) == (again.opname, again.argval)
-    )

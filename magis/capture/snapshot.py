@@ -9,6 +9,7 @@ it back, and have another interface in every release of torch.
 from __future__ import annotations
 
 import abc
+import argparse
 import functools
 import sys
 import types
@@ -262,6 +263,8 @@ class Snapshot:
 
     def _visit(self, path: str, item: Any) -> None:
         names = self._reads.own if isinstance(item, nn.Module) else self._reads.names
+        if isinstance(item, (types.SimpleNamespace, argparse.Namespace)):
+            names = None  # compared and printed as a whole
         if isinstance(item, types.ModuleType):
             wanted = tuple(key for key in vars(item) if key in self._reads.user and not key.startswith("__"))
             self._bindings(path, vars(item), wanted, theirs=is_of_system(item.__name__))

@@ -1,0 +1,85 @@
+"""The names that code looks up, read off its instructions."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_MODULES = frozenset({"import_module", "__import__", "modules"})
+
+
+@functools.lru_cache(maxsize=4096)
+def names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; those of
+    globals; and the modules that are imported."""
+    counts, found, bare, modules = counting_loads(code), set[str](), set[str](), set[str]()
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    for at, one in enumerate(steps):
+        if one.opname == "IMPORT_NAME":
+            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
+            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
+        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
+            found |= set() if one.offset in counts else {str(one.argval)}
+            bare |= {str(one.argval)} if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") else set()
+    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
+    if not _MODULES.isdisjoint(code.co_names):
+        modules |= {item for item in strings if all(map(str.isidentifier, item.split(".")))}
+    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
+    return frozenset(found | parts), frozenset(bare), frozenset(modules)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    """The constants of code, those within tuples, too: names that a `match` looks at."""
+    for item in items:
+        if isinstance(item, (tuple, frozenset)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def matches_by_position(code: types.CodeType) -> bool:
+    """Whether code has a pattern such as `case Point(x, y)`: the class knows which attributes these are."""
+    return any(one.opname == "MATCH_CLASS" and one.arg for one in dis.get_instructions(code))
+
+
+_ADDS = ("+", "+=")
+
+
+@functools.lru_cache(maxsize=4096)
+def counting_loads(code: types.CodeType) -> frozenset[int]:
+    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    loads: dict[str, list[int]] = {}
+    stores: Counter[str] = Counter()
+    found: set[int] = set()
+    for at, one in enumerate(steps):
+        if one.opname == "LOAD_ATTR" and at and steps[at - 1].opname in ("COPY", "DUP_TOP"):
+            loads.setdefault(str(one.argval), []).append(one.offset)
+        elif one.opname == "STORE_ATTR" and at > 1:
+            if steps[at - 1].opname == "SWAP" and steps[at - 2].argrepr == "+=":
+                stores[str(one.argval)] += 1
+            elif _adds(steps, at):
+                found.add(steps[at - 4].offset)
+    for name, offsets in loads.items():
+        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
+            found.update(offsets)
+    return frozenset(found)
+
+
+def _adds(steps: list[dis.Instruction], at: int) -> bool:
+    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    if at < 5:
+        return False
+    holder, load, number, total, again = steps[at - 5 : at]
+    return (
+        load.opname == "LOAD_ATTR"
+        and load.argval == steps[at].argval
+        and number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and total.argrepr in _ADDS
+        and again.opname.startswith("LOAD_FAST")
+        and (holder.opname, holder.argval) == (again.opname, again.argval)
+    )
