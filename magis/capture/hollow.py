@@ -72,7 +72,7 @@ class Hollow(TorchDispatchMode):
     """
 
     numbers = False
-    """Whether whole random numbers are drawn, of few tensors: lengths in a batch are then some that it may have."""
+    """True if whole random numbers are drawn, for small tensors: lengths in a batch are then some that it may have."""
 
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class Hollow(TorchDispatchMode):
         self.read |= self._news
 
     def expected(self, of_batch: bool) -> None:
-        """What Python has just read is checked at every step: it may be of any batch."""
+        """Take the number that Python has just read as checked at every step: it may be of any batch."""
         self.read -= {name for name in self._news if of_batch and name.startswith(("input:", "target:"))}
 
     def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,8 +261,8 @@ class Hollow(TorchDispatchMode):
             return as_packed(str(func), fake_args, out)
 
     def _by_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What the kernel itself returns, where torch's function for fakes refuses: some do more than kernels, others
-        need numbers that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
+        """Run the kernel itself where torch's function for fakes refuses: some kernels do more, others need numbers
+        that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         unknown = [tensor for tensor in given if not contents_under(tensor).known]
         dynamic = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -336,7 +336,7 @@ class Hollow(TorchDispatchMode):
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a write to a tensor leaves no byte of its storage as it was."""
+    """Return True if a write to a tensor leaves no byte of its storage as it was."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
@@ -345,7 +345,7 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """How a comparison of numbers from [0, 1) with a constant comes out, where that is the same for all of them."""
+    """Compare numbers from [0, 1) with a constant; None where they do not all give the same answer."""
     kind = COMPARISONS.get(func)
     if kind is None or not isinstance(args[1], (int, float)) or not contents_under(args[0]).unit:
         return None

@@ -162,7 +162,7 @@ class Ran:
                 gc.enable()
 
     def reads(self) -> Reads:
-        """What the code that ran looks up."""
+        """Return the names that the code that ran looks up."""
         names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), False
         wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for code, namespace in self.codes.items():
@@ -208,7 +208,7 @@ class Ran:
         return tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
-        """What was asked for, with what code asks for by these names."""
+        """Return the settings that were asked for, and those that code asks for by these names."""
         known = {*names, *self._modules}
         return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
 
@@ -242,7 +242,7 @@ class Ran:
         return type(found)([each + ahead for each in found]) if isinstance(found, tuple) else found + ahead
 
     def _is_asked_by(self, frame: types.FrameType) -> bool:
-        """Whether it is the step's own code that asks, and no other thread."""
+        """Return True if the step's own code asks, and no other thread."""
         return threading.get_ident() == self._thread and self._is_of_user(frame)
 
     def _ahead(self, name: str) -> int:
@@ -338,7 +338,7 @@ def _answers(called: Callable[[], Any]) -> bool:
 
 
 def _is_address(look: Callable[..., Any], item: object = None, *_: object) -> bool:
-    """Whether a number tells where an object lies that may die: modules and parameters are watched while they live."""
+    """Return True for the address of an object that may die: modules and parameters are watched while they live."""
     own = look is _ADDRESSES[0] or type(item).__hash__ in (object.__hash__, torch.Tensor.__hash__)
     return own and not isinstance(item, (torch.nn.Module, torch.nn.Parameter))
 
@@ -397,7 +397,7 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
 
 
 def _adds(steps: list[dis.Instruction], at: int) -> bool:
-    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    """Return True if `at` stores `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
     if at < 5:
         return False
     holder, load, number, total, again = steps[at - 5 : at]

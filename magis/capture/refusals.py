@@ -1,4 +1,4 @@
-"""What a captured step may not be, each in one line that says where."""
+"""Refuse steps that cannot be captured, each in one line that says where."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def clear_errors(places: Places) -> Iterator[None]:
 
 
 def of_contents(error: BaseException | None) -> bool:
-    """Whether a refusal comes of contents that hollow tensors have not, and real ones have."""
+    """Return True if a refusal comes of contents that hollow tensors have not, and real ones have."""
     kinds = (DataDependentOutputException, DynamicOutputShapeException)
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__

@@ -72,7 +72,7 @@ class Reads:
     imported: tuple[str, ...] = ()
     """Modules that functions import when they run, those included that are not there."""
     codes: frozenset[types.CodeType] = frozenset()
-    """Of the functions that ran, without torch's."""
+    """Code of the functions that ran, without torch's."""
     functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
     """Finds the functions of such code to which no path leads: a class has them, or C."""
     asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
@@ -395,7 +395,7 @@ class Snapshot:
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
-    """What a step rests on of a tensor besides its contents."""
+    """Return the properties of a tensor, besides its contents, that a step rests on."""
     return (
         tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,

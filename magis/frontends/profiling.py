@@ -98,14 +98,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recording:
-    """What came of a recording: operators in the file, those asked for, and those of them that are not measured."""
+    """Counts of a recording: operators in the file, those asked for, and those of them that are not measured."""
 
     operators: int
     wanted: int
     missing: tuple[str, ...]
     """Signatures that were refused, too large, or not reached before the time was up."""
     in_time: bool
-    """Whether every operator had its turn."""
+    """True if every operator had its turn."""
 
 
 def record_profile(
@@ -154,7 +154,7 @@ def record_profile(
 
 
 def _checked(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
-    """How products are rounded: "tf32", or "" for in full. UsageError for what cannot be recorded."""
+    """Return the rounding of products: "tf32", or "" where they are in full. UsageError for what cannot be recorded."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=f"use one of {', '.join(PRESETS)}")
     for dtype in dtypes:

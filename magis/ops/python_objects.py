@@ -87,7 +87,7 @@ def attributes(item: Any) -> dict[str, Any] | None:
 
 
 def is_opaque(item: Any) -> bool:
-    """Whether an object's own `__getattribute__` does not even tell its class."""
+    """Return True if an object's own `__getattribute__` does not even tell its class."""
     try:
         return not isinstance(item.__class__, type)
     except Exception:  # noqa: BLE001 (it is the user's own code that raises)
@@ -207,17 +207,17 @@ def _is_of_user(kind: type) -> bool:
 
 
 def is_of_torch(name: str | None) -> bool:
-    """Whether a module of this name is part of torch."""
+    """Return True if a module of this name is part of torch."""
     return str(name).partition(".")[0] == "torch"
 
 
 def is_of_system(name: str) -> bool:
-    """Whether a module of this name is part of torch, numpy or Python itself."""
+    """Return True if a module of this name is part of torch, numpy or Python itself."""
     return name.partition(".")[0] in SYSTEM
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether two plain values are equal, or two objects one."""
+    """Return True if two plain values are equal, or two objects one."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -256,7 +256,7 @@ def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
 
 
 def is_called(key: str, value: object) -> bool:
-    """Whether it is a method that Python calls by itself."""
+    """Return True for a method that Python calls by itself."""
     return key[:2] == "__" and callable(value) and key not in _SPECIAL
 
 
@@ -357,7 +357,7 @@ def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
 
 
 def is_of_module(roots: Mapping[str, object], path: str) -> bool:
-    """Whether a path leads to an attribute of a module, or to one of its buffers."""
+    """Return True if a path leads to an attribute of a module, or to one of its buffers."""
     outer, _, step = path.rpartition("/")
     outer = outer.removesuffix("/._buffers") if step[:1] == "{" else outer
     return (step[:1] == "." or "/._buffers/{" in path) and isinstance(found_at(roots, outer), nn.Module)
