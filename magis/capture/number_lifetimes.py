@@ -120,10 +120,10 @@ def _end_unread(made: int, ops: Sequence[Op], values: Mapping[int, Value], death
 
 def takes_number(func: Any, args: Sequence[Any]) -> bool:
     """Return True if a number stands where the operator's schema has a tensor."""
-    return any(True for _ in _numbers(func, args))
+    return any(True for _ in _names_of_numbers(func, args))
 
 
-def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
+def _names_of_numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
     """Names of such arguments."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if isinstance(given, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType):
@@ -150,7 +150,7 @@ def _kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any]
         except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
             return 0
         node = out.grad_fn if isinstance(out, Tensor) else None
-        saved = [getattr(node, f"_saved_{name}", None) for name in _numbers(func, args)]
+        saved = [getattr(node, f"_saved_{name}", None) for name in _names_of_numbers(func, args)]
     return sum(each.nbytes for each in saved if isinstance(each, Tensor))
 
 

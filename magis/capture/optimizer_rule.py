@@ -228,8 +228,8 @@ def _update(optimizer: Optimizer, trained: Mapping[str, nn.Parameter], *, by_age
     spec = OptimizerSpec(
         _kind(optimizer, first),
         amsgrad=bool(first.get("amsgrad")),
-        **_numbers(first),
-        groups=tuple(ParameterGroup(same, **_numbers(groups[number])) for number, same in found[1:]),
+        **_numbers_of_group(first),
+        groups=tuple(ParameterGroup(same, **_numbers_of_group(groups[number])) for number, same in found[1:]),
     )
     return Update(spec, tuple(number for number, _ in found))
 
@@ -240,7 +240,7 @@ def _kind(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     return "adamw" if group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)) else "adam"
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's numbers, as a rule has them."""
     found: dict[str, Any] = {name: float(group[name]) for name in _NUMBERS if name in group and name != "betas"}
     found.update({name: bool(group[name]) for name in _FLAGS if name in group})

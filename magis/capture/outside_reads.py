@@ -282,7 +282,7 @@ class Ran:
             elif f"{frame.f_globals.get('__name__')}" in _NAMED and (home == "torch" or self._is_of_user(frame)):
                 self._modules.add(frame.f_globals["__name__"])
         elif event == "c_call" and not self.refused and self._is_of_user(frame):
-            self._call(called)
+            self._note_call(called)
 
     def _home(self, frame: types.FrameType) -> str:
         """Whose code it is that runs: "user", "library" of somebody else, "python", or "torch", with ours and numpy."""
@@ -304,7 +304,7 @@ class Ran:
             caller = caller.f_back
         return caller is not None and self._home(caller) == "user"
 
-    def _call(self, called: Any) -> None:
+    def _note_call(self, called: Any) -> None:
         name, owner = str(getattr(called, "__name__", "")), getattr(called, "__self__", None)
         of_module = owner is None or isinstance(owner, types.ModuleType)
         kind = owner if isinstance(owner, type) else type(owner)

@@ -243,14 +243,14 @@ class Snapshot:
         elif isinstance(item, Tensor):
             if id(item) not in self.tensors:
                 self.tensors[id(item)] = (path, item)
-                self._tensor(path, item)
+                self._hold_tensor(path, item)
         elif not isinstance(item, LEAVES) and (
             isinstance(item, nn.Module) or not type(item).__module__.startswith(_OURS)
         ):
             self._known[id(item)] = item
             self._queue.append((path, item))
 
-    def _tensor(self, path: str, item: Tensor) -> None:
+    def _hold_tensor(self, path: str, item: Tensor) -> None:
         if type(item) not in (Tensor, nn.Parameter):
             self._meet(type(item).__qualname__, type(item))
         elif self._reads.names is not None:

@@ -87,7 +87,7 @@ class Expression:
         """Its value, given those at the paths. Raises what the function raises."""
         if not self.function:
             return live[self.operands[0]]
-        return _FUNCTIONS[self.function](*(_value(each, live) for each in self.operands))
+        return _FUNCTIONS[self.function](*(_operand_value(each, live) for each in self.operands))
 
     def paths(self) -> set[str]:
         """The paths that it reads."""
@@ -96,7 +96,7 @@ class Expression:
         return set().union(*(each.paths() for each in self.operands if isinstance(each, Expression)))
 
 
-def _value(operand: Any, live: Mapping[str, float]) -> Any:
+def _operand_value(operand: Any, live: Mapping[str, float]) -> Any:
     return operand.value(live) if isinstance(operand, Expression) else operand
 
 
@@ -211,10 +211,10 @@ class Trace:
         made = float.__new__(TracedNumber, value)
         made.trace, made.expression, made.true = self, expression, true
         self._made[value] = expression, true
-        self._note(value, expression, true)
+        self._note_float(value, expression, true)
         return made
 
-    def _note(self, value: float, expression: Expression, true: float) -> None:
+    def _note_float(self, value: float, expression: Expression, true: float) -> None:
         """A float that stands for an expression; with what torch's own code may make of it."""
         self._known[value] = expression, true
         for name, function in _IN_TORCH.items():
@@ -361,7 +361,7 @@ class Trace:
         name = self.named.setdefault(expression, f"{NUMBER}{len(self.named)}")
         if name not in self.true:
             self.true[name] = true
-            self._note(value, expression, true)  # torch may go on from there
+            self._note_float(value, expression, true)  # torch may go on from there
         return Scalar(name)
 
     def known(self, value: object) -> bool:

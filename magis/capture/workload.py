@@ -372,7 +372,7 @@ def own_loss(output: Any, *targets: Tensor) -> Tensor:
     named = output.get("loss", absent) if isinstance(output, Mapping) else getattr(output, "loss", absent)
     if isinstance(named, Tensor):
         return named
-    found = dict(_numbers("", output)) if named is absent else {}
+    found = dict(_trainable_numbers("", output)) if named is absent else {}
     if len({id(number) for number in found.values()}) == 1:
         return next(iter(found.values()))
     what = f"the model returned a {type(output).__name__}"
@@ -383,18 +383,18 @@ def own_loss(output: Any, *targets: Tensor) -> Tensor:
     raise CaptureError(f"{what} without a loss", hint="pass a loss function, or labels")
 
 
-def _numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
+def _trainable_numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
     """Single floating-point numbers in an output that can be trained, by where they are."""
     if isinstance(item, Tensor):
         if item.numel() == 1 and item.is_floating_point() and (item.requires_grad or not torch.is_grad_enabled()):
             yield path, item
     elif isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _numbers(f"{path}[{key!r}]", value)
+            yield from _trainable_numbers(f"{path}[{key!r}]", value)
     elif isinstance(item, (list, tuple)):
         names = getattr(item, "_fields", ())
         for index, value in enumerate(item):
-            yield from _numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
+            yield from _trainable_numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
     elif dataclasses.is_dataclass(item):
         for each in dataclasses.fields(item):
-            yield from _numbers(f"{path}.{each.name}", getattr(item, each.name))
+            yield from _trainable_numbers(f"{path}.{each.name}", getattr(item, each.name))

@@ -133,12 +133,12 @@ class Estimate:
             how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
             yield self._remedy("magis", planned, how)
         if importlib.util.find_spec("peft") is not None:
-            adapted = self._tried(case, partial(_with_adapters, make or self._named))
+            adapted = self._tried(case, partial(_with_adapters, make or self._make_workload))
             if adapted is not None:
                 how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
                 yield self._remedy("lora", adapted, how)
 
-    def _named(self, seed: int) -> Workload:
+    def _make_workload(self, seed: int) -> Workload:
         return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
 
     def _tried(self, case: Case, make: Make | None) -> CaseResult | None:
@@ -158,7 +158,7 @@ class Estimate:
         Every size that is tried is captured, so this takes a few times as long as the estimate did.
         """
         allowed = self.limit_bytes if limit is None else _bytes(limit)
-        make, case = self._make or self._named, self.result.case
+        make, case = self._make or self._make_workload, self.result.case
 
         def fits(size: int) -> bool:
             found = self._tried(case, lambda seed: resized(make(seed), dim, size))

@@ -147,11 +147,11 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
         return tuple(torch.tensor(with_scalars(graph.constants[value], numbers), dtype=dtype).tolist())
 
     constants = {value: rounded(value) for value in graph.constants}
-    values = {**graph.values, **_moved(graph, numbers)}
+    values = {**graph.values, **_moved_slices(graph, numbers)}
     return replace(graph, ops=tuple(map(filled, graph.ops)), values=values, constants=constants)
 
 
-def _moved(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
+def _moved_slices(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
     """Slices by named scalars, and views of them, where they lie for these numbers."""
     found: dict[int, Value] = {}
     for op in graph.ops if any(map(_sliced, graph.ops)) else ():

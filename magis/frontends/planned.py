@@ -226,7 +226,7 @@ class ComparedStep:
         """The best plan found within the limits, without a search where those `decided` for a step like it keep them;
         or the one saved, if it is one of this step within this limit. UsageError."""
         if saved is None:
-            return self._searched(decided)
+            return self._search_plan(decided)
         again = "leave out plan= to search anew"
         if self.digest != saved.digest:
             raise UsageError(
@@ -253,7 +253,7 @@ class ComparedStep:
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
         return self.planned(graph, report)
 
-    def _searched(self, decided: Collection[Decisions]) -> Planned:
+    def _search_plan(self, decided: Collection[Decisions]) -> Planned:
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
         limit = limits.bytes_of(original)

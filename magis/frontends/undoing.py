@@ -108,7 +108,7 @@ def raise_as_eager(
 
 
 def raises_again(error: BaseException, target: str) -> bool:
-    """Return True if eager is to show what an operator's error leaves: not where memory ran out, as eager needs more."""
+    """Return True if eager is to show what an operator's error leaves: not if memory ran out, as eager needs more."""
     return isinstance(error, Exception) and not (target.startswith("aten.") and is_out_of_memory(error))
 
 
