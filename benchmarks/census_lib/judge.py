@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.census_lib.network import Batch, Network, loss_of, reason_of, seeded
-from magis import Bench, MagisError, UsageError, optimize, run_case
+from magis import MagisError, UsageError, optimize, run_case
+from magis.api import Bench
 from magis.cases.check import check_case
 from magis.models import from_function
 from magis.results import Case, CaseResult, StepFigures

@@ -82,7 +82,7 @@ class Captured:
     left: tuple[str, ...] = ()
     """Paths of what the forward changed in Python."""
     drawn: bool = False
-    """Whether Python drew random numbers: the graph is that of one draw, another step may run another."""
+    """True if Python drew random numbers: the graph is that of one draw, another step may run another."""
     after: HostGenerators | None = field(default=None, compare=False)
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
@@ -96,23 +96,23 @@ class Captured:
     results: tuple[str, ...] = ()
     """Paths to attributes, buffers and data in which the forward leaves tensors: results behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
-    """What eager's run of the step told that it was captured with, or what that run tells."""
+    """Results of eager's own run of the step: those that it was captured with, or those that this run tells."""
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
-    """Of a step that was run for real: its results and gradients."""
+    """Results and gradients of a step that was run for real."""
     listed: Captured | None = None
     """Eager's own step, where that updates weights list by list (foreach, fused), which this one does weight by weight,
     or by an optimizer behind it."""
     behind: Apart | None = None
-    """What that optimizer does: this step stops at gradients."""
+    """Step of that optimizer: this step stops at gradients."""
 
     @property
     def expects(self) -> bool:
-        """Whether branches on data are expected to go as they did when the step was captured."""
+        """True if branches on data are expected to go as they did when the step was captured."""
         return self.heard is not None and self.heard.expects
 
     @property
     def sends(self) -> bool:
-        """Whether the step has messages to other ranks, which would have to run it, too."""
+        """True if the step has messages to other ranks, which would have to run it, too."""
         return any(is_message(op.target) for op in self.graph.ops)
 
     @property
@@ -161,7 +161,7 @@ def capture(
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What is run, and as which device runs it."""
+    """The model, batch, loss and update of a step, and the device whose kernels it is captured for."""
 
     module: nn.Module
     inputs: Sequence[Tensor]

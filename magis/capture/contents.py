@@ -23,7 +23,7 @@ READABLE_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Contents:
-    """What is known of a storage's bytes. It lies on the storage, and goes with it."""
+    """Knowledge of a storage's bytes; it lies on the storage, and goes with it."""
 
     known: bool
     sources: frozenset[str] = frozenset()
@@ -31,11 +31,11 @@ class Contents:
     owner: object = None
     """The mode under which the storage was made, or a twin's `TWIN`; no mode writes to what belongs to others."""
     drawn: bool = False
-    """Whether they are random numbers, or made of these and known ones alone."""
+    """True for random numbers, and for bytes made of these and known ones alone."""
     unit: bool = False
-    """Whether they are random numbers from [0, 1) as they were drawn."""
+    """True for random numbers from [0, 1) as they were drawn."""
     recipe: Recipe | None = None
-    """How they come of the contents of named tensors; None where that is not known."""
+    """Function that makes them again from the contents of named tensors; None where none is known."""
     meta: torch.UntypedStorage | None = None
     fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
 
@@ -63,18 +63,18 @@ def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Whether nothing was ever computed for a tensor."""
+    """Return True if nothing was ever computed for a tensor."""
     contents = contents_of(tensor)
     return contents is not None and not contents.known
 
 
 def contents_of(tensor: Tensor) -> Contents | None:
-    """What is known of a tensor's memory; None: no mode has seen it."""
+    """Return the knowledge of a tensor's memory; None if no mode has seen it."""
     return getattr(tensor.untyped_storage(), MARK, None)
 
 
 def is_readable(name: str, tensor: Tensor) -> bool:
-    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
+    """Return True if Python may read a tensor's numbers: lengths, positions, masks; no weights, no floats."""
     return (
         not name.startswith("parameter:")
         and not (tensor.is_floating_point() or tensor.is_complex())
@@ -111,7 +111,7 @@ def _of_live(name: str, offset: int, live: Mapping[str, Tensor]) -> tuple[Tensor
 
 
 def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-    """How a known tensor comes of live ones by name; None where that is not known."""
+    """Return a function that makes a known tensor again from live ones by name; None where none is known."""
     contents = contents_of(tensor)
     recipe = None if contents is None else contents.recipe
     if recipe is None or tensor.is_conj() or tensor.is_neg():
@@ -145,7 +145,7 @@ def _live(items: Any, live: Mapping[str, Tensor]) -> Any:
 
 
 def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Recipe | None:
-    """How the result of an operator on known tensors is made again; None where that is not known."""
+    """Return the recipe for the result of an operator on known tensors; None where none is known."""
     if not isinstance(out, Tensor):
         return None
     given, start = _again((args, kwargs)), int(out.storage_offset())
@@ -158,7 +158,7 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Rec
 
 
 def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
-    """How the memory of an operator's first argument, the only one that it writes, is made again."""
+    """Return the recipe for the memory of an operator's first argument, the only one that it writes."""
     target, given = args[0], _again((args[1:], kwargs))
     before = contents_of(target)
     old = None if before is None else before.recipe
@@ -188,7 +188,7 @@ def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of real tensors, by name, which share memory where these do; detached."""
+    """Copy real tensors, by name; copies share memory where the tensors do, and are detached."""
     memory: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""What eager's own run of a step tells a capture that cannot know it: layouts of results, and ways that branches take.
+"""Run a step eagerly for a capture that cannot know all: layouts of results, and ways that branches take.
 
 Torch's functions for fake tensors give some results other strides than kernels do, and a branch on data
 (`if torch.isfinite(x).all()`) has no answer where nothing is computed. So the step is run once on real tensors; a
@@ -35,7 +35,7 @@ class Heard:
     layouts: Mapping[str, tuple[tuple[_Layout, ...], ...]]
     read: tuple[int, ...]
     expects: bool
-    """Whether a capture takes what was read, and shapes that hang on data, as expectations."""
+    """True if a capture takes what was read, and shapes that depend on data, as expectations."""
 
 
 class Listener(TorchDispatchMode):
@@ -74,7 +74,7 @@ class Follower:
 
     @property
     def expects(self) -> bool:
-        """Whether what hangs on data is expected to be as in eager's run."""
+        """True if reads and shapes that depend on data are expected to be as in eager's run."""
         return self.heard is not None and self.heard.expects
 
     def rewind(self) -> None:
@@ -123,7 +123,7 @@ class Follower:
 def is_of_batch(
     known: Sequence[int], ops: Sequence[Op], values: Mapping[int, Value], storages: Mapping[int, Storage]
 ) -> bool:
-    """Whether the contents of values that operators have made depend on the batch, and on no random number."""
+    """Return True if values that operators have made depend on the batch, and on no random number."""
     wanted = {values[value].storage for value in known}
     for op in reversed(ops):
         if wanted & ({values[value].storage for value in op.made()} | {storage for storage, _ in op.writes}):

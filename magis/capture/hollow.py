@@ -72,7 +72,7 @@ class Hollow(TorchDispatchMode):
     """
 
     numbers = False
-    """Whether whole random numbers are drawn, of few tensors: lengths in a batch are then some that it may have."""
+    """True if whole random numbers are drawn, for small tensors: lengths in a batch are then some that it may have."""
 
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,15 +100,15 @@ class Hollow(TorchDispatchMode):
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
-            contents_under(args[0], self._own(sources=traced_within(args[0])))
-        self._note(given)
+            contents_under(args[0], self._own_contents(sources=traced_within(args[0])))
+        self._note_sources(given)
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
             contents_under(tensor).unit = False
         if func in READS:
-            return self._read(func, given, args, kwargs)
+            return self._read_number(func, given, args, kwargs)
         decided = _decided(func, args)
         if decided is not None:
             return torch.full(args[0].shape, decided)
@@ -128,15 +128,17 @@ class Hollow(TorchDispatchMode):
         for result, numbers in known_results(func, args, made, self.read_by):
             result.copy_(numbers)
             sources = frozenset().union(*(contents_under(t).sources for t in given if contents_under(t).known))
-            setattr(result.untyped_storage(), MARK, self._own(sources=sources))
+            setattr(result.untyped_storage(), MARK, self._own_contents(sources=sources))
         return made
 
-    def _own(self, *, known: bool = True, sources: frozenset[str] = frozenset(), drawn: bool = False) -> Contents:
+    def _own_contents(
+        self, *, known: bool = True, sources: frozenset[str] = frozenset(), drawn: bool = False
+    ) -> Contents:
         found = Contents(known, sources, self, drawn)
         self._made.add(found)
         return found
 
-    def _note(self, tensors: Iterable[Tensor]) -> None:
+    def _note_sources(self, tensors: Iterable[Tensor]) -> None:
         """Name real tensors that no mode has made, as sources of what is computed from them."""
         for tensor in tensors:
             contents = contents_under(tensor)
@@ -147,7 +149,7 @@ class Hollow(TorchDispatchMode):
 
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
-        self._note(tensors)
+        self._note_sources(tensors)
         for contents in (found := [*map(contents_under, tensors)]):
             self.drawn |= contents.drawn
             if not contents.known:
@@ -156,10 +158,10 @@ class Hollow(TorchDispatchMode):
         self.read |= self._news
 
     def expected(self, of_batch: bool) -> None:
-        """What Python has just read is checked at every step: it may be of any batch."""
+        """Take the number that Python has just read as checked at every step: it may be of any batch."""
         self.read -= {name for name in self._news if of_batch and name.startswith(("input:", "target:"))}
 
-    def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_number(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number that Python reads; of unknown contents, if at all, what eager found instead."""
         whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
         found = self.follower.read() if whole else None
@@ -194,7 +196,7 @@ class Hollow(TorchDispatchMode):
         recipe = recipe_of_written(func, args, kwargs) if written and written[0] is args[0] else None
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:
-            contents = contents_under(tensor, self._own())
+            contents = contents_under(tensor, self._own_contents())
             contents.known, contents.drawn, contents.sources = True, drawn, contents.sources | sources
             contents.recipe = recipe if written else recipe_of(func, args, kwargs, out)
         return out
@@ -226,7 +228,7 @@ class Hollow(TorchDispatchMode):
                 args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
-                contents = contents_under(tensor, self._own())
+                contents = contents_under(tensor, self._own_contents())
                 small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
                 whole = not _among(tensor, written) or _covers(tensor)
                 contents.known, contents.drawn = certain and small and whole, certain
@@ -239,7 +241,7 @@ class Hollow(TorchDispatchMode):
         if self._draws and str(func) != EXPECT:  # a bound, which steps check
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
-                contents_under(made, self._own(drawn=True))
+                contents_under(made, self._own_contents(drawn=True))
             return made
         given = str(func) in (GET_STATE, DRAW_STATE)
         return self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if given else None
@@ -261,8 +263,8 @@ class Hollow(TorchDispatchMode):
             return as_packed(str(func), fake_args, out)
 
     def _by_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What the kernel itself returns, where torch's function for fakes refuses: some do more than kernels, others
-        need numbers that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
+        """Run the kernel itself where torch's function for fakes refuses: some kernels do more, others need numbers
+        that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         unknown = [tensor for tensor in given if not contents_under(tensor).known]
         dynamic = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -329,14 +331,16 @@ class Hollow(TorchDispatchMode):
                 raise RuntimeError(f"{func} moves a tensor to device {fake.device}")
             key = fake.untyped_storage()._cdata
             if key not in memory:
-                memory[key] = empty_storage(fake.untyped_storage().nbytes(), self._own(known=False, drawn=drawn))
+                memory[key] = empty_storage(
+                    fake.untyped_storage().nbytes(), self._own_contents(known=False, drawn=drawn)
+                )
             return on_storage(memory[key], fake)
 
         return tree_map_only(Tensor, real, out)
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a write to a tensor leaves no byte of its storage as it was."""
+    """Return True if a write to a tensor leaves no byte of its storage as it was."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
@@ -345,7 +349,7 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """How a comparison of numbers from [0, 1) with a constant comes out, where that is the same for all of them."""
+    """Compare numbers from [0, 1) with a constant; None where they do not all give the same answer."""
     kind = COMPARISONS.get(func)
     if kind is None or not isinstance(args[1], (int, float)) or not contents_under(args[0]).unit:
         return None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.graph import Op, Value
 
 Kind = tuple[type, str, bool]
-"""Of an argument: its Python type; for a tensor also its data type, and whether it requires a gradient."""
+"""Python type of an argument; for a tensor also its data type, and whether it requires a gradient."""
 _ALIVE = -1
 
 
@@ -30,9 +30,9 @@ class _Taken:
     made: int
     """Position of the operator."""
     sequence: int
-    """Of its autograd node."""
+    """Sequence number of its autograd node."""
     call: tuple[Any, ...]
-    """What `_kept_bytes` is asked."""
+    """Arguments for `_kept_bytes`."""
 
 
 class _Token:
@@ -119,11 +119,11 @@ def _end_unread(made: int, ops: Sequence[Op], values: Mapping[int, Value], death
 
 
 def takes_number(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a number stands where the operator's schema has a tensor."""
-    return any(True for _ in _numbers(func, args))
+    """Return True if a number stands where the operator's schema has a tensor."""
+    return any(True for _ in _names_of_numbers(func, args))
 
 
-def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
+def _names_of_numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
     """Names of such arguments."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if isinstance(given, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType):
@@ -131,7 +131,7 @@ def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
 
 
 def kinds(args: Sequence[Any]) -> tuple[Kind, ...] | None:
-    """What must be known of a call's positional arguments; None for one with lists or torch's constants."""
+    """Return the kinds of a call's positional arguments; None for one with lists or torch's constants."""
     if not all(arg is None or isinstance(arg, (Tensor, bool, int, float, complex, str)) for arg in args):
         return None
     return tuple(
@@ -150,7 +150,7 @@ def _kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any]
         except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
             return 0
         node = out.grad_fn if isinstance(out, Tensor) else None
-        saved = [getattr(node, f"_saved_{name}", None) for name in _numbers(func, args)]
+        saved = [getattr(node, f"_saved_{name}", None) for name in _names_of_numbers(func, args)]
     return sum(each.nbytes for each in saved if isinstance(each, Tensor))
 
 

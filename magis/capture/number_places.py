@@ -54,7 +54,7 @@ class NumberPlaces:
         return [each for each in spaces if not is_of_system(str(each.get("__name__", "")))]
 
     def has(self, path: str) -> bool:
-        """Whether the number at a path can be read and replaced."""
+        """Return True if the number at a path can be read and replaced."""
         return self._at(path) is not None
 
     def read(self, path: str) -> Any:
@@ -77,14 +77,14 @@ class NumberPlaces:
         return {path: item for path, item in found if id(item) in known}
 
     def _stands(self, holder: Any, key: Any) -> Any:
-        """What a place holds; None where it is empty."""
+        """Return the item of a holder under a key or attribute; None where there is none."""
         try:
             return getattr(holder, key, None) if isinstance(key, _Attribute) else holder[key]
         except (LookupError, ValueError):
             return None
 
     def _at(self, path: str) -> tuple[Any, Any] | None:
-        """What holds the number, and its key or attribute there."""
+        """Return the holder of the number at a path, and its key or attribute there."""
         if path not in self._found:
             found = next((place for known, place in self._all() if known == path), None)
             if found is None:

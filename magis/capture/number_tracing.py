@@ -150,7 +150,7 @@ def _traced_among(*items: object) -> bool:
 
 
 class _AsBuiltin(type):
-    """Of stand-ins for `int` and `float` in the namespaces of a user's code, which hand traced numbers on."""
+    """Metaclass of stand-ins for `int` and `float` in the namespaces of a user's code: they hand traced numbers on."""
 
     def __instancecheck__(cls, item: object) -> bool:
         return isinstance(item, cls.__mro__[1])

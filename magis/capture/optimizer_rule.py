@@ -1,4 +1,4 @@
-"""What a user's optimizer does, as an update that can be part of the step; or why it cannot.
+"""Read a user's optimizer as an update that can be part of the step, or say why it cannot.
 
 Taken into the step are `torch.optim.SGD`, `Adam` and `AdamW` as torch made them, each group of parameters with its own
 numbers, parameters of different age too. Learning rates may change from step to step. Everything else runs by itself
@@ -67,7 +67,7 @@ class Update:
 
     @property
     def frozen_in(self) -> OptimizerSpec:
-        """What of it a plan has as constants: all but the learning rates."""
+        """The part of it that a plan has as constants: all but the learning rates."""
         return replace(self.spec, lr=0.0, groups=tuple(replace(group, lr=0.0) for group in self.spec.groups))
 
 
@@ -109,7 +109,7 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step calls the loop's forward and backward itself, as often as it likes."""
+    """Return True if its step calls the loop's forward and backward itself, as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -126,7 +126,7 @@ def update_of(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Upda
 
 
 def age_of(optimizer: Optimizer, parameter: nn.Parameter) -> int:
-    """How many steps a parameter has gone, where its next one depends on that."""
+    """Count the steps that a parameter has gone, where its next one depends on that."""
     state = optimizer.state.get(parameter, {})
     if isinstance(optimizer, SGD):
         return int(state.get("momentum_buffer") is not None)
@@ -163,7 +163,7 @@ def _of_group(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether anything else runs before or after its step."""
+    """Return True if anything else runs before or after its step."""
     return any(_hooks(optimizer))
 
 
@@ -177,7 +177,7 @@ def _hooks(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def _is_torchs_own(method: Any) -> bool:
-    """Whether a method is torch's, under whatever torch wraps around it (profiling, learning-rate schedulers)."""
+    """Return True for a method of torch, under whatever torch wraps around it (profiling, learning-rate schedulers)."""
     while method is not None:
         function = getattr(method, "__func__", method)
         code = getattr(function, "__code__", None)
@@ -188,7 +188,7 @@ def _is_torchs_own(method: Any) -> bool:
 
 
 def _odd_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
-    """What of the state is not as the first step of such an optimizer makes it: an option was set later, say."""
+    """Name a part of the state that the first step of such an optimizer does not make: an option was set later, say."""
     kinds = state_names(fused_rule(optimizer, trained))
     for name, parameter in trained.items():
         state = optimizer.state.get(parameter)
@@ -228,8 +228,8 @@ def _update(optimizer: Optimizer, trained: Mapping[str, nn.Parameter], *, by_age
     spec = OptimizerSpec(
         _kind(optimizer, first),
         amsgrad=bool(first.get("amsgrad")),
-        **_numbers(first),
-        groups=tuple(ParameterGroup(same, **_numbers(groups[number])) for number, same in found[1:]),
+        **_numbers_of_group(first),
+        groups=tuple(ParameterGroup(same, **_numbers_of_group(groups[number])) for number, same in found[1:]),
     )
     return Update(spec, tuple(number for number, _ in found))
 
@@ -240,7 +240,7 @@ def _kind(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     return "adamw" if group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)) else "adam"
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's numbers, as a rule has them."""
     found: dict[str, Any] = {name: float(group[name]) for name in _NUMBERS if name in group and name != "betas"}
     found.update({name: bool(group[name]) for name in _FLAGS if name in group})
@@ -267,12 +267,12 @@ class Apart:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of every tensor that the optimizer keeps."""
+        """Bytes of every tensor that the optimizer keeps."""
         return tuple(s.nbytes for s in self.graph.storages.values() if s.kind == "state")
 
 
 def is_left_alone(optimizer: Optimizer) -> bool:
-    """Whether its step is that of its class, without patches of its own and hooks on every optimizer."""
+    """Return True if its step is that of its class, without patches of its own and hooks on every optimizer."""
     own = vars(optimizer)
     patched = getattr(own.get("step"), "__func__", own.get("step"))
     hooked = global_hooks._global_optimizer_pre_hooks or global_hooks._global_optimizer_post_hooks
@@ -280,7 +280,7 @@ def is_left_alone(optimizer: Optimizer) -> bool:
 
 
 def step_apart(optimizer: Optimizer, graded: Mapping[str, Tensor], device: str) -> Apart | None:
-    """What `optimizer.step()` does once it has state, with gradients for the parameters `graded`; nothing is changed.
+    """Capture `optimizer.step()` once it has state, with gradients for the parameters `graded`; change nothing.
 
     None for an optimizer whose step cannot be looked at: it reads numbers off gradients, say, or is patched.
     """

@@ -168,7 +168,7 @@ class Ran:
                 gc.enable()
 
     def reads(self) -> Reads:
-        """What the code that ran looks up."""
+        """Return the names that the code that ran looks up."""
         names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), self.reads_any
         wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for code, namespace in self.codes.items():
@@ -216,7 +216,7 @@ class Ran:
         return tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
-        """What was asked for, with what code asks for by these names."""
+        """Return the settings that were asked for, and those that code asks for by these names."""
         known = {*names, *self._modules}
         return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
 
@@ -250,7 +250,7 @@ class Ran:
         return type(found)([each + ahead for each in found]) if isinstance(found, tuple) else found + ahead
 
     def _is_asked_by(self, frame: types.FrameType) -> bool:
-        """Whether it is the step's own code that asks, and no other thread."""
+        """Return True if the step's own code asks, and no other thread."""
         return threading.get_ident() == self._thread and self._is_of_user(frame)
 
     def _ahead(self, name: str) -> int:
@@ -290,7 +290,7 @@ class Ran:
             elif f"{frame.f_globals.get('__name__')}" in _NAMED and (home == "torch" or self._is_of_user(frame)):
                 self._modules.add(frame.f_globals["__name__"])
         elif event == "c_call" and not self.refused and self._is_of_user(frame):
-            self._call(called)
+            self._note_call(called)
 
     def _home(self, frame: types.FrameType) -> str:
         """Whose code it is that runs: "user", "library" of somebody else, "python", or "torch", with ours and numpy."""
@@ -312,7 +312,7 @@ class Ran:
             caller = caller.f_back
         return caller is not None and self._home(caller) == "user"
 
-    def _call(self, called: Any) -> None:
+    def _note_call(self, called: Any) -> None:
         name, owner = str(getattr(called, "__name__", "")), getattr(called, "__self__", None)
         if name in ("format", "format_map") and isinstance(owner, str):
             self.names.update(part for part in re.split(r"\W", owner) if part.isidentifier())
@@ -350,6 +350,6 @@ def _answers(called: Callable[[], Any]) -> bool:
 
 
 def _is_address(look: Callable[..., Any], item: object = None, *_: object) -> bool:
-    """Whether a number tells where an object lies that may die: modules and parameters are watched while they live."""
+    """Return True for the address of an object that may die: modules and parameters are watched while they live."""
     own = look is _ADDRESSES[0] or type(item).__hash__ in (object.__hash__, torch.Tensor.__hash__)
     return own and not isinstance(item, (torch.nn.Module, torch.nn.Parameter))

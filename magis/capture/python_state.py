@@ -36,7 +36,7 @@ CACHES = "the caches of functools"
 
 
 class LeftInCaches:
-    """What a block leaves in caches without computing it: modes within it add what they make to ``made``."""
+    """Contents that a block leaves in caches but never computes: modes within it add all that they make to ``made``."""
 
     def __init__(self) -> None:
         self.made: Made = WeakSet()
@@ -167,7 +167,7 @@ def settle(
 
 
 class WritesUndone(TorchDispatchMode):
-    """What operators write in the block is undone at its end, to memory that was there before: a batch, a weight, a
+    """Undo at the end what operators in the block write to memory that was there before: a batch, a weight, a
     tensor that a global or a closure holds."""
 
     def __init__(self) -> None:

@@ -286,12 +286,12 @@ class Recorder(TorchDispatchMode):
         return found | {self._generator(MESSAGES)} if keeps_order(str(func), args) else found
 
     def _is_current(self, tensor: Tensor) -> bool:
-        """Whether a value for this window has been made since the last write to its storage."""
+        """Return True if a value for this window has been made since the last write to its storage."""
         value = self._value_of.get(window(tensor))
         return value is not None and self._made_at[value] == self._versions[self._values[value].storage]
 
     def _all_known(self, returned: Any) -> bool:
-        """Whether all returned tensors lie on storages that existed before the call."""
+        """Return True if all returned tensors lie on storages that existed before the call."""
         return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in tensors_in(returned))
 
     def _output(self, item: Any, written: set[int], kind: str, *, renew: bool, least: int) -> int | None:
@@ -408,7 +408,7 @@ class Recorder(TorchDispatchMode):
         return self._value(tensor, "temporary", "")
 
     def is_result(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a result of the step, or of its batch."""
+        """Return True if a tensor is a result of the step, or of its batch."""
         known = self._value_of.get(window(tensor))
         return known is not None and self._storages[self._values[known].storage].kind in ("temporary", "batch")
 

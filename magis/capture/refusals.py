@@ -1,4 +1,4 @@
-"""What a captured step may not be, each in one line that says where."""
+"""Refuse steps that cannot be captured, each in one line that says where."""
 
 from __future__ import annotations
 
@@ -210,33 +210,35 @@ def clear_errors(places: Places) -> Iterator[None]:
     try:
         yield
     except CallError as error:
-        raise CaptureError(f"{error} ({_place(places, error)})") from error
+        raise CaptureError(f"{error} ({_innermost_place(places, error)})") from error
     except MagisError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = BranchError if isinstance(error, UnknownTruth) else CaptureError
         raise kind(
-            f"the step depends on the data of a tensor ({error.func}) {_place(places, error)}",
+            f"the step depends on the data of a tensor ({error.func}) {_innermost_place(places, error)}",
             hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
         ) from error
     except Exception as error:
         if isinstance(error, NotImplementedError) and "storage of Sparse" in str(error):
-            raise CaptureError(f"the step handles a sparse tensor {_place(places, error)}", hint=ONLY_DENSE) from error
+            raise CaptureError(
+                f"the step handles a sparse tensor {_innermost_place(places, error)}", hint=ONLY_DENSE
+            ) from error
         raise CaptureError(
-            f"{type(error).__name__} {_place(places, error)}: {error}",
+            f"{type(error).__name__} {_innermost_place(places, error)}: {error}",
             hint=EAGER_FIRST,
         ) from error
 
 
 def of_contents(error: BaseException | None) -> bool:
-    """Whether a refusal comes of contents that hollow tensors have not, and real ones have."""
+    """Return True if a refusal comes of contents that hollow tensors have not, and real ones have."""
     kinds = (DataDependentOutputException, DynamicOutputShapeException)
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _place(places: Places, error: BaseException) -> str:
+def _innermost_place(places: Places, error: BaseException) -> str:
     """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
     here = Path(__file__).parent
     own = (Path(torch.__file__).parent, here, here.parent / "ops")

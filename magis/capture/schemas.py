@@ -1,4 +1,4 @@
-"""What an operator's schema says: aliases, random numbers, and which tensors a captured step may handle."""
+"""Read operators' schemas: aliases, random numbers, and which tensors a captured step may handle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READS = frozenset({ITEM, torch.ops.aten.equal.default})
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """How an operator treats its arguments."""
+    """Treatment of its arguments by an operator."""
 
     view: bool
     """Returns windows on its arguments, and writes nothing."""
@@ -80,7 +80,7 @@ def check_dense(item: Any) -> None:
 
 
 def layout_problem(tensor: Tensor) -> str:
-    """What keeps a tensor from being a strided window on plain memory; empty if nothing does."""
+    """Name what keeps a tensor from being a strided window on plain memory; empty if nothing does."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout != torch.strided:
@@ -89,7 +89,7 @@ def layout_problem(tensor: Tensor) -> str:
 
 
 def window(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from others: autograd hands out new objects for what it saved, on the same part of memory."""
+    """Key of a tensor by its part of memory: autograd hands out new objects for what it saved, on the same part."""
     return (
         tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
         tensor.dtype, bits_of(tensor),
@@ -100,7 +100,7 @@ def window(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers: by the operator's tag, and by its probability of dropout if it has one."""
+    """Return True if a call draws random numbers: by its operator's tag, and by its probability of dropout."""
     arguments = func._schema.arguments
     tagged = torch.Tag.nondeterministic_seeded in func.tags
     if not tagged and not any("Generator" in str(argument.type) for argument in arguments):

@@ -1,4 +1,4 @@
-"""What a forward does besides computing: a captured step would do it once, eager does it at every call.
+"""Find what a forward does besides computing: a captured step would do it once, eager does it at every call.
 
 The forward is called twice, on tensors without memory. What the second call changes in Python (counters, lists), what
 it draws from Python's or numpy's random numbers, and tensors that it takes over from the first are refused: the step
@@ -52,7 +52,7 @@ class DrawError(CaptureError):
 def observe_step(
     work: Workload, autocast: str | None = None, heard: Heard | None = None, *, draws: bool = False
 ) -> Reads:
-    """What the code of a training step's forward and loss reads; the module and all generators are left as they were.
+    """Return what a training step's forward and loss read; the module and all generators are left as they were.
 
     ``heard`` is what eager's run of the step told, for its branches on data. With ``draws`` the forward may draw on the
     host: every step is captured anew.
@@ -267,7 +267,7 @@ def _with_changes(
 def _only_counted(
     roots: Mapping[str, object], reads: Reads, begun: Mapping[str, Any], path: str, then: Any, now: Any
 ) -> bool:
-    """Whether no code looks at an attribute but to add to it, and both calls, the first to `begun`, added the same."""
+    """Return True if code only adds to an attribute, and both calls, the first to `begun`, added the same."""
     unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and holder_of(roots, path) is not None
     return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
 
@@ -287,7 +287,7 @@ def _at(roots: Mapping[str, object], paths: Iterable[str]) -> list[Tensor]:
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
-    """Whether what changes are results of the last call that are kept for whoever wants to look at them."""
+    """Return True if all that changes are results of the last call that are kept for whoever wants to look at them."""
     if same(now, then):
         return True
     if depth > 4 or type(now) is not type(then):

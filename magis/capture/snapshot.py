@@ -73,7 +73,7 @@ class Reads:
     imported: tuple[str, ...] = ()
     """Modules that functions import when they run, those included that are not there."""
     codes: frozenset[types.CodeType] = frozenset()
-    """Of the functions that ran, without torch's."""
+    """Code of the functions that ran, without torch's."""
     functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
     """Finds the functions of such code to which no path leads: a class has them, or C."""
     asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
@@ -244,14 +244,14 @@ class Snapshot:
         elif isinstance(item, Tensor):
             if id(item) not in self.tensors:
                 self.tensors[id(item)] = (path, item)
-                self._tensor(path, item)
+                self._hold_tensor(path, item)
         elif not isinstance(item, LEAVES) and (
             isinstance(item, nn.Module) or not type(item).__module__.startswith(_OURS)
         ):
             self._known[id(item)] = item
             self._queue.append((path, item))
 
-    def _tensor(self, path: str, item: Tensor) -> None:
+    def _hold_tensor(self, path: str, item: Tensor) -> None:
         if type(item) not in (Tensor, nn.Parameter):
             self._meet(type(item).__qualname__, type(item))
         elif self._reads.names is not None:
@@ -398,7 +398,7 @@ class Snapshot:
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
-    """What a step rests on of a tensor besides its contents."""
+    """Return the properties of a tensor, besides its contents, that a step rests on."""
     return (
         tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,

@@ -32,7 +32,7 @@ from magis.ops.operators import name_of, op_info
 SPECIAL = frozenset({0, 1, -1, 2})
 """For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
 MOST_PARTS = 64
-"""Of one expression: a number that a loop makes of itself is not traced further."""
+"""Parts of one expression at most: a number that a loop makes of itself is not traced further."""
 _SHAPELESS = """
     full full_like new_full fill scalar_tensor addmm baddbmm addbmm addmv addr masked_fill native_layer_norm
     native_batch_norm native_group_norm native_dropout bernoulli uniform normal softplus softplus_backward celu
@@ -62,7 +62,7 @@ _IN_TORCH: dict[str, Callable[..., Any]] = {
     "1/x": lambda x: 1 / x, "1/(1-x)": lambda x: 1 / (1 - x), "x*x": lambda x: x * x, "2*x": lambda x: 2 * x,
     "sqrt(x)": math.sqrt,
 }  # fmt: skip
-"""What torch's own code makes of a number before an operator takes it: scales of a dropout, derivatives."""
+"""Functions that torch applies to a number before an operator takes it: scales of a dropout, derivatives."""
 DRAWN, READ = "draw:", "read:"
 """Begin the paths of such numbers, and of those that Python reads off tensors."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -87,7 +87,7 @@ class Expression:
         """Its value, given those at the paths. Raises what the function raises."""
         if not self.function:
             return live[self.operands[0]]
-        return _FUNCTIONS[self.function](*(_value(each, live) for each in self.operands))
+        return _FUNCTIONS[self.function](*(_operand_value(each, live) for each in self.operands))
 
     def paths(self) -> set[str]:
         """The paths that it reads."""
@@ -96,7 +96,7 @@ class Expression:
         return set().union(*(each.paths() for each in self.operands if isinstance(each, Expression)))
 
 
-def _value(operand: Any, live: Mapping[str, float]) -> Any:
+def _operand_value(operand: Any, live: Mapping[str, float]) -> Any:
     return operand.value(live) if isinstance(operand, Expression) else operand
 
 
@@ -189,12 +189,12 @@ class Trace:
         self.true: dict[str, float] = {}
         """Their present values."""
         self.draws: list[DrawCall] = []
-        """What the step draws from Python's and numpy's generators, in order."""
+        """Draws of the step from Python's and numpy's generators, in order."""
         self._bounds: tuple[Any, ...] = ()
         self._window: tuple[int, ...] = ()
         self._hint: TracedNumber | None = None
         self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
-        """How the tensors that Python reads numbers off are made of named ones, in order, and these names."""
+        """Functions that make the tensors that Python reads numbers off from named ones, in order, and these names."""
         self.left: dict[str, Expression] = {}
         """Numbers that the step leaves at the paths, computed of those that it found there."""
         self.look: Callable[[], None] = lambda: None
@@ -211,10 +211,10 @@ class Trace:
         made = float.__new__(TracedNumber, value)
         made.trace, made.expression, made.true = self, expression, true
         self._made[value] = expression, true
-        self._note(value, expression, true)
+        self._note_float(value, expression, true)
         return made
 
-    def _note(self, value: float, expression: Expression, true: float) -> None:
+    def _note_float(self, value: float, expression: Expression, true: float) -> None:
         """A float that stands for an expression; with what torch's own code may make of it."""
         self._known[value] = expression, true
         for name, function in _IN_TORCH.items():
@@ -300,7 +300,7 @@ class Trace:
         return Scalar(name)
 
     def explains(self, before: HostGenerators) -> bool:
-        """Whether the draws are all that has moved Python's and numpy's generators since then."""
+        """Return True if the draws are all that has moved Python's and numpy's generators since then."""
         after = HostGenerators()
         before.restore()
         for draw in self.draws:
@@ -331,7 +331,7 @@ class Trace:
         return self._named(value, *known)
 
     def _stays(self, expression: Expression) -> bool:
-        """Whether a special number is an input all the same."""
+        """Return True if a special number is an input all the same."""
         return all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
 
     def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
@@ -361,11 +361,11 @@ class Trace:
         name = self.named.setdefault(expression, f"{NUMBER}{len(self.named)}")
         if name not in self.true:
             self.true[name] = true
-            self._note(value, expression, true)  # torch may go on from there
+            self._note_float(value, expression, true)  # torch may go on from there
         return Scalar(name)
 
     def known(self, value: object) -> bool:
-        """Whether a float stands for a number."""
+        """Return True if a float stands for a number."""
         return type(value) is float and value in self._known
 
 

@@ -54,7 +54,7 @@ def without_state(graph: Graph) -> Graph:
 _STATE = "state:"
 
 
-def _named(value: Value) -> str:
+def _name_in_step(value: Value) -> str:
     """The name in a step of what an optimizer works on: all but weights and gradients is its state."""
     is_known = value.name.startswith((_STATE, "parameter:", "gradient:"))
     return value.name if is_known or not value.name else f"{_STATE}{value.name}"
@@ -64,7 +64,7 @@ def _with_state(graph: Graph, behind: Apart) -> Graph:
     """The step with the tensors that the optimizer keeps among those that stay."""
     tail = behind.graph
     inputs = [tail.values[number] for number in tail.inputs]
-    kept = [v for v in inputs if tail.storages[v.storage].persistent and _named(v).startswith(_STATE)]
+    kept = [v for v in inputs if tail.storages[v.storage].persistent and _name_in_step(v).startswith(_STATE)]
     state = Graph(
         storages={value.storage: replace(tail.storages[value.storage], kind="state") for value in kept},
         values={value.id: value for value in kept},
@@ -77,7 +77,7 @@ def _with_state(graph: Graph, behind: Apart) -> Graph:
 
 def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph, Mapping[int, int]]:
     """The first graph with another one behind it, whose inputs are `given` by name; and where its storages are then."""
-    named = {number: given.get(_named(tail.values[number])) for number in tail.inputs}
+    named = {number: given.get(_name_in_step(tail.values[number])) for number in tail.inputs}
     values = {number: known for number, known in named.items() if known is not None}
     storages = {tail.values[number].storage: first.values[known].storage for number, known in values.items()}
     storages[GENERATOR] = GENERATOR
@@ -102,7 +102,7 @@ def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph,
             writes=pinned(op.writes),
         )
 
-    described = [replace(v, id=values[v.id], storage=storages[v.storage], name=_named(v)) for v in new_values]
+    described = [replace(v, id=values[v.id], storage=storages[v.storage], name=_name_in_step(v)) for v in new_values]
     whole = replace(
         first,
         storages=first.storages | {storages[each.id]: replace(each, id=storages[each.id]) for each in new_storages},

@@ -103,11 +103,11 @@ class Workload:
     blocks: tuple[str, ...] = ()
     """Paths (`get_submodule`) of the sub-modules that activation checkpointing per block would wrap, in order."""
     explicit_attention: bool = False
-    """Whether attention is written out with matmul and softmax, as in the seed variants."""
+    """True if attention is written out with matmul and softmax, as in the seed variants."""
 
     @property
     def parts(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor], OptimizerSpec]:
-        """What captures and steps are made of, in the order in which they take it."""
+        """Everything that captures and steps are made of, in the order in which they take it."""
         return self.module, self.inputs, self.targets, self.loss_fn, self.optimizer
 
     def to(self, dtype: str) -> Workload:
@@ -130,8 +130,8 @@ class Workload:
 # containers beside numbers, texts and None, which are constants of the step.
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
-"""What a plan depends on of a batch: names, shapes, strides, data types and devices, what lies in one memory, and all
-that is no tensor."""
+"""Properties of a batch that a plan depends on: names, shapes, strides, data types and devices, what lies in one
+memory, and all that is no tensor."""
 
 EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -352,7 +352,7 @@ def with_loss(
 
 
 def _keeps_tensors(loss: nn.Module) -> bool:
-    """Whether a loss of a user's own has tensors that it may replace: the centre of DINO's, a running mean."""
+    """Return True if a user's own loss has tensors that it may replace: the centre of DINO's, a running mean."""
     parts = [part for part in loss.modules() if not type(part).__module__.startswith("torch.")]
     return any(isinstance(each, Tensor) for part in parts for each in (*part.buffers(), *vars(part).values()))
 
@@ -372,7 +372,7 @@ def own_loss(output: Any, *targets: Tensor) -> Tensor:
     named = output.get("loss", absent) if isinstance(output, Mapping) else getattr(output, "loss", absent)
     if isinstance(named, Tensor):
         return named
-    found = dict(_numbers("", output)) if named is absent else {}
+    found = dict(_trainable_numbers("", output)) if named is absent else {}
     if len({id(number) for number in found.values()}) == 1:
         return next(iter(found.values()))
     what = f"the model returned a {type(output).__name__}"
@@ -383,18 +383,18 @@ def own_loss(output: Any, *targets: Tensor) -> Tensor:
     raise CaptureError(f"{what} without a loss", hint="pass a loss function, or labels")
 
 
-def _numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
+def _trainable_numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
     """Single floating-point numbers in an output that can be trained, by where they are."""
     if isinstance(item, Tensor):
         if item.numel() == 1 and item.is_floating_point() and (item.requires_grad or not torch.is_grad_enabled()):
             yield path, item
     elif isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _numbers(f"{path}[{key!r}]", value)
+            yield from _trainable_numbers(f"{path}[{key!r}]", value)
     elif isinstance(item, (list, tuple)):
         names = getattr(item, "_fields", ())
         for index, value in enumerate(item):
-            yield from _numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
+            yield from _trainable_numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
     elif dataclasses.is_dataclass(item):
         for each in dataclasses.fields(item):
-            yield from _numbers(f"{path}.{each.name}", getattr(item, each.name))
+            yield from _trainable_numbers(f"{path}.{each.name}", getattr(item, each.name))

@@ -1,1 +1,1 @@
-"""What users call on their own loops: `magis.optimize`, `torch.compile`, checkpoint policies, fits, profiles."""
+"""Functions for users' own loops: `magis.optimize`, `torch.compile`, checkpoint policies, fits, profiles."""

@@ -36,7 +36,7 @@ class Audits:
     """The times at which a planned step is audited, in seconds of its runs."""
 
     costs: float
-    """Of the dearest audit so far; expected ones of the first."""
+    """Seconds that the dearest audit so far took; expected ones before the first."""
     agreed: int
     """Number of the last step that was found to be the planned one."""
     ran: float = 0.0

@@ -95,7 +95,7 @@ class BlockPeak:
 
     @property
     def kept_bytes(self) -> int:
-        """What tensors made in the block still take at its end."""
+        """Bytes that tensors made in the block still take at its end."""
         return self._found.kept_bytes
 
     @property

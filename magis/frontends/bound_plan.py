@@ -81,7 +81,7 @@ class BoundPlan:
         return loss, True
 
     def _leave_behind(self, results: Sequence[Tensor]) -> None:
-        """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
+        """Leave what a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
         for path, tensor in zip(self.plan.results, results[1:], strict=False):
             leave(self.roots, path, tensor)
         advance(self.roots, self.plan.counted)

@@ -1,4 +1,4 @@
-"""What a training step will need on a device, ahead of the first run: by kind and module, and what would make it fit.
+"""Predict a training step's memory on a device ahead of the first run: by kind and module, and what would make it fit.
 
 Nothing of the model's size is allocated where a function makes it: the step is captured on fake tensors. Every figure
 is that of a case of the gate ("eager", "checkpoint", "magis" at a memory limit), which reproduces it byte for byte.
@@ -56,7 +56,7 @@ class Estimate:
         self.result = result
         """The case of the gate that it is: "eager" on the device."""
         self.limit_bytes = limit
-        """What must suffice: the device's memory, unless a limit was given."""
+        """Bytes that must suffice: the device's memory, unless a limit was given."""
         self._bench = bench
         self._make = make
 
@@ -67,12 +67,12 @@ class Estimate:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What the caching allocator of a GPU will hold for it, fragmentation included; None for a CPU."""
+        """Bytes that the caching allocator of a GPU will hold for it, fragmentation included; None for a CPU."""
         return self.result.original.reserved_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What runs out: reserved bytes on a GPU, else the peak."""
+        """Bytes that run out: reserved ones on a GPU, else the peak."""
         return self.reserved_bytes or self.peak_bytes
 
     @property
@@ -97,7 +97,7 @@ class Estimate:
         return dict(found.most_common())
 
     def fits(self, limit: str | int | None = None) -> bool:
-        """Whether the step fits the device, or a limit (bytes, or a text: "24 GiB")."""
+        """Return True if the step fits the device, or a limit (bytes, or a text: "24 GiB")."""
         return self.missing_bytes(limit) <= 0
 
     def missing_bytes(self, limit: str | int | None = None) -> int:
@@ -112,7 +112,7 @@ class Estimate:
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """What would make it need less: checkpointed blocks, a plan for the limit, adapters in place of full training.
+        """Ways to need less memory: checkpointed blocks, a plan for the limit, adapters in place of full training.
 
         Those that do not apply are left out (no repeated blocks, no PEFT installed, an optimizer that runs by itself),
         and those that need as much as the step does.
@@ -133,12 +133,12 @@ class Estimate:
             how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
             yield self._remedy("magis", planned, how)
         if importlib.util.find_spec("peft") is not None:
-            adapted = self._tried(case, partial(_with_adapters, make or self._named))
+            adapted = self._tried(case, partial(_with_adapters, make or self._make_workload))
             if adapted is not None:
                 how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
                 yield self._remedy("lora", adapted, how)
 
-    def _named(self, seed: int) -> Workload:
+    def _make_workload(self, seed: int) -> Workload:
         return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
 
     def _tried(self, case: Case, make: Make | None) -> CaseResult | None:
@@ -158,7 +158,7 @@ class Estimate:
         Every size that is tried is captured, so this takes a few times as long as the estimate did.
         """
         allowed = self.limit_bytes if limit is None else _bytes(limit)
-        make, case = self._make or self._named, self.result.case
+        make, case = self._make or self._make_workload, self.result.case
 
         def fits(size: int) -> bool:
             found = self._tried(case, lambda seed: resized(make(seed), dim, size))

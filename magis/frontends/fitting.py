@@ -85,7 +85,7 @@ MOST = 1 << 20
 FIRST = 8
 """Size that a keyword without a default is tried at first."""
 BEYOND = (0.01, 0.03, 0.1, 0.25, 0.6)
-"""How far above an answer it is looked whether a larger size fits after all."""
+"""Shares above an answer at which a larger size is tried, in case it fits after all."""
 PRECISION = 0.02
 
 Progress = Callable[[str], None]
@@ -114,7 +114,7 @@ class Fit:
     device: str
     dtype: str
     what: str
-    """What is varied, in words: "dimension 0", "batch_size"."""
+    """Words for the size that is varied: "dimension 0", "batch_size"."""
     limit_bytes: int
     eager: FitPoint | None
     magis: FitPoint | None
@@ -124,7 +124,7 @@ class Fit:
     most: int
     """The largest size that was asked for."""
     is_monotone: bool
-    """Whether every larger size that was tried needed more memory, in eager mode."""
+    """True if every larger size that was tried needed more memory, in eager mode."""
     refused: str = ""
     """Why the model does not take the size behind the largest one, in one line; empty where memory is the reason."""
 
@@ -238,7 +238,7 @@ def fit(
     eager = _eager(sizes, limit, most, say)
 
     def is_possible(size: int) -> bool:
-        """Whether the lower bound of a size leaves room for a plan."""
+        """Return True if the lower bound of a size leaves room for a plan."""
         say(f"lower bound at {size}")
         subject = sizes.taken(size)
         return subject is not None and subject.lower_bound <= limit

@@ -52,15 +52,15 @@ class KeptStep:
     plan: Planned
     audits: Audits
     bound: Any = None
-    """What runs it on the present tensors, once that has been made."""
+    """Plan bound to the present tensors, once that has been made."""
     given: Given | None = None
-    """What the step to come is given, where numbers are inputs of its graph."""
+    """Numbers for the step to come, where numbers are inputs of its graph."""
     steps: int = 0
     """For how many it was used."""
     missed: int = 0
-    """How many of the last steps took another way than the plan."""
+    """Number of last steps in a row that took another way than the plan."""
     vain: int = 0
-    """How many plans before this one were given up for that."""
+    """Number of plans before this one that were given up for that."""
     variants: dict[str, KeptStep] = field(default_factory=dict)
     """By the outlines of their graphs, where forwards draw on the host."""
 
@@ -77,11 +77,11 @@ class KeptStep:
 
     @property
     def given_up(self) -> bool:
-        """Whether steps take another way for good: a branch on a state that the first steps alone are in, say."""
+        """True if steps take another way for good: a branch on a state that the first steps alone are in, say."""
         return self.missed >= MISSED and self.vain < VAIN
 
     def holds(self, batch: Batch) -> bool:
-        """Whether it is a plan for a step on this batch, with all that the step rests on as it is now."""
+        """Return True if it is a plan for a step on this batch, with all that the step rests on as it is now."""
         inputs = self.plan.inputs
         if inputs is None:
             return self.plan.guards.hold(batch)

@@ -65,18 +65,18 @@ WHOLE = "a step that raises has updated nothing"
 
 @dataclass(frozen=True)
 class PlanReport(PlanFigures):
-    """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
+    """Predicted figures of a planned step. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
 
     recomputed_ops: int
     swapped_bytes: int
     fission: str
-    """What runs in parts, in words; empty: nothing does."""
+    """Words for the operators that run in parts; empty where none does."""
     update: str
     """Where the weight update happens, in words."""
     torn_by: str
-    """What may leave a step half done, which cannot be undone then, in words; empty: nothing may."""
+    """Words for what may leave a step half done, which cannot be undone then; empty where nothing may."""
     seconds: float
-    """What the search took."""
+    """Seconds that the search took."""
 
     def __str__(self) -> str:
         peaks = f"{format_bytes(self.planned_bytes)}, eager {format_bytes(self.original_bytes)}"
@@ -101,7 +101,7 @@ RANGES = {
     "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
     "slack": (0.0, Case.MOST_SLACK, f"use a share from 0 to {Case.MOST_SLACK}"),
 }
-"""What may be asked for: least, most, and what to write instead."""
+"""Values that may be asked for: least, most, and what to write instead."""
 
 
 def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyType({})) -> Limits:

@@ -23,7 +23,7 @@ from magis.planner.subject import Subject
 MOST_DECIDED = 4
 """Decisions by numbers that are drawn, for which plans are kept."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
-"""What code may raise that is given a stand-in: one is no index, and no size."""
+"""Errors that code may raise when it is given a stand-in: one is no index, and no size."""
 
 
 Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
@@ -32,7 +32,7 @@ Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What one step is given besides its batch."""
+    """Numbers, generators and constants that one step is given besides its batch."""
 
     numbers: Mapping[str, float]
     """Values of the scalars of its graph."""
@@ -50,25 +50,25 @@ class NumberInputs:
 
     places: NumberPlaces
     kinds: Mapping[str, tuple[type, bool]]
-    """Of the numbers, by path: their types, and whether they are zero."""
+    """Types of the numbers, by path, and whether they are zero."""
     named: Mapping[str, Expression]
     outcomes: Mapping[Expression, object]
-    """What Python decided by them."""
+    """Results of Python's decisions by them."""
     negative: Mapping[str, bool]
     draws: tuple[DrawCall, ...] = ()
-    """What is drawn from Python's and numpy's generators, in order."""
+    """Draws from Python's and numpy's generators, in order."""
     reads: tuple[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]], ...] = ()
-    """How tensors that Python reads numbers off are made of named ones, in order, and these names."""
+    """Functions that make tensors that Python reads numbers off from named ones, in order, and these names."""
     left: Mapping[str, Expression] = field(default_factory=dict)
     """The numbers that the step leaves at their paths."""
 
     @property
     def paths(self) -> set[str]:
-        """Of all numbers that may change."""
+        """Paths of all numbers that may change."""
         return {*self.kinds, *(f"{OFF}{name}" for _, names in self.reads for name in names)}
 
     def now(self, tensors: Tensors) -> Given | None:
-        """What the step to come is given, with these `tensors`; None where it is another one for the present numbers.
+        """Return what the next step is given, with these `tensors`; None where the present numbers need another one.
         The generators stay as they are."""
         live = tensors(sorted(set().union(*(names for _, names in self.reads)))) if self.reads else {}
         before = HostGenerators() if self.draws else None
@@ -112,7 +112,7 @@ class NumberInputs:
 
 
 def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable[str]) -> NumberInputs | None:
-    """What captures with other stand-ins agree on; None where they do not, or hold for one number alone."""
+    """Join captures with other stand-ins; None where they do not agree, or hold for one number alone."""
     one, other = traces
     alike = all(getattr(one, each) == getattr(other, each) for each in ("named", "outcomes", "draws", "left"))
     alike = alike and [names for _, names in one.reads] == [names for _, names in other.reads]
@@ -147,11 +147,11 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
         return tuple(torch.tensor(with_scalars(graph.constants[value], numbers), dtype=dtype).tolist())
 
     constants = {value: rounded(value) for value in graph.constants}
-    values = {**graph.values, **_moved(graph, numbers)}
+    values = {**graph.values, **_moved_slices(graph, numbers)}
     return replace(graph, ops=tuple(map(filled, graph.ops)), values=values, constants=constants)
 
 
-def _moved(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
+def _moved_slices(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
     """Slices by named scalars, and views of them, where they lie for these numbers."""
     found: dict[int, Value] = {}
     for op in graph.ops if any(map(_sliced, graph.ops)) else ():
@@ -175,7 +175,7 @@ def _sliced(op: Op) -> bool:
 
 
 def _at_constants(graph: Graph) -> bool:
-    """Whether windows at constant places may stand for parts of slices by named scalars: in the backward of writes."""
+    """Return True if constant windows may stand for parts of slices by named scalars: in the backward of writes."""
     windows = (op for op in graph.ops if "as_strided" in op.target)
     return any(map(_sliced, graph.ops)) and any(len(op.args) > 3 and op.args[3] is not None for op in windows)
 

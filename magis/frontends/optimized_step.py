@@ -175,7 +175,7 @@ class OptimizedStep:
         )
 
     def report(self) -> PlanReport:
-        """What the step that ran last was planned to need."""
+        """Predicted figures of the step that ran last."""
         return self._entries[-1].plan.report
 
     def save(self, path: Path | str) -> None:

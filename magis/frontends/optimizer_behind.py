@@ -1,4 +1,4 @@
-"""What an optimizer needs that runs by itself behind a planned step."""
+"""Count the memory of an optimizer that runs by itself behind a planned step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from magis.simulate.simulator import replay, rounded
 
 @dataclass(frozen=True)
 class Behind:
-    """What an optimizer that runs by itself behind a step adds: its state, and the peak of its own step with all that
-    stays and every gradient."""
+    """Memory that an optimizer running by itself behind a step adds: its state, and the peak of its own step with
+    all that stays and every gradient."""
 
     state_bytes: int = 0
     step_bytes: int = 0
@@ -28,7 +28,7 @@ class Behind:
 
 
 def behind_step(subject: Subject, optimizer: Optimizer | None, own: Mapping[str, nn.Parameter]) -> Behind:
-    """What an optimizer adds to a step that stops at gradients; `own` are the module's parameters by name."""
+    """Count what an optimizer adds to a step that stops at gradients; `own` are the module's parameters by name."""
     if optimizer is None:
         return Behind()
     captured = subject.captured

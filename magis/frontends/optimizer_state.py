@@ -1,4 +1,4 @@
-"""What a planned step rests on: the module, the loss, torch's settings, and the optimizer's own state."""
+"""Watch what a planned step rests on: the module, the loss, torch's settings, and the optimizer's own state."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class OptimizerState:
     members: tuple[tuple[nn.Parameter, ...], ...]
     """Parameters of each rule of the update: they are of one age."""
     first: list[bool]
-    """Of each rule: whether the step to come is the first of its parameters."""
+    """True for each rule for whose parameters the step to come is the first."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
     """State that the optimizer did not have before the step to come, and whether it had an entry of None."""
 
     def is_current(self) -> bool:
-        """Whether the optimizer still has these tensors (loading a state puts others in their place), and parameters of
-        one rule are of one age."""
+        """Return True if the optimizer still has these tensors (loading a state puts others in their place), and
+        parameters of one rule are of one age."""
         for name, tensor in self.tensors.items():
             kind, _, parameter = name.partition(":")
             if self.optimizer.state[self.trained[parameter]].get(kind) is not tensor:
@@ -134,7 +134,7 @@ OUTSIDE = "leave that out around the step"
 
 
 class Guards:
-    """What forward and loss read, as it was when the step was captured.
+    """All that forward and loss read, as it was when the step was captured.
 
     `contents` are tensors, by their names in the graph, that Python read numbers off: these numbers are part of it;
     `kept` those to which no path leads. Raises CaptureError for what cannot be watched.
@@ -165,11 +165,11 @@ class Guards:
             raise CaptureError(f"another kernel was registered for {kernel}, of which no plan knows", hint=OUTSIDE)
 
     def hold(self, batch: Batch) -> bool:
-        """Whether all of it is as it was; some microseconds a sub-module."""
+        """Return True if all of it is as it was; some microseconds a sub-module."""
         return next(self.changes(batch), None) is None
 
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
-        """What is not: its path, what it was, what it is."""
+        """Yield what is no longer as it was: its path, what it was, what it is."""
         yield from self.watched.changes()
         for path, then in self._state.items():
             found = found_at(self._roots, path)
@@ -224,7 +224,7 @@ class MemoryGuard:
         """Tensors that lie on the bytes of another one, and how far behind its first byte."""
 
     def holds(self) -> bool:
-        """Whether all of them lie where they did."""
+        """Return True if all of them lie where they did."""
         return [tensor.data_ptr() for tensor in self._tensors] == self._places
 
 
@@ -257,7 +257,7 @@ def check_mode(device: str) -> None:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Of torch: what decides which operators a step runs, or on which types."""
+    """Return torch's settings that decide which operators a step runs, or on which types."""
     backends = torch.backends
     return (
         torch.get_default_dtype(), torch.get_default_device(), len(_impls),

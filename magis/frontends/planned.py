@@ -56,7 +56,7 @@ class Planned:
     graded: tuple[str, ...]
     """Parameters with a gradient, in the order in which the graph returns them (where it does)."""
     digest: str
-    """Of the captured step: a plan holds for this step alone (the outline, where its forward draws on the host)."""
+    """Digest of the captured step: a plan holds for it alone (of the outline, where its forward draws on the host)."""
     rule: OptimizerSpec
     report: PlanReport
     guards: Guards
@@ -69,11 +69,11 @@ class Planned:
     state: frozenset[str]
     """Those of attributes and buffers that the next step looks at."""
     drawn: bool
-    """Whether another step may be another graph, by what its forward draws on the host."""
+    """True if another step may be another graph, by what its forward draws on the host."""
     captured: Graph
     """The captured step: a saved plan has its number inputs as constants, and audits compare with it."""
     heard: Heard | None
-    """What eager's run told it."""
+    """Layouts and branches that eager's run told it."""
     capture_seconds: float
     decisions: Decisions | None = None
     """For steps that differ in sizes or numbers alone; None where a part of the step runs as a loop."""
@@ -174,7 +174,7 @@ class ComparedStep:
     limits: Limits
     update: str
     digest: str
-    """Of the step; of its outline, where its forward draws on the host."""
+    """Digest of the step; of its outline, where its forward draws on the host."""
     batch: Batch
     inputs: NumberInputs | None = None
 
@@ -205,7 +205,7 @@ class ComparedStep:
 
     @property
     def drawn(self) -> bool:
-        """Whether its forward draws on the host."""
+        """True if its forward draws on the host."""
         return self.subject.captured.drawn
 
     @property
@@ -226,7 +226,7 @@ class ComparedStep:
         """The best plan found within the limits, without a search where those `decided` for a step like it keep them;
         or the one saved, if it is one of this step within this limit. UsageError."""
         if saved is None:
-            return self._searched(decided)
+            return self._search_plan(decided)
         again = "leave out plan= to search anew"
         if self.digest != saved.digest:
             raise UsageError(
@@ -253,7 +253,7 @@ class ComparedStep:
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
         return self.planned(graph, report)
 
-    def _searched(self, decided: Collection[Decisions]) -> Planned:
+    def _search_plan(self, decided: Collection[Decisions]) -> Planned:
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
         limit = limits.bytes_of(original)
@@ -359,7 +359,7 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
 
 
 def _kept_bytes(graph: Graph) -> int:
-    """Of copies of what a step writes besides weights, where something of it may raise."""
+    """Bytes of copies of what a step writes besides weights, where something of it may raise."""
     return sum((undone(graph) or {}).values())
 
 

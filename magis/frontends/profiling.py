@@ -56,14 +56,14 @@ def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, .
     graphs = [graph for step in steps for graph in (step.original.graph, step.graph)]
     found = [key for graph in graphs for key in signatures_of(graph)]
     for graph in (subject.normal, subject.aggregated):
-        found += _planned(graph)
+        found += _signatures_in_plans(graph)
     for graph in _loops(subject.aggregated) if parts else ():
-        found += _planned(graph)
+        found += _signatures_in_plans(graph)
     return tuple(dict.fromkeys(found))
 
 
-def _planned(graph: Graph) -> Iterator[str]:
-    """As they stand, as they are recomputed, and as they take over the memory of an input."""
+def _signatures_in_plans(graph: Graph) -> Iterator[str]:
+    """Signatures of operators as they stand, as they are recomputed, and as they take over the memory of an input."""
     for form in (graph, redo_graph(graph)):
         yield from signatures_of(form)
         for level in _levels(form):
@@ -98,14 +98,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recording:
-    """What came of a recording: operators in the file, those asked for, and those of them that are not measured."""
+    """Counts of a recording: operators in the file, those asked for, and those of them that are not measured."""
 
     operators: int
     wanted: int
     missing: tuple[str, ...]
     """Signatures that were refused, too large, or not reached before the time was up."""
     in_time: bool
-    """Whether every operator had its turn."""
+    """True if every operator had its turn."""
 
 
 def record_profile(
@@ -128,7 +128,7 @@ def record_profile(
     """
     started = time.perf_counter()
     every = tuple(dtypes)
-    rounding = _checked(every, device, preset)
+    rounding = _rounding_of_products(every, device, preset)
     effort = effort or ProfilingEffort(batch_bytes=_batch_bytes(device))
     identity = recording_identity(device, rounding)
     profile = _opened(path, identity)
@@ -145,7 +145,7 @@ def record_profile(
                 break
             progress(f"{model}: batch {number + 1}, {len(profile.entries)} operators known")
             with products_of(rounding):
-                found = _measured(batch, effort, device)
+                found = _measure_batch(batch, effort, device)
             profile = _added(path, Profile(identity, found, schemas(found), *_copies(profile, device)))
         if over:
             break
@@ -153,8 +153,8 @@ def record_profile(
     return Recording(len(profile.entries), len(wanted), missing, not over)
 
 
-def _checked(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
-    """How products are rounded: "tf32", or "" for in full. UsageError for what cannot be recorded."""
+def _rounding_of_products(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
+    """Return the rounding of products: "tf32", or "" where they are in full. UsageError for what cannot be recorded."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=f"use one of {', '.join(PRESETS)}")
     for dtype in dtypes:
@@ -201,7 +201,7 @@ def _batch_bytes(device: str) -> int:
     return max(ProfilingEffort.batch_bytes, free_device_memory(device) // GPU_SHARE)
 
 
-def _measured(batch: CallBatch, effort: ProfilingEffort, device: str) -> dict[str, Entry]:
+def _measure_batch(batch: CallBatch, effort: ProfilingEffort, device: str) -> dict[str, Entry]:
     where = torch.device(device)
     if device == "cpu":
         return record(batch, effort, where, Wall())

@@ -26,14 +26,14 @@ LOAD = "load the state of model and optimizer from before it (load_state_dict)"
 
 @dataclass(frozen=True, eq=False)
 class Undo:
-    """What a planned step writes besides weights and their state, where something of it may raise."""
+    """Memory and generators that a planned step writes besides weights and their state, where it may raise."""
 
     step: GraphStep
     positions: tuple[int, ...]
-    """Of the tensors among the step's: each batch brings others."""
+    """Positions of the tensors among the step's: each batch brings others."""
     generators: tuple[torch.Generator, ...]
     expects: bool = False
-    """Whether batches may take another way than the one that was planned."""
+    """True if batches may take another way than the one that was planned."""
 
     def now(self) -> ContentsBefore:
         """All of it as it is now."""
@@ -108,8 +108,7 @@ def raise_as_eager(
 
 
 def raises_again(error: BaseException, target: str) -> bool:
-    """Whether eager is to show what an error of an operator leaves: one that ran out of memory would again, and later
-    than eager, which needs more."""
+    """Return True if eager is to show what an operator's error leaves: not if memory ran out, as eager needs more."""
     return isinstance(error, Exception) and not (target.startswith("aten.") and is_out_of_memory(error))
 
 
@@ -120,7 +119,7 @@ class PartialUpdate:
         self._versions = {name: (tensor, tensor._version) for name, tensor in updated.items()}  # noqa: SLF001
 
     def error(self, error: BaseException) -> PartialUpdateError:
-        """What to raise from the error of the step."""
+        """Return the error to raise from the error of the step."""
         weights = [name.partition(":")[2] for name in self._versions if name.startswith("parameter:")]
         listed = ", ".join(weights[:NAMED]) + (f" and {len(weights) - NAMED} more" if len(weights) > NAMED else "")
         what = f"the step has updated {listed or 'the state of the optimizer'} before it raised"

@@ -74,7 +74,7 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     for name, value in (attributes(item) or {}).items():
         if (names is None or name in names) and name not in SAVING:
             yield f".{name}", value
-    yield from _named(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
+    yield from _attributes(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
 
 
 def attributes(item: Any) -> dict[str, Any] | None:
@@ -87,7 +87,7 @@ def attributes(item: Any) -> dict[str, Any] | None:
 
 
 def is_opaque(item: Any) -> bool:
-    """Whether an object's own `__getattribute__` does not even tell its class."""
+    """Return True if an object's own `__getattribute__` does not even tell its class."""
     try:
         return not isinstance(item.__class__, type)
     except Exception:  # noqa: BLE001 (it is the user's own code that raises)
@@ -122,7 +122,7 @@ def scheduled(item: Optimizer) -> tuple[Any, ...]:
     return tuple(each for _, group in _of_optimizer(item) for each in group.values())
 
 
-def _named(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
+def _attributes(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
     return ((f".{name}", _attribute(item, name)) for name in names)
 
 
@@ -136,16 +136,16 @@ def _attribute(item: Any, name: str) -> Any:
 _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
     ((dict, types.MappingProxyType), _of_mapping),
     ((list, tuple, deque, set, frozenset), _numbered),
-    (functools.partial, lambda item: _named(item, "func", "args", "keywords")),
-    (VIEWS, lambda item: _named(item, "mapping")),
-    (BaseException, lambda item: _named(item, "args", "__cause__", "__context__")),
-    (types.MethodType, lambda item: _named(item, "__self__", "__func__")),
-    (types.BuiltinFunctionType, lambda item: _named(item, "__self__")),
+    (functools.partial, lambda item: _attributes(item, "func", "args", "keywords")),
+    (VIEWS, lambda item: _attributes(item, "mapping")),
+    (BaseException, lambda item: _attributes(item, "args", "__cause__", "__context__")),
+    (types.MethodType, lambda item: _attributes(item, "__self__", "__func__")),
+    (types.BuiltinFunctionType, lambda item: _attributes(item, "__self__")),
     (types.FunctionType, _of_function),
-    ((property, classmethod, staticmethod), lambda item: _named(item, "fget", "__func__")),
+    ((property, classmethod, staticmethod), lambda item: _attributes(item, "fget", "__func__")),
     (weakref.ref, lambda item: iter([("()", item())])),
     (ContextVar, lambda item: iter([("()", item.get(None))])),
-    (CACHE, lambda item: iter([*_named(item, "__wrapped__"), *(("()", value) for value in cached(item))])),
+    (CACHE, lambda item: iter([*_attributes(item, "__wrapped__"), *(("()", value) for value in cached(item))])),
     (Optimizer, _of_optimizer),
 )
 
@@ -188,14 +188,14 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
 
 def find(roots: Mapping[str, object], tensor: Tensor) -> str | None:
     """Name the shortest path from one of `roots` to a tensor with this memory and layout; None without one."""
-    looks = _memory(tensor)
+    looks = _layout_in_memory(tensor)
     for path, item in walk(roots, lasting):
-        if isinstance(item, Tensor) and item.layout == tensor.layout and _memory(item) == looks:
+        if isinstance(item, Tensor) and item.layout == tensor.layout and _layout_in_memory(item) == looks:
             return PREFIX + path
     return None
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def _layout_in_memory(tensor: Tensor) -> tuple[object, ...]:
     return (
         tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype,
         tensor.is_conj(), tensor.is_neg(),
@@ -207,17 +207,17 @@ def _is_of_user(kind: type) -> bool:
 
 
 def is_of_torch(name: str | None) -> bool:
-    """Whether a module of this name is part of torch."""
+    """Return True if a module of this name is part of torch."""
     return str(name).partition(".")[0] == "torch"
 
 
 def is_of_system(name: str) -> bool:
-    """Whether a module of this name is part of torch, numpy or Python itself."""
+    """Return True if a module of this name is part of torch, numpy or Python itself."""
     return name.partition(".")[0] in SYSTEM
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether two plain values are equal, or two objects one."""
+    """Return True if two plain values are equal, or two objects one."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -256,7 +256,7 @@ def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
 
 
 def is_called(key: str, value: object) -> bool:
-    """Whether it is a method that Python calls by itself."""
+    """Return True for a method that Python calls by itself."""
     return key[:2] == "__" and callable(value) and key not in _SPECIAL
 
 
@@ -357,7 +357,7 @@ def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
 
 
 def is_of_module(roots: Mapping[str, object], path: str) -> bool:
-    """Whether a path leads to an attribute of a module, or to one of its buffers."""
+    """Return True if a path leads to an attribute of a module, or to one of its buffers."""
     outer, _, step = path.rpartition("/")
     outer = outer.removesuffix("/._buffers") if step[:1] == "{" else outer
     return (step[:1] == "." or "/._buffers/{" in path) and isinstance(found_at(roots, outer), nn.Module)

@@ -251,8 +251,8 @@ def test_a_kept_result_of_ranks_is_handed_back(
     with closing(Bench(kept=tmp_path, keep_results=True)) as bench:
         first = run_case(case, cache=bench)
     assert (first.ranks[0].measured is not None) == (device == "cpu")
-    for name in ("planned_on_ranks", "ranked_result"):  # from here on nothing can run
-        monkeypatch.setattr(f"magis.cases.run_case.{name}", None)
+    for place in ("planned_rank_cases.planned_on_ranks", "rank_cases.ranked_result"):  # from here on nothing can run
+        monkeypatch.setattr(f"magis.extensions.ranks.{place}", None)
     again = run_case(case, cache=Bench(kept=tmp_path, keep_results=True))
     assert again.note.startswith("from the cache of 20")
     assert dataclasses.replace(again, note="") == first

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from magis import Bench, CaptureError, optimize, run_case
+from magis import CaptureError, optimize, run_case
+from magis.api import Bench
 from magis.capture import OptimizerSpec, capture, python_state
 from magis.cases.check import check_case
 from magis.models import from_function

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from magis import Bench, CaptureError, optimize, run_case
+from magis import CaptureError, optimize, run_case
+from magis.api import Bench
 from magis.capture.workload import as_batch
 from magis.cases.check import check_case
 from magis.models import from_function
