@@ -264,7 +264,7 @@ def _ordered(
     overwritten too early for that.
     """
     ops = [op for _, op in rows]
-    met, found = _State(before), list[Op]()
+    met, found = _Progress(before), list[Op]()
     for first, last in stretches:
         low, high = (bisect.bisect(rows, key, key=lambda row: row[0]) for key in (2 * first - 1, 2 * last + 1))
         if not all(met.runs(op) for op in ops[len(found) : low]):
@@ -284,7 +284,7 @@ def _ordered(
     return (*found, *ops[len(found) :])
 
 
-class _State:
+class _Progress:
     """Values and versions of storages that exist after some operators."""
 
     def __init__(self, graph: Graph) -> None:
