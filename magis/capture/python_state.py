@@ -28,7 +28,7 @@ from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.python_objects import CACHE, DATA, cached, holder_of, is_of_module, leave
+from magis.ops.python_objects import CACHE, DATA, MISSING, cached, holder_of, is_of_module, leave
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -208,6 +208,13 @@ def _memory(items: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
+def begun_as(roots: Mapping[str, object], path: str, then: object) -> object:
+    """The number that a path begins with: that of a class, where its object has none of its own yet."""
+    place = holder_of(roots, path) if then is MISSING else None
+    found = None if place is None else getattr(type(place[0]), place[1], None)
+    return found if isinstance(found, (int, float)) else then
+
+
 def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> bool:
     """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
     count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
@@ -215,6 +222,7 @@ def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]
     for path, then, now in [*before.left()]:
         if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
             continue
+        then = begun_as(roots, path, then)
         if isinstance(then, (int, float)):
             leave(roots, path, then)
             numbers = True
