@@ -219,10 +219,10 @@ def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]
     """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
     count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
     changed, numbers = frozenset(paths), False
-    for path, then, now in [*before.left()]:
+    for path, was, now in [*before.left()]:
         if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
             continue
-        then = begun_as(roots, path, then)
+        then = begun_as(roots, path, was)
         if isinstance(then, (int, float)):
             leave(roots, path, then)
             numbers = True
