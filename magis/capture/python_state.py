@@ -174,9 +174,9 @@ def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
             generator.manual_seed(generator.initial_seed())
 
 
-class WritesUndone(TorchDispatchMode):
-    """What operators write in the block is undone at its end, to memory that was there before: a batch, a weight, a
-    tensor that a global or a closure holds."""
+class WritesKept(TorchDispatchMode):
+    """What operators write in the block can be undone, to memory that was there before: a batch, a weight, a tensor
+    that a global or a closure holds."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,11 +196,19 @@ class WritesUndone(TorchDispatchMode):
         self._known |= _memory(out) - _memory((args, kwargs))
         return out
 
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    def undo(self) -> None:
+        """Leave all of it as it was before the block."""
         for memory, contents in self._kept:
             if memory.nbytes() == contents.nbytes():
                 memory.copy_(contents)
+
+
+class WritesUndone(WritesKept):
+    """The same, undone at the end of the block."""
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.undo()
 
 
 def _memory(items: Any) -> set[int]:
