@@ -38,6 +38,7 @@ from magis.capture.refusals import (
     check_tensors,
     clear_errors,
     no_gradient_for,
+    no_gradient_retained,
     read_and_written,
     shapes,
 )
@@ -222,6 +223,8 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         roots, left = roots_of(stand.module, step.loss_fn), dict[str, Tensor]()
         watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
+        if results:
+            stack.enter_context(no_gradient_retained())
         with hollow(mode):
             look = partial(tensors_left, roots, kept, memory) if results else dict
             found = _recorded(step, recorder, stand, look, left)

@@ -28,7 +28,7 @@ from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
-from magis.ops.python_objects import CACHE, DATA, cached, holder_of, is_of_module, leave
+from magis.ops.python_objects import CACHE, DATA, MISSING, cached, holder_of, is_of_module, leave
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -166,9 +166,9 @@ def settle(
             generator.manual_seed(generator.initial_seed())
 
 
-class WritesUndone(TorchDispatchMode):
-    """Undo at the end what operators in the block write to memory that was there before: a batch, a weight, a
-    tensor that a global or a closure holds."""
+class WritesKept(TorchDispatchMode):
+    """Keep what operators in the block write over, of memory that was there before: a batch, a weight, a tensor that a
+    global or a closure holds. It can be put back."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,11 +188,19 @@ class WritesUndone(TorchDispatchMode):
         self._known |= _memory(out) - _memory((args, kwargs))
         return out
 
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    def undo(self) -> None:
+        """Leave all of it as it was before the block."""
         for memory, contents in self._kept:
             if memory.nbytes() == contents.nbytes():
                 memory.copy_(contents)
+
+
+class WritesUndone(WritesKept):
+    """The same, undone at the end of the block."""
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.undo()
 
 
 def _memory(items: Any) -> set[int]:
@@ -200,13 +208,21 @@ def _memory(items: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
+def begun_as(roots: Mapping[str, object], path: str, then: object) -> object:
+    """The number that a path begins with: that of a class, where its object has none of its own yet."""
+    place = holder_of(roots, path) if then is MISSING else None
+    found = None if place is None else getattr(type(place[0]), place[1], None)
+    return found if isinstance(found, (int, float)) else then
+
+
 def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> bool:
     """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
     count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
     changed, numbers = frozenset(paths), False
-    for path, then, now in [*before.left()]:
+    for path, was, now in [*before.left()]:
         if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
             continue
+        then = begun_as(roots, path, was)
         if isinstance(then, (int, float)):
             leave(roots, path, then)
             numbers = True

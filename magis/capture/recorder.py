@@ -25,7 +25,7 @@ from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, l
 from magis.capture.traced_numbers import begun
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
-from magis.ops.call import EXPECT, from_torch
+from magis.ops.call import EXPECT, from_torch, only_acts
 from magis.ops.collectives import MESSAGES, keeps_order, wrapped
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
@@ -209,9 +209,10 @@ class Recorder(TorchDispatchMode):
         renewed = op_info(str(func)).functional_form(str(func)) if looks_of(func).renews else None
         target = renewed or str(func)
         many = isinstance(out, (tuple, list))
-        returned = list(out) if many else [out]
+        effect = only_acts(target)
+        returned = list(out) if many else [] if effect else [out]
         sets = target in STATE_OPERATORS and target != GET_STATE
-        if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
+        if not any(isinstance(item, Tensor) for item in returned) and not (func._schema.is_mutable or sets or effect):
             return
         graph_args = self._sliced(target, tuple(self._arg(arg, before, target) for arg in args))
         graph_kwargs = tuple((name, self._arg(arg, before, target)) for name, arg in sorted(kwargs.items()))
@@ -224,8 +225,7 @@ class Recorder(TorchDispatchMode):
             (storage, self._versions[storage])
             for storage in fresh_inputs | ({source} if random or gives_state else set()) | self._awaited()
         )
-        if random or sets:
-            written.add(source)
+        written |= ({source} if random or sets else set()) | ({self._generator(EXPECT)} if effect else set())
         writes = []
         for storage in sorted(written):
             self._versions[storage] += 1
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
         # In the forward the node has just been made, before the operator was called: it has the last number given out.
         # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
-        wrapped = bool(writes) and isinstance(args[0], Tensor) and args[0]._is_view()
+        wrapped = bool(writes) and not effect and isinstance(args[0], Tensor) and args[0]._is_view()
         sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
             module, line = self.places.of_forward(sequence)

@@ -24,6 +24,7 @@ from magis.ops.call import CallError
 from magis.ops.operators import op_info
 
 INFERENCE = "use optimizer kind 'none' for inference"
+BY_HOOK = "make what depends on that gradient a part of the loss, or train without magis.optimize"
 EAGER_FIRST = "the step must run eagerly before it can be captured"
 
 
@@ -228,6 +229,23 @@ def clear_errors(places: Places) -> Iterator[None]:
             f"{type(error).__name__} {_innermost_place(places, error)}: {error}",
             hint=EAGER_FIRST,
         ) from error
+
+
+@contextmanager
+def no_gradient_retained() -> Iterator[None]:
+    """Raise where the block asks for the gradient of what it makes: planned steps leave tensors without one."""
+    retain = Tensor.retain_grad
+
+    def asked(tensor: Tensor) -> None:
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise CaptureError("the forward calls retain_grad: a planned step keeps no such gradient", hint=BY_HOOK)
+        retain(tensor)
+
+    Tensor.retain_grad = asked  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del Tensor.retain_grad
 
 
 def of_contents(error: BaseException | None) -> bool:

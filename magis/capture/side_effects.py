@@ -29,7 +29,7 @@ from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.outside_reads import LATER, Ran, unwatched
 from magis.capture.places import Places
-from magis.capture.python_state import caches_kept
+from magis.capture.python_state import begun_as, caches_kept
 from magis.capture.refusals import clear_errors, nodes_behind
 from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, looks, objects_kept
@@ -203,7 +203,7 @@ def _observe(
         if taken:
             return replace(carried, state=state | taken)
         reads = replace(ran.reads(), state=state, moved=carried.moved, clocks=carried.clocks)
-        begun = {path: then for path, then, _ in start.changes()}
+        begun = {path: begun_as(roots, path, then) for path, then, _ in start.changes()}
         counts = partial(_only_counted, roots, reads, begun)
         clocks, moved = dict(carried.clocks), set(carried.moved)
         for path, then, now in changes:

@@ -20,7 +20,7 @@ from magis.frontends.undoing import ContentsBefore, Undo
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
-from magis.ops.python_objects import DATA, follow, found_at, leave
+from magis.ops.python_objects import DATA, follow, found_at, leave, told
 from magis.runtime.steps import GraphStep
 
 OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
@@ -52,12 +52,14 @@ class BoundPlan:
     def run(self, batch: Batch, given: Given | None = None) -> tuple[Tensor, bool]:
         """The loss, and whether the step took the way that was planned."""
         kept: ContentsBefore | None = None
+        emptied: list[str] = []
         try:
             self.step.prepare()
             if not self.undo.expects:  # eager may not make them where a branch goes another way
                 for path in self.plan.results:  # not kept beside the new ones
                     if path not in self.plan.state and not path.endswith(DATA):
                         leave(self.roots, path, None)
+                        emptied.append(told(path))
             self.step.feed({name: follow(self.roots, path) for path, name in self.replaced.items()})
             self.step.feed(batch.by_name)
             if given is not None:
@@ -71,6 +73,8 @@ class BoundPlan:
             if self.state is not None:
                 self.state.forget()
             if not isinstance(error, ExpectationError):
+                if emptied:
+                    error.add_note(f"{' and '.join(emptied)} held results of the step before: None until the next one")
                 raise
             warnings.warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch), False

@@ -153,6 +153,7 @@ class Guards:
         self._contents = {name: tensor.clone() for name, tensor in self.tensors(batch, contents).items()}
         hooks = {name: found for name, found in vars(global_hooks).items() if name.startswith("_global_")}
         self._roots: dict[str, object] = {"model": module, "loss": loss_fn}
+        self._hooks = hooks
         self.watched = Snapshot({**self._roots, **hooks}, reads)
         self._state = {path: looks(follow(self._roots, path)) for path in reads.state}
         if self.watched.unwatched:
@@ -184,6 +185,12 @@ class Guards:
         """The same, without numbers that are read off other tensors."""
         made = copy.copy(self)
         vars(made)["_contents"] = {name: tensor for name, tensor in self._contents.items() if name in names}
+        return made
+
+    def of_reads(self, reads: Reads) -> Guards:
+        """The same, with further names that are watched."""
+        made = copy.copy(self)
+        made.watched = Snapshot({**self._roots, **self._hooks}, reads)
         return made
 
     def tensors(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor]:

@@ -180,16 +180,21 @@ class ComparedStep:
 
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
-        places, moved = NumberPlaces(self.guards.watched), self.reads.moved
         paths = [*paths, *(f"{OFF}{name}" for name in self.subject.captured.moved)]
+        # The summands of what is only counted may be computed of such numbers: it is watched, too.
+        counted = frozenset(path for path, _ in self.reads.counted if paths)
+        reads = self.reads.more({path.rpartition(".")[2] for path in counted}) if counted else self.reads
+        guards = self.guards.of_reads(reads) if counted else self.guards
+        places, moved = NumberPlaces(guards.watched), reads.moved | counted
         wanted = paths or moved or self.drawn
         tensors = partial(self.guards.tensors, self.batch)
         found = with_number_inputs(look, self.subject, places, paths, moved, tensors) if wanted else None
         if found is None:
             return self
         subject, inputs = found
-        guards = self.guards.of_contents(subject.captured.contents)
-        return replace(self, subject=subject, digest=subject.digest, inputs=inputs, guards=guards)
+        guards = guards.of_contents(subject.captured.contents)
+        reads = replace(reads, counted=(), moved=moved) if counted else reads
+        return replace(self, subject=subject, digest=subject.digest, inputs=inputs, guards=guards, reads=reads)
 
     def check_repeats(self, look: Callable[[], Subject]) -> None:
         """Raise CaptureError where every step would have other numbers, which could not become inputs."""

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis.capture.python_state import WritesKept
+from magis.capture.snapshot import Snapshot
+from magis.capture.workload import roots_of
 from magis.errors import PartialUpdateError
 from magis.graph import Graph
 from magis.ops.call import follows_data
@@ -93,8 +96,10 @@ def raise_as_eager(
     )
     hosts = HostGenerators()
     gradients = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in module.parameters()]
+    state, writes = Snapshot(roots_of(module, loss_fn)), WritesKept()
     try:
-        eager()
+        with writes:
+            eager()
     except Exception as own:
         raise own from None
     for parameter, gradient, contents in gradients:
@@ -102,6 +107,8 @@ def raise_as_eager(
         if gradient is not None and contents is not None:
             gradient.copy_(contents)
     if not late:
+        state.restore()
+        writes.undo()
         before.put_back()
         hosts.restore()
     raise error

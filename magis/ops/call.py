@@ -180,6 +180,24 @@ def call(
 EXPECT = "magis.expect.default"
 
 
+_SILENT = ("profiler", "debug_mode_ops")
+_TORCHS = ("aten", "prims", "c10d", "_c10d_functional", *_SILENT)
+
+
+@functools.lru_cache(maxsize=4096)
+def only_acts(target: str) -> bool:
+    """Whether an operator makes and changes no tensor: it is called for what it checks, or tells somebody.
+
+    In a graph it has its place among those that compare what hangs on data. A user's own may return numbers.
+    """
+    namespace = target.partition(".")[0]
+    if namespace in _SILENT or (namespace == "magis" and target != EXPECT):
+        return False
+    schema = resolve(target)._schema
+    given = any("Tensor" in str(result.type) for result in schema.returns)
+    return not (schema.is_mutable or given) and (not schema.returns or namespace not in _TORCHS)
+
+
 class ExpectationError(MagisError):
     """A branch or a shape that depends on data is not as in the captured step."""
 

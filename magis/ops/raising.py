@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from magis.graph.hazards import is_pure_view
 from magis.graph.nodes import Arg, Graph, Op, Ref, Value
-from magis.ops.call import EXPECT, resolve, shaped_by_contents
+from magis.ops.call import only_acts, resolve, shaped_by_contents
 
 _OURS = ("aten", "prims", "magis", "_c10d_functional")
 _KERNELS = """
@@ -125,7 +125,7 @@ class _CheckedIndices:
                     found = body.raises(each, inside.values) or found
             return found
         namespace, name, *overload = op.target.split(".")
-        if namespace not in _OURS or op.target == EXPECT or shaped_by_contents(op, values):
+        if namespace not in _OURS or only_acts(op.target) or shaped_by_contents(op, values):
             return True
         name = name.removesuffix("_")
         if namespace != "aten" or (not op.inputs() and name not in _ON_CONTENTS):

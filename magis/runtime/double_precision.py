@@ -20,7 +20,7 @@ from torch import Tensor
 
 from magis.graph import Arg, Const, Graph, Op, Value
 from magis.graph.hazards import is_pure_view
-from magis.ops.call import EXPECT, call, made_generators
+from magis.ops.call import call, made_generators, only_acts
 from magis.ops.operators import op_info
 from magis.runtime.measure import Allocation, allocations, logged, memory_profile
 from magis.simulate.compiled_problem import nodes_and_blocks
@@ -143,7 +143,7 @@ def exact(
     drawn_from = {**made_generators(graph), **(generators or {})}
     storages = [graph.values[number].storage for number in graph.inputs]
     known = dict(zip(graph.inputs, _wide_copies(storages, tensors), strict=True))
-    ops = [op for op in graph.ops if op.phase != "update" and op.target != EXPECT]
+    ops = [op for op in graph.ops if op.phase != "update" and not only_acts(op.target)]
     last = {number: op.id for op in ops for number in (*op.inputs(), *op.made())}
     kept = set(outputs)
     terms = dict.fromkeys((graph.values[number].storage for number in outputs), 0.0)

@@ -24,7 +24,7 @@ from magis.cost.profile_store import Entry, target_of
 from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse
 from magis.errors import MagisError
-from magis.ops.call import resolve, to_torch
+from magis.ops.call import only_acts, resolve, to_torch
 from magis.runtime.scratch import make_tensors, measure_workspaces
 from magis.units import MIB
 
@@ -162,6 +162,8 @@ def prepared(key: str, device: torch.device) -> PreparedCall | None:
     """Make a call ready and run it once; None if the operator refuses the arguments."""
     try:
         op, values = parse(key)
+        if only_acts(op.target):  # what it checks or tells is nothing made up
+            return None
         tensors = make_tensors(op, values, device)
         scalars = dict.fromkeys(op.scalars(), 1.0)
         args = [to_torch(arg, tensors, scalars, device) for arg in op.args]

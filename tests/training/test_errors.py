@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
 from magis.capture import OptimizerSpec, capture
-from magis.errors import PartialUpdateError, UsageError
+from magis.errors import CaptureError, PartialUpdateError, UsageError
 from magis.ops.raising import may_raise
 
 FAILS: set[str] = set()
@@ -337,3 +337,75 @@ FORWARDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[tuple[str, str
 def test_what_may_raise_is_code_of_the_users_own_or_looks_at_contents_for_the_first_time(name: str) -> None:
     forward, expected = FORWARDS[name]
     assert raising(forward) == expected
+
+
+TABLE = torch.zeros(5)
+
+
+class Keeping(nn.Module):
+    """Keeps tensors in many places, and numbers, behind an operator that may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = nn.Linear(16, 5), nn.Linear(5, 5)
+        self.kept, self.mean, self.count, self.feature = (
+            {"queue": torch.zeros(8, 5)},
+            torch.zeros(5),
+            3,
+            torch.zeros(()),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = forth(self.one(x))
+        self.kept["queue"][:4] = h.detach()[:4]
+        TABLE.add_(h.detach().mean(0))
+        self.mean = self.mean * 0.9 + h.detach().mean(0)
+        self.count += 1
+        self.feature = h
+        return self.last(h - self.mean) * self.count + TABLE
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_error_that_does_not_come_again_changes_no_tensor_anywhere(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(name: str) -> None:
+        if name in FAILS:
+            FAILS.clear()
+            raise kind("once")
+
+    monkeypatch.setitem(globals(), "_call", once)
+    net, data = Keeping(), (torch.randn(8, 16), torch.randint(0, 5, (8,)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = optimize(net, nn.functional.cross_entropy, optimizer, data, latency_ratio=1.5, budget=20)
+    step(*data)
+
+    def state() -> list[Any]:
+        tensors = (*net.parameters(), net.kept["queue"], net.mean, TABLE)
+        return [net.count, *(each.tolist() for each in tensors)]
+
+    before = state()
+    assert net.feature is not None
+    FAILS.add("forth")
+    with pytest.raises(kind) as raised:
+        step(*data)
+    assert state() == before
+    assert net.feature is None
+    assert any("feature" in each for each in raised.value.__notes__)
+    step(*data)
+    assert net.count == before[0] + 1
+    assert net.feature.shape == (8, 5)
+
+
+def test_a_gradient_that_the_forward_retains_is_refused() -> None:
+    class Retaining(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.retain_grad()  # which has one anyway
+            self.between = super().forward(x)
+            self.between.retain_grad()
+            return self.between
+
+    net, data = Retaining(16, 5), (torch.randn(8, 16), torch.randint(0, 5, (8,)))
+    with pytest.raises(CaptureError, match="retain_grad"):
+        optimize(net, nn.functional.cross_entropy, torch.optim.SGD(net.parameters()), data, memory_ratio=1.0)
+    assert "retain_grad" not in vars(Tensor)
