@@ -207,7 +207,7 @@ OPTIONS = (
         "which findings to accept and store as baselines: new, moved, better, worse (default: none)",
         is_list=True,
         details="What it names is somebody's decision about this run: it counts on the command line alone. In the ini "
-        "file, in `addopts` and in `PYTEST_ADDOPTS` it is refused. [`moved`](report.md#moved-by-the-planner) is what "
+        "file, in `addopts`, in `PYTEST_ADDOPTS` and in a file of options (`@options.txt`) it is refused. [`moved`](report.md#moved-by-the-planner) is what "
         "another version of magis planned otherwise.",
     ),
     Option(
@@ -317,6 +317,19 @@ def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
         return None
     # argparse takes the value of `--magis-against=--` for its separator, and leaves an empty list
     return ["--" if item == [] else str(item) for item in (value if BY_NAME[name].is_list else [value])]
+
+
+def own_words(config: pytest.Config, option: Option) -> list[str]:
+    """The same of what stands on the command line itself: pytest adds words of `addopts`, of the environment and of
+    files (`@options.txt`)."""
+    found, words = list[str](), iter(config.invocation_params.args)
+    for word in map(str, words):
+        if word == "--":
+            break
+        flag, given, value = word.partition("=")
+        if flag == option.flag:
+            found.append("true" if option.is_flag else value if given else str(next(words, "")))
+    return found
 
 
 def in_ini(config: pytest.Config, name: str) -> list[str] | None:

@@ -7,7 +7,6 @@ usage. In the ini file an option has the same name with underscores (`magis_memo
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from magis.version_run import in_working_tree, told
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line, own_words
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
@@ -138,15 +137,13 @@ def _check_decisions(config: pytest.Config) -> None:
     green, in CI too."""
     if hasattr(config, "workerinput") or told() is not None:
         return  # these are told what to store
-    places = {
-        "addopts in the ini file": config.getini("addopts"),
-        "PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-    }
     for option in map(BY_NAME.__getitem__, DECISIONS):
-        found = [place for place, words in places.items() if any(word.split("=")[0] == option.flag for word in words)]
-        found += [f"{option.key} in the ini file"] if in_ini(config, option.name) is not None else []
-        if found:
-            raise UsageError(f"{option.flag} is given by {found[0]}, for every run", hint="give it on the command line")
+        found = on_command_line(config, option.name) or []
+        if found != own_words(config, option) or in_ini(config, option.name) is not None:
+            raise UsageError(
+                f"{option.flag} is given for every run, in the ini file, addopts, PYTEST_ADDOPTS or a file of options",
+                hint="give it on the command line itself",
+            )
 
 
 def _slack(config: pytest.Config) -> float:
