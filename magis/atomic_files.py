@@ -85,7 +85,13 @@ def remove_if_abandoned(temporary: Path) -> None:
             os.close(handle)
 
 
-def check_readable(path: Path) -> None:
+def read_regular(path: Path, largest: int = LARGEST_FILE) -> str:
+    """The text of a file of users in UTF-8. Raises OSError and UnicodeDecodeError, at once for what has no end."""
+    check_readable(path, largest)
+    return path.read_bytes().decode()
+
+
+def check_readable(path: Path, largest: int = LARGEST_FILE) -> None:
     """Raise OSError for what is no regular file of a size that can be read: from a pipe, reading would never end."""
     try:
         found = path.stat()
@@ -93,8 +99,8 @@ def check_readable(path: Path) -> None:
         raise OSError(errno.EINVAL, str(error)) from None
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    if found.st_size > LARGEST_FILE:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE} bytes")
+    if found.st_size > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
 
 
 def check_writable(path: Path) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from magis.atomic_files import read_regular
 from magis.errors import BaselineError
 from magis.models.model_specs import all_names, is_factory
-from pytest_magis.baseline_files import baseline_path, parse
+from pytest_magis.baseline_files import LARGEST_FILE, baseline_path, parse
 from pytest_magis.flags import PARTLY
 from pytest_magis.gate import Gate
 from pytest_magis.live.gated_tests import claimed_names, is_live, is_marked, name_of
@@ -47,7 +48,7 @@ def gone(session: pytest.Session, gate: Gate) -> list[Path]:
     found = []
     for path in sorted(folder.glob("*/*.json")):
         with suppress(BaselineError, OSError, UnicodeDecodeError):  # what is no baseline is nobody's
-            baseline = parse(path.read_text(encoding="utf-8"), path)
+            baseline = parse(read_regular(path, LARGEST_FILE), path)
             name = baseline.model
             ours = path == baseline_path(folder, baseline.device, name) and name not in models and not is_factory(name)
             if ours and not {name, re.sub(r"\.\d+$", "", name)} & known:

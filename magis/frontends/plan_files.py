@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from magis.atomic_files import read_regular
 from magis.errors import UsageError
 from magis.graph import Graph, dump, parse, verify
 from magis.report import write_text_atomically
@@ -58,7 +59,7 @@ def write_plan(path: Path, plan: SavedPlan) -> None:
 def read_plan(path: Path) -> SavedPlan:
     """The plan of a file, a legal graph. Raises UsageError in one line."""
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the plan {path}: {reason}") from None

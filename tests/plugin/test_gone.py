@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 NET = """
@@ -123,3 +125,14 @@ def test_what_could_not_be_looked_at_is_not_called_gone(gate, stored, broken):
     write(gate, test_a=NET.format(name="one", named=""), **broken)
     gate("--continue-on-collection-errors", "--magis-prune").stdout.no_fnmatch_line(GONE)
     assert left(gate) >= stored
+
+
+def test_what_cannot_be_read_to_its_end_is_no_baseline(gate, stored):
+    """A pipe has none; a file of many gigabytes, even of none on the disk, has one too far away."""
+    os.mkfifo(gate.root / "baselines" / "cpu" / "pipe.json")
+    with (gate.root / "baselines" / "notes" / "large.json").open("w") as file:
+        file.truncate(8 << 30)
+    (gate.root / "baselines" / "cpu" / "endless.json").symlink_to("/dev/zero")
+    write(gate, test_a=PLAIN)
+    assert gate("--magis-prune").ret == 0
+    assert stored - left(gate) == {f"baselines/{name}.json" for name in OF_A}

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from magis.atomic_files import check_readable
+from magis.atomic_files import read_regular
 from magis.errors import UsageError
 from magis.extensions.compile.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
@@ -252,8 +252,7 @@ class RegionPolicies:
     def load(path: Path | str) -> RegionPolicies:
         """Read a file of `save`. UsageError, one line, for any other."""
         try:
-            check_readable(Path(path))
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(read_regular(Path(path)))
         except OSError as error:
             raise UsageError(f"cannot read the policy {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
