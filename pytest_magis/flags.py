@@ -15,6 +15,8 @@ COMPARED_WITH = "MAGIS_COMPARED_WITH"
 """In the environment of a run on another version: what it was told."""
 PARTLY: pytest.StashKey[bool] = pytest.StashKey()
 """In a config's stash once tests were left out, or could not be collected."""
+COLLECTED: pytest.StashKey[tuple[set[str], list[pytest.Item]]] = pytest.StashKey()
+"""There, too: the node ids that were collected whole, and all tests that were found, those left out later included."""
 DECISIONS = ("update", "prune")
 """Options about one run, which count on its command line alone."""
 FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
@@ -214,7 +216,8 @@ OPTIONS = (
         "prune",
         "",
         "remove the baselines of tests that are gone (default: false)",
-        details="A run that collected all tests names them. On the command line alone, as `--magis-update`.",
+        details="A run that collected all tests names them; those of files that it did not collect (`collect_ignore`, "
+        "`testpaths`) stay. On the command line alone, as `--magis-update`.",
         is_flag=True,
     ),
     Option(
