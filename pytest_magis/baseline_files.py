@@ -18,9 +18,8 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magis.atomic_files import read_regular
 from magis.errors import BaselineError
-from magis.report import write_text_atomically
+from magis.report import read_regular, write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
 
 SCHEMA = 1

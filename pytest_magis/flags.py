@@ -209,8 +209,8 @@ OPTIONS = (
         "which findings to accept and store as baselines: new, moved, better, worse (default: none)",
         is_list=True,
         details="What it names is somebody's decision about this run: it counts on the command line alone. In the ini "
-        "file, in `addopts`, in `PYTEST_ADDOPTS` and in a file of options (`@options.txt`) it is refused. [`moved`](report.md#moved-by-the-planner) is what "
-        "another version of magis planned otherwise.",
+        "file, in `addopts`, in `PYTEST_ADDOPTS` and in a file of options (`@options.txt`) it is refused. "
+        "[`moved`](report.md#moved-by-the-planner) is what another version of magis planned otherwise.",
     ),
     Option(
         "prune",

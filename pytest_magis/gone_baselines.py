@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from magis.atomic_files import read_regular
 from magis.errors import BaselineError
 from magis.models.model_specs import all_names, is_factory
+from magis.report import read_regular
 from pytest_magis.baseline_files import LARGEST_FILE, baseline_path, parse
 from pytest_magis.flags import COLLECTED, PARTLY
 from pytest_magis.gate import Gate

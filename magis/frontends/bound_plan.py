@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
 from magis.ops.python_objects import DATA, follow, found_at, leave
+from magis.printable import warn
 from magis.runtime.steps import GraphStep
 
 OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
@@ -73,7 +73,7 @@ class BoundPlan:
                 self.state.forget()
             if not isinstance(error, ExpectationError):
                 raise
-            warnings.warn(OTHER_WAY, stacklevel=3)
+            warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch), False
         if draw is not None and draw.after is not None:
             draw.after.restore()

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from magis.atomic_files import read_regular
 from magis.errors import UsageError
 from magis.graph import Graph, dump, parse, verify
-from magis.report import write_text_atomically
+from magis.report import read_regular, write_text_atomically
 from magis.report.text_store import UNSOUND
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.

@@ -28,7 +28,7 @@ from magis.extensions.compile.compile_options import CompileReport, Options
 from magis.extensions.compile.joint_graph import Joint, capture_joint, placeholders, why_not
 from magis.extensions.compile.joint_plan import crossing, halves, plan_joint
 from magis.graph import Graph
-from magis.printable import printable
+from magis.printable import printable, warn
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
 
@@ -85,7 +85,7 @@ def as_torch_does(reason: str, options: Options) -> None:
     """Say why a graph is not planned: a warning, and a report without numbers."""
     what = "inductor chooses what" if options.inductor else "all that"
     saved = "is saved" if options.inductor else "its backward needs is saved"
-    warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
+    warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
     if options.report is not None:
         options.report(CompileReport(0, 0, None, 1.0, False, 0, (), 0.0, reason, options.outside))
 
@@ -93,7 +93,7 @@ def as_torch_does(reason: str, options: Options) -> None:
 def tell(report: CompileReport, options: Options) -> None:
     """Hand a report to whom it is for; a warning where the limit is not kept."""
     if not report.feasible and report.limit_bytes is not None:
-        warnings.warn(
+        warn(
             f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"
             f" {format_bytes(report.planned_bytes)}, unplanned {format_bytes(report.original_bytes)}",
             stacklevel=3,

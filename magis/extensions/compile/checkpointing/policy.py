@@ -32,6 +32,7 @@ from magis.atomic_files import read_regular
 from magis.errors import UsageError
 from magis.extensions.compile.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
+from magis.printable import printable
 from magis.report import write_text_atomically
 from magis.units import format_bytes
 
@@ -277,7 +278,7 @@ class RegionPolicies:
             f" plain {format_bytes(self.original_bytes)}"
             f" (ratio {self.planned_bytes / max(1, self.original_bytes):.3f}), latency {self.latency_ratio:.3f} times"
         )
-        return "\n".join((head, *lines))
+        return "\n".join(map(printable, (head, *lines)))
 
 
 @dataclass(frozen=True)
