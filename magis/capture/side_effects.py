@@ -188,6 +188,7 @@ def _observe(
         for path, number in numbers.items():
             leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
+        beyond.leave_to(between)
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
         second = _Traced((*known, *_at(roots, state)), left)

@@ -173,6 +173,11 @@ class Snapshot:
             self._visit(path, item)
         self._queue.clear()
 
+    def leave_to(self, other: Snapshot) -> None:
+        """No longer watch the attributes and keys that another one watches, by another path."""
+        theirs = {id(held.holder) for held in other._held}
+        self._held = [held for held in self._held if id(held.holder) not in theirs]
+
     def change(self) -> str:
         """The path of something that has changed; empty if nothing has."""
         return next((path for path, _, _ in self.changes()), "")
