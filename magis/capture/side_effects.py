@@ -188,7 +188,8 @@ def _observe(
         for path, number in numbers.items():
             leave(roots, path, number)
         between, drawn = Snapshot(roots), HostGenerators()
-        beyond.leave_to(between)
+        theirs = {id(each.holder) for each in between.held}
+        beyond.held = [each for each in beyond.held if id(each.holder) not in theirs]  # the same, by another path
         new = (found for key, found in between.tensors.items() if key not in start.tensors)
         left = {_address(tensor): path for path, tensor in new if first.depends(tensor)}
         second = _Traced((*known, *_at(roots, state)), left)
