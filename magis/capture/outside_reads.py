@@ -116,7 +116,7 @@ class Ran:
         ]
         for name in _CLOCKS:
             clock, unit = getattr(time, name), 10**9 if name.endswith("_ns") else 1
-            replaced.append((time, name, clock, partial(_put_forward, clock, later * unit)))
+            replaced.append((time, name, clock, partial(_put_forward, clock, later * unit, threading.get_ident())))
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -254,7 +254,10 @@ def _answers(called: Callable[[], Any]) -> bool:
     return True
 
 
-def _put_forward(clock: Callable[[], Any], later: int) -> Any:
+def _put_forward(clock: Callable[[], Any], later: int, thread: int) -> Any:
+    """Other threads, and the records of logs, see the time as it is."""
+    if threading.get_ident() != thread or sys._getframe(1).f_globals is vars(logging):
+        return clock()
     return clock() + later
 
 

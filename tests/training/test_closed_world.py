@@ -135,6 +135,40 @@ def logged(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.parametrize("name", ["time", "monotonic_ns", "perf_counter"])
+def test_other_threads_and_logs_have_the_time_as_it_is(name: str, caplog: Any) -> None:
+    """A watchdog beside the training would take a year for a hang."""
+    clock, unit, seen, over = (
+        getattr(time, name),
+        1e9 if name.endswith("_ns") else 1.0,
+        list[float](),
+        threading.Event(),
+    )
+    logger = logging.getLogger("tests.times")
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            seen.append(getattr(time, name)() / unit)
+
+    def forward(x: Tensor) -> Tensor:
+        logger.warning("a record")
+        time.sleep(0.01)  # the other thread looks at the clock
+        return logged(x)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        outcome((forward, lambda: None))
+    finally:
+        over.set()
+        thread.join()
+    assert seen
+    assert max(seen) <= clock() / unit
+    times = [each.created for each in caplog.records if each.name == logger.name]
+    assert times
+    assert max(times) <= time.time()
+
+
 FRESH: dict[str, Callable[[], Way]] = {
     "method patched onto a subclass": lambda: (
         lambda x: x * Patched().method(), put(Patched, "method", lambda self: self.a * 0.4)),
