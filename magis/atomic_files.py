@@ -85,16 +85,22 @@ def remove_if_abandoned(temporary: Path) -> None:
             os.close(handle)
 
 
-def check_readable(path: Path) -> None:
-    """Raise OSError unless it is a regular file (reading a pipe would never end) of at most `LARGEST_FILE` bytes."""
+def read_regular(path: Path, largest: int = LARGEST_FILE) -> str:
+    """Read a user's text file in UTF-8. Raises OSError and UnicodeDecodeError, at once for what has no end."""
+    check_readable(path, largest)
+    return path.read_bytes().decode()
+
+
+def check_readable(path: Path, largest: int = LARGEST_FILE) -> None:
+    """Raise OSError unless it is a regular file (reading a pipe would never end) of at most `largest` bytes."""
     try:
         found = path.stat()
     except ValueError as error:  # NUL in its name
         raise OSError(errno.EINVAL, str(error)) from None
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    if found.st_size > LARGEST_FILE:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE} bytes")
+    if found.st_size > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
 
 
 def check_writable(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from magis.printable import printable
 from magis.units import format_bytes
 
 __all__ = ["ModuleBytes", "Peak", "StepGrowth", "collapsed", "is_below"]
@@ -101,4 +102,5 @@ class StepGrowth:
             for row in self.made[:NAMED]
         ]
         more = f"{format_bytes(self.nbytes)} more are alive after step {self.steps} than after step 2"
-        return f"memory grows from step to step: {more}" + (f", made in {', '.join(places)}" if places else "")
+        made = f", made in {', '.join(places)}" if places else ""
+        return printable(f"memory grows from step to step: {more}{made}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 
-__all__ = ["printable"]
+__all__ = ["printable", "warn"]
 
 _BLANKS = re.compile(r"\s+")
 _COMMAND = re.compile(r"^ *:(?=:)|#(?=#\w*\[)")
@@ -35,6 +36,11 @@ def printable(text: object, place: str = "line") -> str:
     if place == "csv" and _FORMULA.match(line) and not _is_number(line):
         line = _FORMULA.sub(_first_spelled, line)
     return line.translate(_MARKUP.get(place, {}))
+
+
+def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
+    """Warn in one such line, whatever names of users it holds; all warnings of the project go through this."""
+    warnings.warn(printable(text), category, stacklevel=stacklevel + 1)
 
 
 def _first_spelled(found: re.Match[str]) -> str:

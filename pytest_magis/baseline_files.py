@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from magis.errors import BaselineError
-from magis.report import write_text_atomically
+from magis.report import read_regular, write_text_atomically
 from pytest_magis.baselines import ModelBaseline
 
 SCHEMA = 1
@@ -41,11 +41,7 @@ def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
     try:
         if not path.exists():
             return None
-        if not path.is_file():  # before opening: a pipe would never end
-            _refuse(path, "it is not a regular file")
-        if path.stat().st_size > LARGEST_FILE:
-            _refuse(path, f"it has more than {LARGEST_FILE} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, LARGEST_FILE)
     except UnicodeDecodeError as error:
         raise BaselineError(f"baseline {path}: not UTF-8 text at byte {error.start}", hint=_ADVICE) from error
     except OSError as error:

@@ -13,7 +13,9 @@ import pytest
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
 """Environment variable with the settings of a run on another version (`magis.version_run` repeats the name)."""
 PARTLY: pytest.StashKey[bool] = pytest.StashKey()
-"""In a config's stash once tests were deselected, or could not be collected."""
+"""In a config's stash once tests were left out, or could not be collected."""
+COLLECTED: pytest.StashKey[tuple[set[str], list[pytest.Item]]] = pytest.StashKey()
+"""Node ids that were collected whole, and all tests that were found, those left out later included."""
 DECISIONS = ("update", "prune")
 """Options that are allowed on the command line alone, since they decide about one run."""
 FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
@@ -206,14 +208,15 @@ OPTIONS = (
         "which findings to accept and store as baselines: new, moved, better, worse (default: none)",
         is_list=True,
         details="What it names is somebody's decision about this run: it counts on the command line alone. In the ini "
-        "file, in `addopts` and in `PYTEST_ADDOPTS` it is refused. [`moved`](report.md#moved-by-the-planner) is what "
-        "another version of magis planned otherwise.",
+        "file, in `addopts`, in `PYTEST_ADDOPTS` and in a file of options (`@options.txt`) it is refused. "
+        "[`moved`](report.md#moved-by-the-planner) is what another version of magis planned otherwise.",
     ),
     Option(
         "prune",
         "",
         "remove the baselines of tests that are gone (default: false)",
-        details="A run that collected all tests names them. On the command line alone, as `--magis-update`.",
+        details="A run that collected all tests names them; those of files that it did not collect (`collect_ignore`, "
+        "`testpaths`) stay. On the command line alone, as `--magis-update`.",
         is_flag=True,
     ),
     Option(
@@ -316,6 +319,19 @@ def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
         return None
     # argparse takes the value of `--magis-against=--` for its separator, and leaves an empty list
     return ["--" if item == [] else str(item) for item in (value if BY_NAME[name].is_list else [value])]
+
+
+def own_words(config: pytest.Config, option: Option) -> list[str]:
+    """The same of what stands on the command line itself: pytest adds words of `addopts`, of the environment and of
+    files (`@options.txt`)."""
+    found, words = list[str](), iter(config.invocation_params.args)
+    for word in map(str, words):
+        if word == "--":
+            break
+        flag, given, value = word.partition("=")
+        if flag == option.flag:
+            found.append("true" if option.is_flag else value if given else str(next(words, "")))
+    return found
 
 
 def in_ini(config: pytest.Config, name: str) -> list[str] | None:

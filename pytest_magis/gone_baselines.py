@@ -6,8 +6,9 @@ line.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 
 from magis.errors import BaselineError
 from magis.models.model_specs import all_names, is_factory
-from pytest_magis.baseline_files import baseline_path, parse
-from pytest_magis.flags import PARTLY
+from magis.report import read_regular
+from pytest_magis.baseline_files import LARGEST_FILE, baseline_path, parse
+from pytest_magis.flags import COLLECTED, PARTLY
 from pytest_magis.gate import Gate
 from pytest_magis.live.gated_tests import claimed_names, is_live, is_marked, name_of
 
@@ -39,20 +41,57 @@ def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]
     return ""
 
 
-def gone(session: pytest.Session, gate: Gate) -> list[Path]:
-    """Return the baseline files of tests that are not in the session, a run of all tests."""
+def gone(session: pytest.Session, gate: Gate) -> tuple[list[Path], dict[Path, Path]]:
+    """Return the baseline files of tests that are not there any more; and those whose test may be in a file that was not collected
+    (`collect_ignore`, `testpaths`), with that file."""
     config, folder = session.config, gate.settings.baselines
-    known = {*claimed_names(config), *(name_of(item) for item in session.items)}
+    nodes, items = config.stash[COLLECTED]
+    known = {*claimed_names(config), *map(name_of, items)}
     models = {*all_names(), *(name for each in config.hook.pytest_magis_models(config=config) for name in each or ())}
-    found = []
+    whole = {node.removesuffix(".py").replace("/", ".") for node in nodes if node.endswith(".py")}
+    found, unseen = list[Path](), dict[Path, Path]()
     for path in sorted(folder.glob("*/*.json")):
         with suppress(BaselineError, OSError, UnicodeDecodeError):  # no file of ours
-            baseline = parse(path.read_text(encoding="utf-8"), path)
+            baseline = parse(read_regular(path, LARGEST_FILE), path)
             name = baseline.model
             ours = path == baseline_path(folder, baseline.device, name) and name not in models and not is_factory(name)
             if ours and not {name, re.sub(r"\.\d+$", "", name)} & known:
-                found.append(path)
-    return found
+                place = _not_collected(config, name, whole)
+                if place is None:
+                    found.append(path)
+                else:
+                    unseen[path] = place
+    return found, unseen
+
+
+def _not_collected(config: pytest.Config, name: str, whole: Collection[str]) -> Path | None:
+    """The file that was not collected whole and that a test of this name may be in; None if there is none.
+
+    A name of a test's own says nothing of its file, nor does that of a file that is gone: then any file of tests may.
+    """
+    starts = [name[: found.start()] for found in re.finditer(r"\.", name)]
+    for start in starts:
+        path = config.rootpath.joinpath(*start.split(".")).with_suffix(".py")
+        if start not in whole and path.is_file():
+            return path
+    if not whole.isdisjoint(starts):
+        return None
+    return next((path for place, path in _files_of_tests(config) if place not in whole), None)
+
+
+def _files_of_tests(config: pytest.Config) -> Iterator[tuple[str, Path]]:
+    """All files below the root that pytest takes for files of tests, with what their tests' names begin with."""
+    seen = set[str]()
+    for folder, folders, names in os.walk(config.rootpath, followlinks=True):
+        here = Path(folder)
+        if os.path.realpath(folder) in seen or {"pyvenv.cfg", "conda-meta"} & {*folders, *names}:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(folder))
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for path in (here / each for each in sorted(names) if each.endswith(".py")):
+            if any(path.match(pattern) for pattern in config.getini("python_files")):
+                yield ".".join(path.relative_to(config.rootpath).with_suffix("").parts), path
 
 
 def gone_baselines(session: pytest.Session, gate: Gate, unfinished: Collection[str], *, prune: bool) -> list[str]:
@@ -60,12 +99,17 @@ def gone_baselines(session: pytest.Session, gate: Gate, unfinished: Collection[s
     unknown = why_unknown(session, gate, unfinished)
     if unknown and prune:
         raise BaselineError(f"--magis-prune removes nothing: {unknown}", hint="give it to a run of all tests")
-    paths = [] if unknown else gone(session, gate)
+    paths, unseen = ([], {}) if unknown else gone(session, gate)
+    root, lines = gate.settings.baselines.parent, []
+    if prune and unseen:
+        kept = ", ".join(str(path.relative_to(root)) for path in unseen)
+        places = ", ".join(sorted({str(place.relative_to(session.config.rootpath)) for place in unseen.values()}))
+        lines = [f"baselines that stay, since their tests may be in files that were not collected ({places}): {kept}"]
     if not paths:
-        return []
-    names = ", ".join(str(path.relative_to(gate.settings.baselines.parent)) for path in paths)
+        return lines
+    names = ", ".join(str(path.relative_to(root)) for path in paths)
     if not prune:
         return [f"baselines of tests that are gone: {names}; --magis-prune removes them"]
     for path in paths:
         path.unlink(missing_ok=True)
-    return [f"baselines of tests that are gone, removed: {names}"]
+    return [*lines, f"baselines of tests that are gone, removed: {names}"]

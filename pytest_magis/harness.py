@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from magis.errors import MagisError
+from magis.printable import warn
 from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
 from pytest_magis.strategies import BUILT_IN, Strategy
@@ -195,7 +196,7 @@ def _cache(config: pytest.Config) -> Path | None:
         return cache.mkdir("magis")
     except OSError as error:
         text = f"nothing is kept for the next run: no folder in pytest's cache: {error.strerror or error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warn(text, RuntimeWarning, stacklevel=2)
         return None
 
 

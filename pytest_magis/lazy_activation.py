@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_magis.flags import PARTLY, given
+from pytest_magis.flags import COLLECTED, PARTLY, given
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
@@ -57,7 +57,8 @@ class LazyActivation:
             parametrize(metafunc)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note the name of a marked test's network; keep its cases on one worker under --dist=loadgroup."""
+        """Note a test and the name of its network; keep its cases on one worker under --dist=loadgroup."""
+        self._config.stash.setdefault(COLLECTED, (set(), []))[1].append(item)
         if is_marked(item):
             claim_name(item, name_of(item, given_name(item)))
         if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
@@ -96,6 +97,7 @@ class LazyActivation:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a module that could not be collected or skips itself, for the same reason."""
+        self._config.stash.setdefault(COLLECTED, (set(), []))[0].add(report.nodeid)
         if not report.passed:
             self._config.stash[PARTLY] = True
 

@@ -7,8 +7,7 @@ the ini file an option has the same name with underscores (`magis_memory_ratios`
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from magis.version_run import current_version_run, in_working_tree
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line, own_words
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
@@ -140,21 +139,19 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 
 
 def _check_decisions(config: pytest.Config) -> None:
-    """Raise UsageError if `DECISIONS` are in the ini file or added to every command line.
+    """Raise UsageError if `DECISIONS` stand anywhere but on the command line itself.
 
     There they would turn red into green in every run, in CI too.
     """
     if hasattr(config, "workerinput") or current_version_run() is not None:
         return  # their options come from another run
-    places = {
-        "addopts in the ini file": config.getini("addopts"),
-        "PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-    }
     for option in map(BY_NAME.__getitem__, DECISIONS):
-        found = [place for place, words in places.items() if any(word.split("=")[0] == option.flag for word in words)]
-        found += [f"{option.key} in the ini file"] if in_ini(config, option.name) is not None else []
-        if found:
-            raise UsageError(f"{option.flag} is given by {found[0]}, for every run", hint="give it on the command line")
+        found = on_command_line(config, option.name) or []
+        if found != own_words(config, option) or in_ini(config, option.name) is not None:
+            raise UsageError(
+                f"{option.flag} is given for every run, in the ini file, addopts, PYTEST_ADDOPTS or a file of options",
+                hint="give it on the command line itself",
+            )
 
 
 def anywhere(config: pytest.Config) -> Settings:

@@ -21,6 +21,12 @@ def test_the_house_is_in_order(repository: Path) -> None:
     assert not found, "\n".join(found)
 
 
+def test_all_warnings_can_only_be_read(repository: Path) -> None:
+    """They hold names of users: `magis.printable.warn` writes them."""
+    places = (path for package in PACKAGES for path in (repository / package).rglob("*.py"))
+    assert [path.name for path in places if "warnings.warn" in path.read_text(encoding="utf-8")] == ["printable.py"]
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "tests", "tools"])
 def test_what_programs_import_of_the_project_exists(repository: Path, folder: str) -> None:
     """Programs that no test runs break unseen when a name goes."""

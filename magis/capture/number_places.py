@@ -94,7 +94,7 @@ class NumberPlaces:
 
     def _all(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
         watched: Any = self._watched
-        for held in watched._held:
+        for held in watched.held:
             for key, value in zip(held.watched, held.values, strict=True):
                 yield from _with_parts(f"{held.path}/{held.step}{key}", held.holder, key, value)
         for path, items, then in watched._lists:

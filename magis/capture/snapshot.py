@@ -127,7 +127,7 @@ class Snapshot:
         self, roots: Mapping[str, object], reads: Reads | None = None, *, apart: Collection[int] = frozenset()
     ) -> None:
         self._reads, self._apart = reads or Reads(), apart
-        self._held: list[_Held] = []
+        self.held: list[_Held] = []
         self._empty: list[tuple[str, Any]] = []
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
@@ -194,7 +194,7 @@ class Snapshot:
         for path, item in self._empty:
             if item:
                 yield path, (), item
-        for held in self._held:
+        for held in self.held:
             if [*held.holder] != held.keys or any(map(is_not, held.get(held.holder), held.values)):
                 yield from self._changed(held)
         for path, items, then in self._lists:
@@ -220,7 +220,7 @@ class Snapshot:
         """Put back what lies in attributes and containers. What is as it was is not touched."""
         for _, empty in self._empty:
             empty.clear()
-        for held in self._held:
+        for held in self.held:
             then = dict(zip(held.watched, held.values, strict=True))
             if [*held.holder] == held.keys and all(held.holder[key] is value for key, value in then.items()):
                 continue
@@ -394,7 +394,7 @@ class Snapshot:
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
         get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_several, keys)
-        self._held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
+        self.held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from magis.atomic_files import check_readable, put_in_place
+from magis.atomic_files import put_in_place, read_regular
 from magis.errors import UsageError
 from magis.graph.nodes import Arg, Const, Op, Ref, Value
 from magis.ops.operators import op_info
@@ -108,8 +108,7 @@ def without_changed_operators(
 def load(path: Path) -> Profile:
     """Read a profile. Raises ProfileError, in one line; the file stays as it is."""
     try:
-        check_readable(path)
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ProfileError(f"cannot read the operator profile {path}: {reason}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
 from magis.ops.python_objects import DATA, follow, found_at, leave, told
+from magis.printable import warn
 from magis.runtime.steps import GraphStep
 
 OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
@@ -76,7 +76,7 @@ class BoundPlan:
                 if emptied:
                     error.add_note(f"{' and '.join(emptied)} held results of the step before: None until the next one")
                 raise
-            warnings.warn(OTHER_WAY, stacklevel=3)
+            warn(OTHER_WAY, stacklevel=3)
             return self._eagerly(batch), False
         if given is not None and given.after is not None:
             given.after.restore()

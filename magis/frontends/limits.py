@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from magis.errors import UsageError
+from magis.printable import printable
 from magis.results import Case
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
@@ -90,7 +91,7 @@ class PlanReport(PlanFigures):
             f"errors       {HALF.format(self.torn_by) if self.torn_by else WHOLE}",
             f"search       {format_milliseconds(1000 * self.seconds)}",
         ]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 RANGES = {

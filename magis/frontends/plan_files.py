@@ -10,7 +10,7 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.graph import Graph, dump, parse, verify
-from magis.report import write_text_atomically
+from magis.report import read_regular, write_text_atomically
 from magis.report.text_store import UNSOUND
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.
@@ -58,7 +58,7 @@ def write_plan(path: Path, plan: SavedPlan) -> None:
 def read_plan(path: Path) -> SavedPlan:
     """The plan of a file, a legal graph. Raises UsageError in one line."""
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the plan {path}: {reason}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +38,7 @@ from magis.planner.planning import plan
 from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
+from magis.printable import warn
 from magis.results import Case
 from magis.units import format_bytes, share_of
 
@@ -322,7 +322,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
             hint="leave that out of the model, or train it without magis.optimize",
         )
     if reads.stale:
-        warnings.warn(f"{reads.stale[0]} {STALE}", stacklevel=2)
+        warn(f"{reads.stale[0]} {STALE}", stacklevel=2)
     return subject, reads
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -26,6 +25,7 @@ import numpy as np
 
 from magis.errors import UsageError
 from magis.graph import digest
+from magis.printable import warn
 from magis.report.text_store import Bounds, Kept
 from magis.search.budgeted_evaluator import JudgedPlan, Over, never
 from magis.search.fission_pareto import DivisibleStep, LoopPlace
@@ -107,7 +107,7 @@ class Sharing:
                     return None
             except BrokenProcessPool:
                 text = "a worker process died: its part of the search is done here"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn(text, RuntimeWarning, stacklevel=2)
                 break
         return self.compute(work, number, over)
 

@@ -3,7 +3,7 @@
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
 
-from magis.atomic_files import check_writable, write_text_atomically
+from magis.atomic_files import check_writable, read_regular, write_text_atomically
 from magis.report.axes import LinearScale, byte_scale, time_scale
 from magis.report.pictures import front_svg, front_text, thinned, thinned_timelines, trace_text
 from magis.report.results_table import (
@@ -28,6 +28,7 @@ __all__ = [
     "check_writable",
     "front_svg",
     "front_text",
+    "read_regular",
     "read_results",
     "row_from_result",
     "thinned",

@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform
 import stat
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TypeVar
 
 from magis.atomic_files import remove_if_abandoned, write_bytes_atomically
 from magis.errors import MagisError, UsageError
+from magis.printable import warn
 from magis.units import MIB
 
 # What a kept result depends on besides its case: the code that makes it.
@@ -144,14 +144,14 @@ class Kept:
         with suppress(OSError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         text = f"{path} is not used, and made again: {' '.join(why.split())[:160]}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn(text, RuntimeWarning, stacklevel=3)
 
     def _give_up(self, why: str) -> None:
         if self._required:
             raise UsageError(why)
         if self._usable:
             self._usable = False
-            warnings.warn(f"nothing is kept for the next run: {why}", RuntimeWarning, stacklevel=3)
+            warn(f"nothing is kept for the next run: {why}", RuntimeWarning, stacklevel=3)
 
     def _prune(self) -> None:
         """Remove what is over the bounds, and what killed writers left."""

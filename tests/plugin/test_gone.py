@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 NET = """
@@ -123,3 +125,50 @@ def test_what_could_not_be_looked_at_is_not_called_gone(gate, stored, broken):
     write(gate, test_a=NET.format(name="one", named=""), **broken)
     gate("--continue-on-collection-errors", "--magis-prune").stdout.no_fnmatch_line(GONE)
     assert left(gate) >= stored
+
+
+def test_what_cannot_be_read_to_its_end_is_no_baseline(gate, stored):
+    """A pipe has none; a file of many gigabytes, even of none on the disk, has one too far away."""
+    os.mkfifo(gate.root / "baselines" / "cpu" / "pipe.json")
+    with (gate.root / "baselines" / "notes" / "large.json").open("w") as file:
+        file.truncate(8 << 30)
+    (gate.root / "baselines" / "cpu" / "endless.json").symlink_to("/dev/zero")
+    write(gate, test_a=PLAIN)
+    assert gate("--magis-prune").ret == 0
+    assert stored - left(gate) == {f"baselines/{name}.json" for name in OF_A}
+
+
+IGNORED = {
+    "collect_ignore": 'collect_ignore = ["test_a.py"]\n',
+    "collect_ignore_glob": 'collect_ignore_glob = ["*_a.py"]\n',
+    "hook": "def pytest_ignore_collect(collection_path):\n    return collection_path.stem == 'test_a' or None\n",
+    "items": "def pytest_collection_modifyitems(items):\n    items[:] = [i for i in items if 'a.py' not in i.nodeid]\n",
+}
+INI = {"testpaths": "testpaths = test_b.py test_c.py", "norecursedirs": "norecursedirs = deep"}
+
+
+@pytest.mark.parametrize("way", [*IGNORED, *INI, "linked folder"])
+def test_a_test_whose_file_was_not_collected_is_not_gone(gate, stored, way):
+    """Whatever leaves a file out, a machine without a GPU, say: its tests are there, those with names of their own,
+    too."""
+    if way in IGNORED:
+        gate.extend_conftest(f"\n{IGNORED[way]}")
+    elif way == "testpaths":
+        gate.pytester.makeini(f"[pytest]\n{INI[way]}\n")
+    else:
+        gate.pytester.makeini(f"[pytest]\n{INI.get(way, 'testpaths = test_b.py test_c.py')}\n")
+        folder = gate.root / ("deep" if way in INI else ".linked")
+        folder.mkdir()
+        (gate.root / "test_a.py").rename(folder / "test_a.py")
+        if way not in INI:
+            (gate.root / "deep").symlink_to(folder)
+        gate.accept("deep/test_a.py")
+    before = left(gate)
+    gate().stdout.no_fnmatch_line(GONE)
+    result = gate("--magis-prune")
+    assert result.ret == 0
+    assert left(gate) == before
+    if way != "items":
+        result.stdout.fnmatch_lines(
+            ["baselines that stay, since their tests may be in files * (*test_a.py): *given.json*"]
+        )

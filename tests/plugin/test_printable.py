@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import warnings
 from dataclasses import replace
 from xml.etree import ElementTree as ET
 
@@ -13,7 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from magis.errors import MagisError
-from magis.printable import printable
+from magis.frontends.limits import PlanReport
+from magis.module_bytes import ModuleBytes, StepGrowth
+from magis.printable import printable, warn
 from magis.progress import ProgressPlace, shown_if_slow
 from magis.report import read_results, write_csv
 from magis.report.pictures import label
@@ -75,6 +78,18 @@ def test_a_log_of_progress(name):
         tell(name)
     assert told
     assert all(can_only_be_read(line) for line in "".join(told).removesuffix("\n").split("\n"))
+
+
+@given(NAMES)
+def test_warnings_and_what_users_print(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn(f"model.{name} keeps results")
+    growth = StepGrowth(1, 3, (ModuleBytes("saved", f"net.{name}", 1, 1, f"{name}.py:3"),))
+    report = PlanReport(2, 1, None, 1.0, 0, 0, name, name, name, 0.0)
+    for line in (str(caught[0].message), str(growth), *str(report).split("\n")):
+        assert can_only_be_read(line)
+    assert len(str(report).split("\n")) == 8
 
 
 @given(NAMES)

@@ -92,25 +92,46 @@ def test_what_is_broken_cannot_be_accepted(gate, change):
 
 
 @pytest.mark.parametrize("option", ["--magis-update=worse", "--magis-update worse", "--magis-prune"])
-@pytest.mark.parametrize("place", ["addopts", "PYTEST_ADDOPTS", "ini", "-o"])
+@pytest.mark.parametrize(
+    "place",
+    ["addopts", "PYTEST_ADDOPTS", "ini", "-o", "-o addopts", "-o in addopts", "file in addopts", "file in file",
+     "file in PYTEST_ADDOPTS", "file", "conftest"],
+)  # fmt: skip
 @pytest.mark.parametrize("models", [("--magis-models=bert",), ()])
 def test_what_is_given_for_every_run_accepts_nothing(gate, monkeypatch, place, option, models):
     """A decision about one run, on its command line alone: else red would be green in CI, and stay unseen."""
     flag, _, value = option.replace(" ", "=").partition("=")
-    ini = f"{flag.removeprefix('--').replace('-', '_')} = {value or 'true'}"
-    arguments = models
-    if place == "addopts":
-        gate.pytester.makeini(f"[pytest]\naddopts = {option}\n")
-    elif place == "PYTEST_ADDOPTS":
-        monkeypatch.setenv("PYTEST_ADDOPTS", option)
-    elif place == "ini":
-        gate.pytester.makeini(f"[pytest]\n{ini}\n")
-    else:
-        arguments = (*models, "-o", ini.replace(" ", ""))
-    said = gate.refuses(*arguments)
-    key = "addopts" if place == "addopts" else ini.partition(" ")[0]
-    where = place if place == "PYTEST_ADDOPTS" else f"{key} in the ini file"
-    assert said == f"ERROR: {flag} is given by {where}, for every run; give it on the command line"
+    key = flag.removeprefix("--").replace("-", "_")
+    (gate.root / "options.txt").write_text(option.replace(" ", "\n"))
+    (gate.root / "more.txt").write_text("@options.txt\n")
+    ini = {
+        "addopts": f"addopts = {option}",
+        "ini": f"{key} = {value or 'true'}",
+        "-o in addopts": f"addopts = -o {key}={value or 'true'}",
+        "file in addopts": "addopts = @options.txt",
+        "file in file": "addopts = @more.txt",
+    }
+    gate.pytester.makeini(f"[pytest]\n{ini.get(place, '')}\n")
+    given = {
+        "-o": ("-o", f"{key}={value or 'true'}"),
+        "-o addopts": ("-o", f"addopts={option}"),
+        "file": ("@options.txt",),
+    }
+    environment = {"PYTEST_ADDOPTS": option, "file in PYTEST_ADDOPTS": f"@{gate.root}/options.txt"}
+    if place in environment:
+        monkeypatch.setenv("PYTEST_ADDOPTS", environment[place])
+    if place == "conftest":
+        word = ["worse"] if value else "true"
+        gate.extend_conftest(f"\ndef pytest_configure(config):\n    config.option.{key} = {word!r}\n")
+    said = gate.refuses(*models, *given.get(place, ()))
+    where = "in the ini file, addopts, PYTEST_ADDOPTS or a file of options"
+    assert said == f"ERROR: {flag} is given for every run, {where}; give it on the command line itself"
+
+
+def test_a_word_of_the_command_line_covers_no_other(gate, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--magis-update=worse")
+    for own in (["--magis-update=new"], ["--", "--magis-update=worse"]):
+        assert "--magis-update is given for every run" in gate.refuses("--magis-models=bert", *own)
 
 
 def test_in_ci_the_command_line_decides(gate, monkeypatch, workers):

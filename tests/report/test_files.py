@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
 
-from magis.errors import UsageError
-from magis.report import check_writable, write_text_atomically
+from magis.cost.profile_store import load
+from magis.errors import MagisError, UsageError
+from magis.frontends.plan_files import read_plan
+from magis.report import check_writable, read_results, write_text_atomically
+from pytest_magis.baseline_files import read_baseline
 
 
 def names(path):
@@ -142,3 +146,31 @@ def test_what_a_killed_writer_left_goes_with_the_next_run(tmp_path, half_written
     alive.communicate("go on\n", timeout=60)
     assert (tmp_path / "file.txt").read_text() == "alive"
     assert set(names(tmp_path)) == others | {"file.txt"}
+
+
+READERS = {
+    "plan": read_plan,
+    "profile": load,
+    "results": read_results,
+    "baseline": lambda path: read_baseline(path, "net", "cpu"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "directory", "of 8 GiB"])
+def test_what_has_no_end_within_reach_is_not_read(tmp_path, reader, kind):
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 8 << 30)
+    with pytest.raises(MagisError, match=r"it has more than|it is not a regular file") as caught:
+        READERS[reader](path)
+    assert "\n" not in str(caught.value)

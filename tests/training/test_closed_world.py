@@ -205,6 +205,38 @@ IDLE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
 @pytest.mark.parametrize("name", IDLE)
 def test_what_a_log_tells_is_no_reason_to_refuse(name: str) -> None:
     assert outcome((IDLE[name](), lambda: None)) == "right"
+@pytest.mark.parametrize("name", ["time", "monotonic_ns", "perf_counter"])
+def test_other_threads_and_logs_have_the_time_as_it_is(name: str, caplog: Any) -> None:
+    """A watchdog beside the training would take a year for a hang."""
+    clock, unit, seen, over = (
+        getattr(time, name),
+        1e9 if name.endswith("_ns") else 1.0,
+        list[float](),
+        threading.Event(),
+    )
+    logger = logging.getLogger("tests.times")
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            seen.append(getattr(time, name)() / unit)
+
+    def forward(x: Tensor) -> Tensor:
+        logger.warning("a record")
+        time.sleep(0.01)  # the other thread looks at the clock
+        return logged(x)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        outcome((forward, lambda: None))
+    finally:
+        over.set()
+        thread.join()
+    assert seen
+    assert max(seen) <= clock() / unit
+    times = [each.created for each in caplog.records if each.name == logger.name]
+    assert times
+    assert max(times) <= time.time()
 
 
 FRESH: dict[str, Callable[[], Way]] = {

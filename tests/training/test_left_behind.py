@@ -362,6 +362,29 @@ def test_results_in_other_places_are_warned_of() -> None:
     loops.agree(2)
 
 
+class Named(Tallying):
+    """Leaves a result under a key of somebody else's."""
+
+    def __init__(self, key: object) -> None:
+        super().__init__()
+        self.maps: dict[object, Tensor] = {}
+        self.key = key
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.maps[self.key] = x.detach()
+        return x
+
+
+@pytest.mark.parametrize("key", ["x\r\n::warning::y", "##[error]y", "\x1b[2J", "a\u2028::add-mask::b"])
+def test_names_in_that_warning_can_only_be_read(key: object) -> None:
+    with pytest.warns(UserWarning, match="keeps results of the step that was planned") as caught:
+        optimize(Named(key), loss_of, None, batch(), **ANY)
+    (said,) = {str(each.message) for each in caught}
+    assert said.isprintable()
+    assert "##[" not in said
+
+
 class Drawn(Tallying):
     """Draws from a generator of its own, and from one that it makes at its first call; writes into a plain tensor."""
 

@@ -10,6 +10,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from magis.errors import UsageError, nearest
 from magis.frontends.limits import Limits, PlanFigures, limits_of
+from magis.printable import printable
 from magis.units import format_bytes, format_milliseconds
 
 
@@ -41,7 +42,7 @@ class CompileReport(PlanFigures):
     def __str__(self) -> str:
         outside = [f"outside      {self.outside}"] if self.outside else []
         if self.fallback:
-            return "\n".join([f"not planned: {self.fallback}", *outside])
+            return "\n".join(map(printable, [f"not planned: {self.fallback}", *outside]))
         peaks = f"{format_bytes(self.planned_bytes)}, unplanned {format_bytes(self.original_bytes)}"
         lines = [
             f"peak memory  {peaks} (ratio {self.memory_ratio:.3f})",
@@ -50,7 +51,7 @@ class CompileReport(PlanFigures):
             f"recomputed   {len(self.recomputed)} operators",
             f"search       {format_milliseconds(1000 * self.seconds)}",
         ]
-        return "\n".join([*lines, *outside])
+        return "\n".join(map(printable, [*lines, *outside]))
 
 
 DEFAULT_RATIO = 0.8

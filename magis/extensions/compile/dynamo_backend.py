@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from magis.extensions.compile.compile_options import OptionError, Options, as_options
 from magis.extensions.compile.inductor_partitioner import by_inductor, partition
+from magis.printable import warn
 
 # Graphs whose sizes dynamo left open: planned for each shape that really comes, since a plan is about bytes.
 # Dynamo opens a size when it sees a second value of it. The graph then takes that size as an argument; here it is
@@ -60,7 +60,7 @@ class Specialized:
             return found(*given)
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"magis: a graph has had {MOST_SHAPES} different shapes; further ones run unplanned, in eager mode:"
                 " pad batches to fewer shapes",
                 stacklevel=2,
@@ -99,7 +99,7 @@ def magis(
     outside = _graph_break(gm)
     compile_ = partial(_compile, options=replace(as_options(options), outside=outside))
     if outside:
-        warnings.warn(f"magis: {outside}", stacklevel=2)
+        warn(f"magis: {outside}", stacklevel=2)
     if has_open_sizes(example_inputs):
         return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
     return compile_(gm, example_inputs)

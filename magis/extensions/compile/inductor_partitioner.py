@@ -27,7 +27,7 @@ from magis.extensions.compile.compile_options import CompileReport, Options
 from magis.extensions.compile.joint_graph import Joint, capture_joint, placeholders, why_not
 from magis.extensions.compile.joint_plan import crossing, halves, plan_joint
 from magis.graph import Graph
-from magis.printable import printable
+from magis.printable import printable, warn
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
 
@@ -82,7 +82,7 @@ def report_unplanned(reason: str, options: Options) -> None:
     """Warn why a graph is not planned, and report it without numbers."""
     what = "inductor chooses what" if options.inductor else "all that"
     saved = "is saved" if options.inductor else "its backward needs is saved"
-    warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
+    warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
     if options.report is not None:
         options.report(CompileReport(0, 0, None, 1.0, False, 0, (), 0.0, reason, options.outside))
 
@@ -90,7 +90,7 @@ def report_unplanned(reason: str, options: Options) -> None:
 def tell(report: CompileReport, options: Options) -> None:
     """Warn if the plan does not keep its limit, and hand the report to the user's function."""
     if not report.feasible and report.limit_bytes is not None:
-        warnings.warn(
+        warn(
             f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"
             f" {format_bytes(report.planned_bytes)}, unplanned {format_bytes(report.original_bytes)}",
             stacklevel=3,

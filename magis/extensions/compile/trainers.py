@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn
 from magis.current_gate import BLOCK_GATE, NAME
 from magis.errors import UsageError
 from magis.frontends.block_peak import BlockPeak
+from magis.printable import printable
 from magis.units import is_number
 
 __all__ = ["LightningCallback", "MagisCallback"]
@@ -280,4 +281,4 @@ def _tell(text: str) -> None:
     """Print above the progress bars of both libraries."""
     from tqdm import tqdm
 
-    tqdm.write(text)
+    tqdm.write(printable(text))

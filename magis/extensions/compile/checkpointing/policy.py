@@ -28,10 +28,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from magis.atomic_files import check_readable
+from magis.atomic_files import read_regular
 from magis.errors import UsageError
 from magis.extensions.compile.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
+from magis.printable import printable
 from magis.report import write_text_atomically
 from magis.units import format_bytes
 
@@ -255,8 +256,7 @@ class RegionPolicies:
     def load(path: Path | str) -> RegionPolicies:
         """Read a file of `save`; raises UsageError, one line, for any other."""
         try:
-            check_readable(Path(path))
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(read_regular(Path(path)))
         except OSError as error:
             raise UsageError(f"cannot read the policy {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -281,7 +281,7 @@ class RegionPolicies:
             f" plain {format_bytes(self.original_bytes)}"
             f" (ratio {self.planned_bytes / max(1, self.original_bytes):.3f}), latency {self.latency_ratio:.3f} times"
         )
-        return "\n".join((head, *lines))
+        return "\n".join(map(printable, (head, *lines)))
 
 
 @dataclass(frozen=True)
