@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -180,6 +181,22 @@ def wrapped(
     return run
 
 
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A block's forward under checkpointing, as an attribute of the block. A copy of the block, or one that is loaded,
+    has its own: a closure would run the original."""
+
+    block: nn.Module
+    region: CheckpointedRegion
+    library: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self.block)
+        own = getattr_static(kind, "forward")
+        forward = own.__get__(self.block, kind) if hasattr(own, "__get__") else own
+        return wrapped(self.region, self.block, forward, library=self.library)(*args, **kwargs)
+
+
 FORMAT = "magis checkpoint policy"
 AGAIN = "plan and save it again"
 
@@ -215,10 +232,12 @@ class RegionPolicies:
         blocks = [(region, _block(module, region.path)) for region in self.regions]
         for region, block in blocks:
             if "forward" in vars(block):
-                raise UsageError(f"{region.path} has a forward of its own already", hint="remove() the policy first")
-        for region, block in blocks:
-            block.forward = wrapped(region, block, block.forward, library=self.library)
-        return Applied(tuple(block for _, block in blocks))
+                hint = "remove() the policy first; a copy's: del block.forward"
+                raise UsageError(f"{region.path} has a forward of its own already", hint=hint)
+        forwards = tuple(_Forward(block, region, self.library) for region, block in blocks)
+        for each in forwards:
+            each.block.forward = each
+        return Applied(forwards)
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -285,12 +304,13 @@ class RegionPolicies:
 class Applied:
     """Blocks under checkpointing; `remove` gives them their own forward back."""
 
-    blocks: tuple[nn.Module, ...]
+    forwards: tuple[_Forward, ...]
 
     def remove(self) -> None:
-        """Undo `RegionPolicies.apply`; a second call does nothing."""
-        for block in self.blocks:
-            vars(block).pop("forward", None)
+        """Undo `RegionPolicies.apply`; a second call does nothing, and none touches what came later."""
+        for each in self.forwards:
+            if vars(each.block).get("forward") is each:
+                del each.block.forward
 
 
 def _block(module: nn.Module, path: str) -> nn.Module:

@@ -112,7 +112,7 @@ def leaves(block: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def _forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
+def forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
     """A part whose forward is another one for the duration of a block."""
     own = vars(part).get("forward")
     part.forward = forward
@@ -134,7 +134,7 @@ def _kept(remat: Any, part: nn.Module, name: str) -> Any:
         remat.recompute_needs_tensor(out)
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)
 
 
 def _told(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
@@ -146,4 +146,4 @@ def _told(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
         seen(name if isinstance(out, Tensor) else "")
         return out
 
-    return _forward_as(part, forward)
+    return forward_as(part, forward)

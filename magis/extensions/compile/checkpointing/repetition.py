@@ -7,7 +7,7 @@ back other generators, counters and whatever else Python code has changed by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magis.extensions.compile.checkpointing.policy import CheckpointedRegion, is_weight_cast, wrapped
+from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
 
 
@@ -25,14 +26,11 @@ def _forwards(
     module: nn.Module, paths: Sequence[str], make: Callable[[nn.Module, str], Callable[..., Any]]
 ) -> Iterator[None]:
     """The module's blocks with other forwards, as ``make`` makes them."""
-    blocks = [(path, module.get_submodule(path)) for path in paths]
-    for path, block in blocks:
-        block.forward = make(block, path)
-    try:
+    with ExitStack() as stack:
+        for path in paths:
+            block = module.get_submodule(path)
+            stack.enter_context(forward_as(block, make(block, path)))
         yield
-    finally:
-        for _, block in blocks:
-            vars(block).pop("forward", None)
 
 
 def under(
