@@ -33,6 +33,7 @@ from magis.extensions.compile.checkpointing.remat_regions import leaves, torch_r
 from magis.extensions.compile.checkpointing.repetition import Runs, drawing, under
 from magis.frontends.limits import AUTOCAST, limits_of
 from magis.graph import Op
+from magis.graph.nodes import PERSISTENT_KINDS
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import GENERATOR_BYTES
@@ -302,8 +303,8 @@ class _PolicySearch:
         return [op for op in ops if op.phase == "forward" and f"{op.module}.".startswith(f"{path}.")]
 
     def _why_once(self, ops: Sequence[Op]) -> str:
-        """Why a block cannot run again: it writes what others made, or reads a buffer that it changes afterwards, whose
-        new contents its repetition would meet. Empty: it can."""
+        """Why a block cannot run again: it writes what others made, or reads what is changed afterwards, whose new
+        contents its repetition would meet. Empty: it can."""
         graph = self._plain.graph
         maker = {graph.values[value].storage: op.id for op in reversed(graph.ops) for value in op.made()}
         last = {pair[0]: pair[1] for op in graph.ops for pair in op.writes}
@@ -313,13 +314,14 @@ class _PolicySearch:
             kinds = {graph.storages[storage].kind for storage in written}
             others = {s for s in written if graph.storages[s].kind == "temporary" and maker.get(s) not in ids}
             early = any(
-                graph.storages[storage].kind == "buffer" and storage not in written and version != last.get(storage, 0)
+                maker.get(storage) not in ids and storage not in written and version != last.get(storage, 0)
                 for storage, version in op.reads
+                if graph.storages[storage].kind in (*PERSISTENT_KINDS, "temporary")
             )
             if others or kinds & {"parameter", "batch"}:
                 return "it writes over memory that others made"
             if early:
-                return "it reads a buffer that it changes afterwards"
+                return "it reads what is changed afterwards"
         return ""
 
     def _items_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 )
 
 from magis.atomic_files import check_readable
+from magis.capture.schemas import written_by
 from magis.errors import UsageError
 from magis.extensions.compile.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
@@ -126,7 +127,7 @@ class _Sparing(TorchDispatchMode):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = {_memory(buffer) for buffer in block.buffers()}
+        self._buffers = {memory(buffer) for buffer in block.buffers()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,14 +136,20 @@ class _Sparing(TorchDispatchMode):
         hidden = op_info(str(func)).undeclared_writes(args)
         if hidden:
             return func(*(None if place in hidden else arg for place, arg in enumerate(args)), **kwargs)
-        writes = bool(func._schema.arguments) and func._schema.arguments[0].alias_info  # noqa: SLF001 (what it says of itself)
-        if writes and writes.is_write and isinstance(args[0], Tensor) and _memory(args[0]) in self._buffers:
-            return args[0]
-        return func(*args, **kwargs)
+        written = written_by(func, args, kwargs)
+        return args[0] if may_be_left_out(func, args, written, self._buffers) else func(*args, **kwargs)
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (a storage's identity, fake ones included)
+def may_be_left_out(func: Any, args: tuple[Any, ...], written: Sequence[Tensor], buffers: set[int]) -> bool:
+    """Whether a call writes to its first argument alone, to one of the ``buffers``, and returns that."""
+    returns = func._schema.returns  # noqa: SLF001 (what it says of itself)
+    alone = len(written) == 1 and bool(args) and written[0] is args[0] and len(returns) == 1
+    return alone and returns[0].alias_info is not None and memory(args[0]) in buffers
+
+
+def memory(tensor: Tensor) -> int:
+    """A storage's identity, fake ones included."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (its only name)
 
 
 def wrapped(

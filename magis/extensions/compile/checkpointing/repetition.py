@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from magis.extensions.compile.checkpointing.policy import CheckpointedRegion, is_weight_cast, wrapped
+from magis.capture.schemas import tensors_in, written_by
+from magis.extensions.compile.checkpointing.policy import (
+    CheckpointedRegion,
+    is_weight_cast,
+    may_be_left_out,
+    memory,
+    wrapped,
+)
 from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
+from magis.ops.operators import op_info
 
 
 @contextmanager
@@ -65,7 +73,7 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hosts, numbers = HostGenerators(), _numbers(block)
-            with _Calls() as calls:
+            with _Calls(block) as calls:
                 out = own(*args, **kwargs)
             if hosts.moved() or calls.draws:
                 left[path] = "it draws from Python's, numpy's or its own generator"
@@ -73,6 +81,8 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
                 left[path] = "it reads a number off a tensor"
             elif _numbers(block) != numbers:
                 left[path] = "it counts its calls"
+            elif calls.writes:
+                left[path] = "it writes to memory that outlives it and is no buffer of it"
             return out
 
         return forward
@@ -96,18 +106,21 @@ class Runs:
     calls: int = 0
     names: list[str] = field(default_factory=list)
     made: list[_Calls] = field(default_factory=list)
+    held: list[torch.UntypedStorage] = field(default_factory=list)
+    """What it has met, so that no other storage gets the identity of one."""
 
     def forget(self) -> None:
         """Begin anew."""
         self.calls = 0
         self.names.clear()
         self.made.clear()
+        self.held.clear()
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward whose operators are noted at each run."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.made.append(_Calls())
+            self.made.append(_Calls(None, self.held))
             with self.made[-1]:
                 return forward(*args, **kwargs)
 
@@ -120,11 +133,17 @@ class Runs:
 
 
 class _Calls(TorchDispatchMode):
-    """Notes operators with all that is in them but tensors: the numbers that Python code made."""
+    """Notes operators with all that is in them: the numbers that Python code made, and which tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module | None, held: list[torch.UntypedStorage] | None = None) -> None:
+        """``held`` gets the storages that are met. Those that die meanwhile in a run without may lend their names."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = set() if block is None else {memory(each) for each in block.buffers()}
+        self._held = held
+        self._made: dict[int, str] = {}
         self.calls: list[tuple[str, ...]] = []
+        self.writes = False
+        """Whether one writes to what the block has not made, and a repetition would do so again."""
         self.draws = False
         """Whether one draws from another generator than the default one."""
         self.reads = False
@@ -137,7 +156,49 @@ class _Calls(TorchDispatchMode):
         given = [each for each in leaves if isinstance(each, torch.Generator)]
         self.draws = self.draws or not all(same_generator(each, torch.default_generator) for each in given)
         self.reads = self.reads or func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its name)
-        if func is not torch.ops.aten.detach.default and not is_weight_cast(func, args):  # of checkpointing itself
-            looks = (str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in leaves)
+        written = written_by(func, args, kwargs or {})
+        spared = op_info(str(func)).undeclared_writes(args) or may_be_left_out(func, args, written, self._buffers)
+        self.writes = self.writes or (not spared and any(memory(each) not in self._made for each in written))
+        cast = is_weight_cast(func, args)
+        noted = func is not torch.ops.aten.detach.default and not cast  # those are checkpointing's own
+        if noted:
+            fresh = func is torch.ops.aten.lift_fresh.default
+            looks = (self._look(each, fresh=fresh) if isinstance(each, Tensor) else repr(each) for each in leaves)
             self.calls.append((str(func), *looks))
-        return func(*args, **(kwargs or {}))
+        met = {memory(each) for each in leaves if isinstance(each, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for number, each in enumerate(tensors_in(out)):
+            if memory(each) not in met:
+                self._name(each, _cast_of(args[0]) if cast else f"made {len(self.calls)} {number}")
+        return out
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        self._made[memory(tensor)] = name
+        if self._held is not None:
+            self._held.append(tensor.untyped_storage())
+
+    def _look(self, tensor: Tensor, *, fresh: bool) -> str:
+        """Which tensor it is: one that this run has made by its place in the run, another one by its identity. One made
+        of numbers just now is told by these."""
+        if fresh and memory(tensor) not in self._made:
+            with _disable_current_modes():
+                return repr((tensor.dtype, tensor.tolist()))
+        weight = _weight_under(tensor)
+        if memory(tensor) not in self._made and self._held is not None:
+            self._held.append(tensor.untyped_storage())
+        name = self._made.get(memory(tensor)) or (str(memory(tensor)) if weight is None else _cast_of(weight))
+        return f"{name} {tensor.storage_offset()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"
+
+
+def _cast_of(weight: Tensor) -> str:
+    return f"cast of {memory(weight)}"
+
+
+def _weight_under(tensor: Tensor) -> Tensor | None:
+    """The trained weight that a tensor is a cast of: autocast keeps casts from ahead of the block."""
+    base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (what a view is of)
+    node = base.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return weight
