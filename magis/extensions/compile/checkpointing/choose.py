@@ -32,8 +32,7 @@ from magis.extensions.compile.checkpointing.policy import (
 from magis.extensions.compile.checkpointing.remat_regions import leaves, torch_remat
 from magis.extensions.compile.checkpointing.repetition import Runs, drawing, under
 from magis.frontends.limits import AUTOCAST, limits_of
-from magis.graph import Op
-from magis.graph.nodes import PERSISTENT_KINDS
+from magis.graph import PERSISTENT_KINDS, Op
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import GENERATOR_BYTES
@@ -314,9 +313,10 @@ class _PolicySearch:
             kinds = {graph.storages[storage].kind for storage in written}
             others = {s for s in written if graph.storages[s].kind == "temporary" and maker.get(s) not in ids}
             early = any(
-                maker.get(storage) not in ids and storage not in written and version != last.get(storage, 0)
+                storage not in written and version != last.get(storage, 0)
                 for storage, version in op.reads
-                if graph.storages[storage].kind in (*PERSISTENT_KINDS, "temporary")
+                if (kind := graph.storages[storage].kind) in PERSISTENT_KINDS
+                or (kind == "temporary" and maker.get(storage) not in ids)
             )
             if others or kinds & {"parameter", "batch"}:
                 return "it writes over memory that others made"
