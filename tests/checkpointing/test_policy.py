@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
 from magis.extensions.compile.checkpointing.choose import blocks_of
-from magis.extensions.compile.checkpointing.policy import CheckpointedRegion
+from magis.extensions.compile.checkpointing.policy import LIBRARIES, REMAT, CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.measure import window_peak
 
@@ -192,6 +194,60 @@ def test_a_batch_norm_before_an_in_place_activation_is_recomputed() -> None:
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
     assert peak(module, batch) <= policy.planned_bytes
+
+
+def saved_and_loaded(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)  # noqa: TID251 (what users do)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # noqa: TID251
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "of a copy": lambda module: copy.deepcopy(copy.deepcopy(module)),
+    "saved": saved_and_loaded,
+    "averaged": lambda module: torch.optim.swa_utils.AveragedModel(module).module,
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_a_module_under_a_policy_runs_its_own_weights_and_buffers(kind: str, library: str) -> None:
+    if library == REMAT:
+        pytest.importorskip("torch_remat")
+    module, batch = made(norm=True)
+    twin = copy.deepcopy(module)
+    policy = RegionPolicies((CheckpointedRegion("layers.0"), CheckpointedRegion("layers.2")), 0, 0, 1.0, library)
+    policy.apply(module)
+    other = COPIES[kind](module)
+    with torch.no_grad():
+        for each in (*module.parameters(), *module.buffers()):
+            each.zero_()
+    module.zero_grad(set_to_none=True)
+    assert all(torch.equal(a, b) for a, b in zip(step(other, batch), step(twin, batch), strict=True))
+    assert all(each.grad is None for each in module.parameters())
+    with torch.no_grad():
+        assert torch.equal(other.eval()(batch[0]), twin.eval()(batch[0]))
+
+
+def test_nobody_removes_a_forward_that_another_has_put_there(planned: RegionPolicies) -> None:
+    """Neither an older handle, nor the end of an older policy's context, nor planning."""
+    module, batch = made()
+    blocks = [module.get_submodule(region.path) for region in planned.regions]
+    handle = planned.apply(module)
+    handle.remove()
+    with planned.applied(module):
+        for block in blocks:
+            del block.forward
+        newer = planned.apply(module)
+        handle.remove()
+    assert all("forward" in vars(block) for block in blocks)
+    put = [vars(block)["forward"] for block in blocks]
+    checkpoint_policy(module, batch, F.mse_loss, memory_ratio=1.0)
+    assert [vars(block)["forward"] for block in blocks] == put
+    newer.remove()
+    assert not any("forward" in vars(block) for block in blocks)
 
 
 class Remembering(nn.Module):

@@ -18,7 +18,7 @@ from magis.ops.generators import generators_kept, seed_all
 from magis.runtime.measure import window_peak
 from tests.checkpointing.test_policy import Block, Net, made, step
 
-GENERATOR, CALLS = torch.Generator(), [0]
+GENERATOR, CALLS, STORE = torch.Generator(), [0], torch.zeros(4)
 OWN = [np.random.default_rng(3)]
 
 
@@ -43,9 +43,19 @@ def _seeds(_block: Any, h: Tensor) -> Tensor:
         return h * torch.rand(h.shape)
 
 
+def _writes(write: Callable[[Any], object]) -> Callable[[Any, Tensor], Tensor]:
+    def besides(block: Any, h: Tensor) -> Tensor:
+        write(block)
+        return h
+
+    return besides
+
+
 REPEATS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout": lambda _block, h: F.dropout(h, 0.3),
     "seeds": _seeds,
+    "writes its buffer": _writes(lambda block: block.count.add_(1)),
+    "writes its buffer by a view": _writes(lambda block: block.count[None].add_(1)),
 }
 CHANGES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a counter": _counts,
@@ -59,6 +69,9 @@ CHANGES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a permutation of numpy": lambda _block, h: h[:, torch.from_numpy(np.random.permutation(32))],  # noqa: NPY002
     "an own generator of numpy": lambda block, h: h * float(block.numbers.random()),
     "a generator of numpy outside": lambda _block, h: h * float(OWN[0].random()),
+    "writes a plain tensor": _writes(lambda block: block.plain.add_(1)),
+    "writes a tensor outside by a view": _writes(lambda _block: STORE[1:3].add_(1)),
+    "writes its buffer in a list": _writes(lambda block: torch._foreach_add_([block.count], 1)),
     "layer drop": lambda _block, h: h if torch.rand(()).item() < 0.5 else h.sin(),
 }
 
@@ -70,6 +83,8 @@ class Odd(Block):
         super().__init__(32)
         self.besides, self.calls, self.seen = besides, 0, list[int]()
         self.generator, self.numbers = torch.Generator(), np.random.default_rng(1)
+        self.plain = torch.zeros(4)
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.besides(self, x))
@@ -87,8 +102,9 @@ def test_blocks_that_would_not_repeat_themselves_stay_as_they_are_or_are_refused
         seed_all(1)
         GENERATOR.manual_seed(1)
         CALLS[0], OWN[0] = 0, np.random.default_rng(3)
+        STORE.zero_()
         with nullcontext() if policy is None else policy.applied(net):
-            return step(net, batch)
+            return [*step(net, batch), STORE.clone(), net.layers[1].plain.clone()]
 
     net, batch = odd()
     try:
@@ -102,6 +118,71 @@ def test_blocks_that_would_not_repeat_themselves_stay_as_they_are_or_are_refused
     with generators_kept():
         expected = gradients(None)
         assert all(torch.equal(one, other) for one, other in zip(gradients(policy), expected, strict=True))
+
+
+class Reading(Block):
+    """A block that reads what its model holds for it."""
+
+    def __init__(self, now: list[Any]) -> None:
+        super().__init__(32)
+        self.now = now
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = self.now[0]
+        return super().forward(now(x) if callable(now) else x + (now if isinstance(now, Tensor) else torch.tensor(now)))
+
+
+class Swapping(Net):
+    """Holds something else for its first block than for the others."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.now = kind, [None]
+        self.layers = nn.ModuleList(Reading(self.now) for _ in range(3))
+        self.two = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.tensors = [torch.full((32,), 1.0), torch.full((32,), 2.0)]
+
+    def pick(self, number: int, x: Tensor) -> Any:
+        """What the block of a number reads."""
+        at, now = min(number, 1), self.now[0]
+        if self.kind == "a tensor":
+            return self.tensors[at]
+        if self.kind == "the same tensor":
+            return self.tensors[1]
+        if self.kind == "a view of one memory":
+            return now if number == 2 else now._base[1] if number else x.detach().sigmoid()[0]
+        if self.kind == "a number":
+            return 1.0 + at
+        if self.kind == "a module":
+            return self.two[at]
+        if self.kind == "an activation":
+            return now if number == 2 else x.tanh() if number else x.sigmoid()
+        return now.mul_(0.5) if number == 1 else now if number else x.detach().sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            self.now[0] = self.pick(number, x)
+            x = layer(x)
+        return self.last(x)
+
+
+SWAPPED = ("a tensor", "a view of one memory", "a number", "a module", "an activation", "written in place")
+
+
+@pytest.mark.parametrize("kind", [*SWAPPED, "the same tensor"])
+def test_a_block_that_would_read_another_tensor_when_it_runs_again_stays_as_it_is(kind: str) -> None:
+    def net() -> Swapping:
+        torch.manual_seed(0)
+        return Swapping(kind)
+
+    batch = made()[1]
+    policy = checkpoint_policy(net(), batch, F.mse_loss, memory_ratio=0.9)
+    assert policy.regions
+    assert [path for path, _ in policy.left] == (["layers.0"] if kind in SWAPPED else [])
+    expected, module = step(net(), batch), net()
+    with policy.applied(module):
+        assert all(torch.equal(one, other) for one, other in zip(step(module, batch), expected, strict=True))
 
 
 class Shared(Net):

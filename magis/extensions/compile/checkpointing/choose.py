@@ -32,7 +32,7 @@ from magis.extensions.compile.checkpointing.policy import (
 from magis.extensions.compile.checkpointing.remat_regions import leaves, torch_remat
 from magis.extensions.compile.checkpointing.repetition import Runs, drawing, under
 from magis.frontends.limits import AUTOCAST, limits_of
-from magis.graph import Op
+from magis.graph import PERSISTENT_KINDS, Op
 from magis.models.step_parts import ORDER, in_one_order, live_parts
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
@@ -313,7 +313,7 @@ class _PolicySearch:
     def _why_not_again(self, ops: Sequence[Op]) -> str:
         """Return the reason why a block cannot run again; "" if it can.
 
-        It must not write what others made, nor read a buffer that it changes later: its repetition would read the new
+        It must not write what others made, nor read what is changed afterwards: its repetition would meet the new
         contents.
         """
         graph = self._plain.graph
@@ -325,13 +325,15 @@ class _PolicySearch:
             kinds = {graph.storages[storage].kind for storage in written}
             others = {s for s in written if graph.storages[s].kind == "temporary" and maker.get(s) not in ids}
             early = any(
-                graph.storages[storage].kind == "buffer" and storage not in written and version != last.get(storage, 0)
+                storage not in written and version != last.get(storage, 0)
                 for storage, version in op.reads
+                if (kind := graph.storages[storage].kind) in PERSISTENT_KINDS
+                or (kind == "temporary" and maker.get(storage) not in ids)
             )
             if others or kinds & {"parameter", "batch"}:
                 return "it writes over memory that others made"
             if early:
-                return "it reads a buffer that it changes afterwards"
+                return "it reads what is changed afterwards"
         return ""
 
     def _items_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import (
 )
 
 from magis.atomic_files import read_regular
+from magis.capture.schemas import written_by
 from magis.errors import UsageError
 from magis.extensions.compile.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
@@ -125,7 +127,7 @@ class _Sparing(TorchDispatchMode):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = {_storage_key(buffer) for buffer in block.buffers()}
+        self._buffers = {memory(buffer) for buffer in block.buffers()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,14 +136,20 @@ class _Sparing(TorchDispatchMode):
         hidden = op_info(str(func)).undeclared_writes(args)
         if hidden:
             return func(*(None if place in hidden else arg for place, arg in enumerate(args)), **kwargs)
-        writes = bool(func._schema.arguments) and func._schema.arguments[0].alias_info  # noqa: SLF001 (what it says of itself)
-        if writes and writes.is_write and isinstance(args[0], Tensor) and _storage_key(args[0]) in self._buffers:
-            return args[0]
-        return func(*args, **kwargs)
+        written = written_by(func, args, kwargs)
+        return args[0] if may_be_left_out(func, args, written, self._buffers) else func(*args, **kwargs)
 
 
-def _storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (a storage's identity, fake ones included)
+def may_be_left_out(func: Any, args: tuple[Any, ...], written: Sequence[Tensor], buffers: set[int]) -> bool:
+    """Return True if a call writes to its first argument alone, to one of the ``buffers``, and returns that."""
+    returns = func._schema.returns  # noqa: SLF001 (what it says of itself)
+    alone = len(written) == 1 and bool(args) and written[0] is args[0] and len(returns) == 1
+    return alone and returns[0].alias_info is not None and memory(args[0]) in buffers
+
+
+def memory(tensor: Tensor) -> int:
+    """Return a storage's identity, fake ones included."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (its only name)
 
 
 def wrapped(
@@ -178,6 +186,22 @@ def wrapped(
         )
 
     return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A block's forward under checkpointing, as an attribute of the block. A copy of the block, or one that is loaded,
+    has its own: a closure would run the original."""
+
+    block: nn.Module
+    region: CheckpointedRegion
+    library: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self.block)
+        own = getattr_static(kind, "forward")
+        forward = own.__get__(self.block, kind) if hasattr(own, "__get__") else own
+        return wrapped(self.region, self.block, forward, library=self.library)(*args, **kwargs)
 
 
 FORMAT = "magis checkpoint policy"
@@ -219,10 +243,12 @@ class RegionPolicies:
         blocks = [(region, _block(module, region.path)) for region in self.regions]
         for region, block in blocks:
             if "forward" in vars(block):
-                raise UsageError(f"{region.path} has a forward of its own already", hint="remove() the policy first")
-        for region, block in blocks:
-            block.forward = wrapped(region, block, block.forward, library=self.library)
-        return Applied(tuple(block for _, block in blocks))
+                hint = "remove() the policy first; a copy's: del block.forward"
+                raise UsageError(f"{region.path} has a forward of its own already", hint=hint)
+        forwards = tuple(_Forward(block, region, self.library) for region, block in blocks)
+        for each in forwards:
+            each.block.forward = each
+        return Applied(forwards)
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -288,12 +314,13 @@ class RegionPolicies:
 class Applied:
     """Blocks under checkpointing; `remove` gives them their own forward back."""
 
-    blocks: tuple[nn.Module, ...]
+    forwards: tuple[_Forward, ...]
 
     def remove(self) -> None:
-        """Undo `RegionPolicies.apply`; a second call does nothing."""
-        for block in self.blocks:
-            vars(block).pop("forward", None)
+        """Undo `RegionPolicies.apply`; a second call does nothing, and none touches what came later."""
+        for each in self.forwards:
+            if vars(each.block).get("forward") is each:
+                del each.block.forward
 
 
 def _block(module: nn.Module, path: str) -> nn.Module:

@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from magis.extensions.compile.checkpointing.policy import CheckpointedRegion, is_weight_cast, wrapped
+from magis.capture.schemas import tensors_in, written_by
+from magis.extensions.compile.checkpointing.policy import (
+    CheckpointedRegion,
+    is_weight_cast,
+    may_be_left_out,
+    memory,
+    wrapped,
+)
 from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
+from magis.ops.operators import op_info
 
 
 @contextmanager
@@ -67,7 +75,7 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hosts, numbers = HostGenerators(), _plain_attributes(block)
-            with _Calls() as calls:
+            with _Calls(block) as calls:
                 out = own(*args, **kwargs)
             if hosts.moved() or calls.draws:
                 left[path] = "it draws from Python's, numpy's or its own generator"
@@ -75,6 +83,8 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
                 left[path] = "it reads a number off a tensor"
             elif _plain_attributes(block) != numbers:
                 left[path] = "it counts its calls"
+            elif calls.writes:
+                left[path] = "it writes to memory that outlives it and is no buffer of it"
             return out
 
         return forward
@@ -98,18 +108,21 @@ class Runs:
     calls: int = 0
     names: list[str] = field(default_factory=list)
     made: list[_Calls] = field(default_factory=list)
+    held: list[torch.UntypedStorage] = field(default_factory=list)
+    """What it has met, so that no other storage gets the identity of one."""
 
     def forget(self) -> None:
         """Begin anew."""
         self.calls = 0
         self.names.clear()
         self.made.clear()
+        self.held.clear()
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward, with its operators noted at each run."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.made.append(_Calls())
+            self.made.append(_Calls(None, self.held))
             with self.made[-1]:
                 return forward(*args, **kwargs)
 
@@ -127,9 +140,15 @@ class Runs:
 class _Calls(TorchDispatchMode):
     """Mode that notes operators with their arguments, tensors by shape: numbers that Python computed show up."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module | None, held: list[torch.UntypedStorage] | None = None) -> None:
+        """``held`` gets the storages that are met. Those that die meanwhile in a run without may lend their names."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = set() if block is None else {memory(each) for each in block.buffers()}
+        self._held = held
+        self._made: dict[int, str] = {}
         self.calls: list[tuple[str, ...]] = []
+        self.writes = False
+        """Whether one writes to what the block has not made, and a repetition would do so again."""
         self.draws = False
         """True once an operator draws from another generator than the default one."""
         self.reads = False
