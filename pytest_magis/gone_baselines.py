@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]
 
 
 def gone(session: pytest.Session, gate: Gate) -> tuple[list[Path], dict[Path, Path]]:
-    """Return the baseline files of tests that are not there any more; and those whose test may be in a file that was not collected
-    (`collect_ignore`, `testpaths`), with that file."""
+    """Return the baseline files of tests that are gone; and those whose test may be in a file that was not collected.
+
+    Such a file (`collect_ignore`, `testpaths`) stands behind the baseline's.
+    """
     config, folder = session.config, gate.settings.baselines
     nodes, items = config.stash[COLLECTED]
     known = {*claimed_names(config), *map(name_of, items)}
@@ -64,7 +67,7 @@ def gone(session: pytest.Session, gate: Gate) -> tuple[list[Path], dict[Path, Pa
     return found, unseen
 
 
-def _not_collected(config: pytest.Config, name: str, whole: Collection[str]) -> Path | None:
+def _not_collected(config: pytest.Config, name: str, whole: AbstractSet[str]) -> Path | None:
     """The file that was not collected whole and that a test of this name may be in; None if there is none.
 
     A name of a test's own says nothing of its file, nor does that of a file that is gone: then any file of tests may.

@@ -7,7 +7,7 @@ the ini file an option has the same name with underscores (`magis_memory_ratios`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -42,7 +42,7 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def matches_by_position(code: types.CodeType) -> bool:
-    """Whether code has a pattern such as `case Point(x, y)`: the class knows which attributes these are."""
+    """Return True for code with a pattern such as `case Point(x, y)`: the class knows which attributes these are."""
     return any(one.opname == "MATCH_CLASS" and one.arg for one in dis.get_instructions(code))
 
 
@@ -71,7 +71,7 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
 
 
 def _adds(steps: list[dis.Instruction], at: int) -> bool:
-    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    """Return True if what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
     if at < 5:
         return False
     holder, load, number, total, again = steps[at - 5 : at]

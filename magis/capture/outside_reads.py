@@ -118,7 +118,7 @@ class Ran:
         """Given to `getattr` and `hasattr`."""
         self.asked: dict[str, Callable[[], Any]] = {}
         self.reads_any = False
-        """Whether attributes are read whose names no code tells: then all are watched."""
+        """True once attributes are read whose names no code tells: then all are watched."""
         self.refused = ""
         self.looked = ""
         """The last of the clocks and addresses that the second call has looked at."""

@@ -91,6 +91,11 @@ class Reads:
     stale: tuple[str, ...] = ()
     """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
+    def more(self, names: set[str]) -> Reads:
+        """Return the same with further names."""
+        own, known = (None if each is None else each | names for each in (self.own, self.names))
+        return replace(self, own=own, names=known, user=self.user | names)
+
 
 @dataclass(eq=False)
 class _Held:
@@ -160,11 +165,8 @@ class Snapshot:
             self._drain(more)
         self.met = frozenset(self._known)
         self._known.clear()  # which would keep alive what is held by weak references alone
-        reads = self._reads
-        if more - reads.user:  # names that only such an object knows: once more, with these
-            own, known = (None if each is None else each | more for each in (reads.own, reads.names))
-            reads = replace(reads, own=own, names=known, user=reads.user | more)
-            self.__init__(roots, reads, apart=self._apart)  # type: ignore[misc]
+        if more - self._reads.user:  # names that only such an object knows: once more, with these
+            self.__init__(roots, self._reads.more(more), apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
         while self._queue:

@@ -5,7 +5,6 @@ In place of a module there may be a tuple of them, or a function without argumen
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +18,7 @@ from magis.capture.workload import Workload, own_loss
 from magis.errors import UsageError
 from magis.models.model_specs import from_function, is_factory
 from magis.ops.optimizers import OptimizerSpec
+from magis.printable import warn
 
 __all__ = ["ORDER", "StepParts", "in_one_order", "live_parts", "recipe_of"]
 
@@ -117,7 +117,7 @@ def in_one_order(
             order: Sequence[str] = old if is_old(given, keywords) else ORDER
             if order is not ORDER or not names.keys().isdisjoint(keywords):
                 text = f"{caller}: the order is {', '.join(ORDER)} now, under these names"
-                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                warn(text, DeprecationWarning, stacklevel=2)
             if len(given) > len(ORDER):
                 return function(*given, **keywords)  # Python raises
             named: Any = dict(zip(order, given, strict=False))

@@ -186,7 +186,7 @@ _TORCHS = ("aten", "prims", "c10d", "_c10d_functional", *_SILENT)
 
 @functools.lru_cache(maxsize=4096)
 def only_acts(target: str) -> bool:
-    """Whether an operator makes and changes no tensor: it is called for what it checks, or tells somebody.
+    """Return True for an operator that makes and changes no tensor: it is called for what it checks, or tells.
 
     In a graph it has its place among those that compare what hangs on data. A user's own may return numbers.
     """

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
+from magis import MagisError, UsageError, checkpoint_policy
+from magis.extensions.compile import RegionPolicies
 from magis.extensions.compile.checkpointing.choose import blocks_of
 from magis.extensions.compile.checkpointing.policy import LIBRARIES, REMAT, CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis import RegionPolicies, UsageError, checkpoint_policy
+from magis import UsageError, checkpoint_policy
+from magis.extensions.compile import RegionPolicies
 from magis.extensions.compile.checkpointing.policy import CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from tests.checkpointing.test_policy import made, peak, step

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis import CaptureError, RegionPolicies, UsageError, checkpoint_policy
+from magis import CaptureError, UsageError, checkpoint_policy
+from magis.extensions.compile import RegionPolicies
 from magis.ops.generators import generators_kept, seed_all
 from magis.runtime.measure import window_peak
 from tests.checkpointing.test_policy import Block, Net, made, step

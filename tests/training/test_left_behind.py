@@ -243,35 +243,6 @@ def test_numbers_that_are_only_counted_count_on() -> None:
     assert loops.step.report() is plan
 
 
-class OfClass(nn.Module):
-    """A part that counts on from numbers of its class, and of its class's parent."""
-
-    seen, left = 0, 40
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 2
-        self.left -= 1
-        return x
-
-
-class Warming(OfClass):
-    share = 0.1
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.share = self.share + 0.1
-        return super().forward(x) * self.share / self.left
-
-
-@pytest.mark.parametrize("kind", [OfClass, Warming])
-def test_numbers_that_begin_as_their_classes_count_on(kind: type[OfClass]) -> None:
-    loops = Loops(nn.Sequential(net(), kind()), MOMENTUM, **ANY)
-    for _ in range(4):
-        loops.agree(1)
-        ours, theirs = (vars(each[1]) for each in (loops.module, loops.twin))
-        for name in ("seen", "left", "share"):
-            assert ours.get(name) == theirs.get(name)
-
-
 READERS = (ReadByHook, ReadByMethodHook, ReadByModuleHook, ReadByBackward, ReadByName, ReadByPattern, ReadElsewhere)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD
 
 import magis
 from magis.frontends import planned
 from magis.frontends.audits import Audits
+from tests.training.loops import Loops, net
 
 
 @pytest.fixture(autouse=True)
@@ -164,3 +167,32 @@ def test_what_is_counted_follows_numbers_that_change(add: Callable[[Tallies, Ten
         step(x, y)
         twin(x)
         assert (model.total, model.calls) == (twin.total, twin.calls), f"step {index}"
+
+
+class OfClass(nn.Module):
+    """A part that counts on from numbers of its class, and of its class's parent."""
+
+    seen, left = 0, 40
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 2
+        self.left -= 1
+        return x
+
+
+class Warming(OfClass):
+    share = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.share = self.share + 0.1
+        return super().forward(x) * self.share / self.left
+
+
+@pytest.mark.parametrize("kind", [OfClass, Warming])
+def test_numbers_that_begin_as_their_classes_count_on(kind: type[OfClass]) -> None:
+    loops = Loops(nn.Sequential(net(), kind()), partial(SGD, lr=0.1, momentum=0.9), memory_ratio=1.0, budget=1)
+    for _ in range(4):
+        loops.agree(1)
+        ours, theirs = (vars(each[1]) for each in (loops.module, loops.twin))
+        for name in ("seen", "left", "share"):
+            assert ours.get(name) == theirs.get(name)

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from magis.capture.schemas import tensors_in, written_by
 from magis.extensions.compile.checkpointing.policy import (
     CheckpointedRegion,
     is_weight_cast,
-    may_be_left_out,
     memory,
     wrapped,
 )
 from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
-from magis.ops.operators import op_info
 
 
 @contextmanager
@@ -109,7 +106,7 @@ class Runs:
     names: list[str] = field(default_factory=list)
     made: list[_Calls] = field(default_factory=list)
     held: list[torch.UntypedStorage] = field(default_factory=list)
-    """What it has met, so that no other storage gets the identity of one."""
+    """Storages that it has met, so that no other one gets their identity."""
 
     def forget(self) -> None:
         """Begin anew."""
@@ -148,7 +145,7 @@ class _Calls(TorchDispatchMode):
         self._made: dict[int, str] = {}
         self.calls: list[tuple[str, ...]] = []
         self.writes = False
-        """Whether one writes to what the block has not made, and a repetition would do so again."""
+        """True once an operator writes to memory that the block has not made: a repetition would do so again."""
         self.draws = False
         """True once an operator draws from another generator than the default one."""
         self.reads = False
