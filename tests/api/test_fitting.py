@@ -153,13 +153,13 @@ def test_a_registered_network_is_resized() -> None:
         ({"budget": 0}, "the budget is 0"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"keyword": "batch"}, "takes no keyword 'batch'; it takes batch_size"),
-        ({"model": "bert", "keyword": "batch_size"}, "bert takes no keyword 'batch_size'; leave it out"),
-        ({"model": "brt"}, "unknown model 'brt'"),
+        ({"module": "bert", "keyword": "batch_size"}, "bert takes no keyword 'batch_size'; leave it out"),
+        ({"module": "brt"}, "unknown model 'brt'"),
     ],
 )
 def test_mistakes_are_one_line(asked: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        fit(**{"model": STACK, "memory_limit": "1 MiB", "device": DEVICE} | asked)  # type: ignore[arg-type]
+        fit(**{"module": STACK, "memory_limit": "1 MiB", "device": DEVICE} | asked)  # type: ignore[arg-type]
 
 
 def test_a_factory_that_reads_its_data_is_built_on_real_tensors() -> None:
