@@ -83,15 +83,15 @@ def recipe_of(
         made = (module, batch) if loss is None else (module, batch, loss)
         name = name or type(module).__name__
         return name, from_function(name, lambda: made, optimizer)
+    if not (isinstance(module, (str, Workload, tuple)) or callable(module)):
+        what = f"{caller}: a {type(module).__name__} is no module"
+        raise UsageError(what, hint="pass a module, a tuple, or a function that returns one")
     if batch is not None or loss is not None:
         raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint="leave these out")
     if isinstance(module, str):
         if optimizer is not None and not is_factory(module):
             raise UsageError(f"{caller}: a model by name brings its own optimizer", hint="leave it out")
         return module, None
-    if not (isinstance(module, (Workload, tuple)) or callable(module)):
-        what = f"{caller}: a {type(module).__name__} is no module"
-        raise UsageError(what, hint="pass a module, a tuple, or a function that returns one")
     if not name:
         first = type(module[0]) if isinstance(module, tuple) and module else module
         name = module.name if isinstance(module, Workload) else getattr(first, "__name__", "model")

@@ -267,7 +267,7 @@ def test_two_checked_networks_of_one_name_are_red(gate):
 WRONG = {
     "torch.nn.Linear(2, 2)": "magis.check: a module needs a batch",
     "torch.nn.Linear(2, 2), (1, 2), memory_ratios=[2]": "magis.check: memory_ratios: '2' is not a number above 0",
-    "3, (1, 2)": "magis.check: a int is no module that takes a batch and a loss",
+    "3, (1, 2)": "magis.check: a int is no module; pass a module, a tuple",
     "lambda: None, width=3": "magis.check takes no 'width'",
 }
 
