@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from magis.capture.schemas import tensors_in, written_by
 from magis.extensions.compile.checkpointing.policy import (
     CheckpointedRegion,
     is_weight_cast,
+    may_be_left_out,
     memory,
     wrapped,
 )
 from magis.extensions.compile.checkpointing.remat_regions import forward_as
 from magis.ops.generators import HostGenerators, same_generator
+from magis.ops.operators import op_info
 
 
 @contextmanager
@@ -158,7 +161,51 @@ class _Calls(TorchDispatchMode):
         given = [each for each in leaves if isinstance(each, torch.Generator)]
         self.draws = self.draws or not all(same_generator(each, torch.default_generator) for each in given)
         self.reads = self.reads or func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its name)
-        if func is not torch.ops.aten.detach.default and not is_weight_cast(func, args):  # of checkpointing itself
-            texts = (str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in leaves)
-            self.calls.append((str(func), *texts))
-        return func(*args, **(kwargs or {}))
+        written = written_by(func, args, kwargs or {})
+        spared = op_info(str(func)).undeclared_writes(args) or may_be_left_out(func, args, written, self._buffers)
+        self.writes = self.writes or (not spared and any(memory(each) not in self._made for each in written))
+        cast = is_weight_cast(func, args)
+        noted = func is not torch.ops.aten.detach.default and not cast  # those are checkpointing's own
+        if noted:
+            fresh = func is torch.ops.aten.lift_fresh.default
+            looks = (self._look(each, fresh=fresh) if isinstance(each, Tensor) else repr(each) for each in leaves)
+            self.calls.append((str(func), *looks))
+        met = {memory(each) for each in leaves if isinstance(each, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for number, each in enumerate(tensors_in(out)):
+            if memory(each) not in met:
+                self._name(each, _cast_of(args[0]) if cast else f"made {len(self.calls)} {number}")
+        return out
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        self._made[memory(tensor)] = name
+        if self._held is not None:
+            self._held.append(tensor.untyped_storage())
+
+    def _look(self, tensor: Tensor, *, fresh: bool) -> str:
+        """Tell which tensor it is: one that this run has made by its place in the run, another one by its identity.
+
+        One made of numbers just now is told by these.
+        """
+        if fresh and memory(tensor) not in self._made:
+            with _disable_current_modes():
+                return repr((tensor.dtype, tensor.tolist()))
+        weight = _weight_under(tensor)
+        if memory(tensor) not in self._made and self._held is not None:
+            self._held.append(tensor.untyped_storage())
+        name = self._made.get(memory(tensor)) or (str(memory(tensor)) if weight is None else _cast_of(weight))
+        return f"{name} {tensor.storage_offset()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"
+
+
+def _cast_of(weight: Tensor) -> str:
+    return f"cast of {memory(weight)}"
+
+
+def _weight_under(tensor: Tensor) -> Tensor | None:
+    """The trained weight that a tensor is a cast of: autocast keeps casts from ahead of the block."""
+    base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (what a view is of)
+    node = base.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return weight
