@@ -23,6 +23,7 @@ from magis.printable import warn
 __all__ = ["ORDER", "StepParts", "in_one_order", "live_parts", "recipe_of"]
 
 ORDER = ("module", "batch", "loss", "optimizer")
+_ITS_OWN = "leave these out, or give a torch.nn.Module"
 _TUPLE = "(module, batch), (module, batch, loss) or (module, inputs, targets, loss); an optimizer may follow"
 
 P = ParamSpec("P")
@@ -44,7 +45,11 @@ def live_parts(caller: str, module: Any, batch: Any, loss: Any, optimizer: Any) 
 
     Raises UsageError, which begins with the `caller`, where parts are missing or given twice.
     """
-    made = module() if callable(module) and not isinstance(module, (nn.Module, type)) else module
+    made = module
+    if callable(module) and not isinstance(module, (nn.Module, type)):
+        if batch is not None or loss is not None:
+            raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint=_ITS_OWN)
+        made = module()
     if isinstance(made, Workload):
         # an OptimizerSpec is a rule for a copy of the weights: who trains in place passes the optimizer
         made = (made.module, (made.inputs, made.targets), None if made.loss_fn is own_loss else made.loss_fn)
@@ -53,7 +58,7 @@ def live_parts(caller: str, module: Any, batch: Any, loss: Any, optimizer: Any) 
             raise UsageError(f"{caller}: a module needs a batch", hint="pass (inputs, targets), or its keywords")
         return StepParts(made, batch, loss, optimizer)
     if batch is not None or loss is not None:
-        raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint="leave these out")
+        raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint=_ITS_OWN)
     if made and isinstance(made[-1], Optimizer):
         if optimizer is not None:
             raise UsageError(f"{caller}: two optimizers are given", hint="leave out one of them")
@@ -87,7 +92,7 @@ def recipe_of(
         what = f"{caller}: a {type(module).__name__} is no module"
         raise UsageError(what, hint="pass a module, a tuple, or a function that returns one")
     if batch is not None or loss is not None:
-        raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint="leave these out")
+        raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint=_ITS_OWN)
     if isinstance(module, str):
         if optimizer is not None and not is_factory(module):
             raise UsageError(f"{caller}: a model by name brings its own optimizer", hint="leave it out")

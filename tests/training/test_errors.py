@@ -377,7 +377,7 @@ def test_an_error_that_does_not_come_again_changes_no_tensor_anywhere(
     monkeypatch.setitem(globals(), "_call", once)
     net, data = Keeping(), (torch.randn(8, 16), torch.randint(0, 5, (8,)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = optimize(net, nn.functional.cross_entropy, optimizer, data, latency_ratio=1.5, budget=20)
+    step = optimize(net, data, nn.functional.cross_entropy, optimizer, latency_ratio=1.5, budget=20)
     step(*data)
 
     def state() -> list[Any]:
@@ -407,5 +407,5 @@ def test_a_gradient_that_the_forward_retains_is_refused() -> None:
 
     net, data = Retaining(16, 5), (torch.randn(8, 16), torch.randint(0, 5, (8,)))
     with pytest.raises(CaptureError, match="retain_grad"):
-        optimize(net, nn.functional.cross_entropy, torch.optim.SGD(net.parameters()), data, memory_ratio=1.0)
+        optimize(net, data, nn.functional.cross_entropy, torch.optim.SGD(net.parameters()), memory_ratio=1.0)
     assert "retain_grad" not in vars(Tensor)

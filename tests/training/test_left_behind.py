@@ -350,7 +350,7 @@ class Named(Tallying):
 @pytest.mark.parametrize("key", ["x\r\n::warning::y", "##[error]y", "\x1b[2J", "a\u2028::add-mask::b"])
 def test_names_in_that_warning_can_only_be_read(key: object) -> None:
     with pytest.warns(UserWarning, match="keeps results of the step that was planned") as caught:
-        optimize(Named(key), loss_of, None, batch(), **ANY)
+        optimize(Named(key), batch(), loss_of, None, **ANY)
     (said,) = {str(each.message) for each in caught}
     assert said.isprintable()
     assert "##[" not in said

@@ -161,7 +161,7 @@ def test_what_is_counted_follows_numbers_that_change(add: Callable[[Tallies, Ten
     twin, y = copy.deepcopy(model), torch.randint(0, 5, (8,))
     batches = [torch.randint(index, 50 - index, (8,)) for index in range(5)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = magis.optimize(model, functional.cross_entropy, optimizer, (batches[0], y), latency_ratio=1.5, budget=40)
+    step = magis.optimize(model, (batches[0], y), functional.cross_entropy, optimizer, latency_ratio=1.5, budget=40)
     for index, x in enumerate(batches):
         model.share = twin.share = 1 + index
         step(x, y)

@@ -351,11 +351,20 @@ def test_hooks_on_gradients_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"model": nn.Linear}, "the model is the class Linear; call it: Linear()"),
-        ({"model": torch.tanh}, "the model is of type builtin_function_or_method; give a torch.nn.Module"),
-        ({"model": nn.LazyLinear(3)}, "parameter weight is lazy, and has no shape yet; call the model once on a batch"),
-        ({"loss_fn": nn.MSELoss}, "the loss function is the class MSELoss; call it: MSELoss()"),
-        ({"loss_fn": 3}, "the loss function is of type int; give a function, or None"),
+        ({"module": nn.Linear}, "the model is the class Linear; call it: Linear()"),
+        (
+            {"module": torch.tanh},
+            (
+                "magis.optimize: a builtin_function_or_method brings its own batch and loss; "
+                "leave these out, or give a torch.nn.Module"
+            ),
+        ),
+        (
+            {"module": nn.LazyLinear(3)},
+            "parameter weight is lazy, and has no shape yet; call the model once on a batch",
+        ),
+        ({"loss": nn.MSELoss}, "the loss function is the class MSELoss; call it: MSELoss()"),
+        ({"loss": 3}, "the loss function is of type int; give a function, or None"),
         ({"optimizer": SGD}, "the optimizer is the class SGD; call it: SGD(model.parameters())"),
         ({"optimizer": 3}, "the optimizer is of type int; give a torch.optim.Optimizer, or None"),
         ({"plan": 3}, "the plan is of type int; give the path of a saved plan"),
@@ -363,7 +372,7 @@ def test_hooks_on_gradients_are_refused() -> None:
 )
 def test_what_is_no_part_of_a_step_is_one_line(wrong: dict[str, Any], said: str) -> None:
     model = nn.Linear(3, 3)
-    parts = {"model": model, "loss_fn": nn.functional.mse_loss, "optimizer": SGD(model.parameters(), lr=0.1)} | wrong
+    parts = {"module": model, "loss": nn.functional.mse_loss, "optimizer": SGD(model.parameters(), lr=0.1)} | wrong
     with pytest.raises(UsageError) as error:
         optimize(**parts, batch=(torch.ones(2, 3), torch.ones(2, 3)), memory_ratio=1.0)  # type: ignore[arg-type]
     assert str(error.value) == said

@@ -96,7 +96,7 @@ def test_operators_without_results_run_as_in_eager_mode(name: str) -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         step = None
         if planned:
-            rows = nn.functional.cross_entropy, optimizer, (data, labels)
+            rows = (data, labels), nn.functional.cross_entropy, optimizer
             step = optimize(module, *rows, memory_ratio=0.95, budget=60)
         seen: list[Any] = []
         for level in (1.0, 2.0, float("nan"), 1.0):

@@ -161,7 +161,7 @@ def test_a_loss_that_reaches_its_model_by_another_path(reach: str) -> None:
     model, twin = Auxiliary(), Auxiliary()
     ours, theirs = MOMENTUM(model.parameters()), MOMENTUM(twin.parameters())
     loss_fn = REACHING[reach](twin)
-    step = optimize(model, REACHING[reach](model), ours, batch(), **ANY)
+    step = optimize(model, batch(), REACHING[reach](model), ours, **ANY)
     for seed in range(3):
         x, target = batch(seed=seed)
         theirs.zero_grad()
