@@ -47,9 +47,9 @@ def main() -> None:
     asked = arguments(__doc__, objects=200).parse_args()
     objects = [Settings(number * len(NAMES)) for number in range(asked.objects)]
     snapshot, root = Snapshot({"objects": objects}), guards(objects)
-    if snapshot.change() or not root.check({}):
+    if next(snapshot.changes(), None) or not root.check({}):
         raise SystemExit("something has changed")
-    ours, theirs = microseconds(snapshot.change), microseconds(lambda: root.check({}))
+    ours, theirs = microseconds(lambda: next(snapshot.changes(), None)), microseconds(lambda: root.check({}))
     count = len(objects) * len(NAMES)
     print(f"{count:,} attributes: snapshot {ours:.0f} us, dynamo {theirs:.0f} us ({theirs / ours:.2f})")
 
