@@ -9,6 +9,7 @@ The core imports no neighbour; it asks here. Another package adds a row with an 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -111,5 +112,6 @@ def present(kind: str) -> Iterator[Any]:
     return (each for each in found if each is not None)
 
 
-def _points(kind: str) -> Iterator[EntryPoint]:
-    return iter(entry_points(group=f"magis.{kind}"))
+@cache
+def _points(kind: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=f"magis.{kind}"))  # looks through all that is installed

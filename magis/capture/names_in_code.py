@@ -41,6 +41,7 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
+@functools.lru_cache(maxsize=4096)
 def matches_by_position(code: types.CodeType) -> bool:
     """Return True for code with a pattern such as `case Point(x, y)`: the class knows which attributes these are."""
     return any(one.opname == "MATCH_CLASS" and one.arg for one in dis.get_instructions(code))

@@ -89,7 +89,6 @@ _ANY_NAME = frozenset(map(id, (getattr, hasattr, vars, dir, operator.attrgetter)
 _WHOLE = frozenset({"__reduce__", "__reduce_ex__", "__getstate__", "__dir__", "__sizeof__"})
 _WHOLE_MODULES = frozenset({"argparse", "copy", "copyreg", "pickle", "pprint", "reprlib"})
 """Functions under any name of theirs, methods, and modules that read attributes whose names no code tells."""
-_MODULES = frozenset({"import_module", "__import__", "modules"})
 _ALWAYS = frozenset(
     {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
