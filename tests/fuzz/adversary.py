@@ -7,11 +7,13 @@ that every tensor of a random program is at times recomputed or swapped, however
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from magis.graph import Graph, Op, Value, dump, verify
+from magis.frontends.plan_files import read_plan, write_plan
+from magis.graph import Graph, Op, Value, verify
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
 from magis.simulate.compiled_problem import compile_problem
@@ -39,7 +41,6 @@ class _MadeUp:
 def write_adversarial_plan(path: Path, graph: Graph, seed: int) -> tuple[int, int]:
     """Put another plan of a captured step in place of the one in a file; how many operators it recomputes and storages
     it swaps."""
-    header, digest, _ = path.read_text(encoding="utf-8").split("\n", 2)
     compiled = compile_problem(functionalize(graph), _MadeUp())
     problem = compiled.problem
     rng = np.random.default_rng(seed)
@@ -52,5 +53,5 @@ def write_adversarial_plan(path: Path, graph: Graph, seed: int) -> tuple[int, in
     judged = evaluator.evaluate(random_flags(problem, rng))
     planned = realize(compiled, evaluator.events())
     verify(planned)
-    path.write_text(f"{header}\n{digest}\n{dump(planned)}", encoding="utf-8")
+    write_plan(path, replace(read_plan(path), graph=planned))  # with the checksum of its own
     return int(judged.redos), int(judged.swaps)

@@ -22,6 +22,7 @@ from torch import Tensor
 import magis
 from magis.capture import OptimizerSpec
 from magis.capture.workload import as_batch
+from magis.frontends.plan_files import read_plan
 from magis.frontends.planned import subject_now
 from magis.results import Case
 from tests.fuzz.adversary import write_adversarial_plan
@@ -217,8 +218,9 @@ def _replanned(
         path = Path(folder) / "plan.txt"
         step.save(path)
         redos, swaps = write_adversarial_plan(path, graph, seed)
+        limit: dict[str, Any] = dict(read_plan(path).limit)  # a plan is taken up for the limit that it was made for
         again = magis.optimize(
-            found["model"], batch, found["loss_fn"], found["optimizer"], memory_ratio=1.0, plan=path, autocast=cast
+            found["model"], batch, found["loss_fn"], found["optimizer"], plan=path, autocast=cast, **limit
         )
     torch.set_rng_state(state)
     return again, Outcome("equal", recomputed=redos, swapped=swaps)
