@@ -155,7 +155,7 @@ def line(name: str, row: Row, steps: int) -> str:
     for net in (ours, theirs):
         row.change(net, 0)
     step = magis.optimize(ours, batches[0], functional.cross_entropy, optimizers[0], latency_ratio=1.5, budget=40)
-    counts, spent, anew = {"captured_step": 0, "_searched": 0}, [0.0, 0.0], list[float]()
+    counts, spent, anew = {"captured_step": 0, "_search_all": 0}, [0.0, 0.0], list[float]()
 
     def counting(module: Any, called: str) -> None:
         function = getattr(module, called)
@@ -166,7 +166,7 @@ def line(name: str, row: Row, steps: int) -> str:
 
         setattr(module, called, counted)
 
-    counted = ((planned, "captured_step"), (planning, "_searched"))
+    counted = ((planned, "captured_step"), (planning, "_search_all"))
     originals = [getattr(*each) for each in counted]
     for each in counted:
         counting(*each)

@@ -6,10 +6,47 @@ import dis
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _MODULES = frozenset({"import_module", "__import__", "modules"})
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The names that a step's code looks up: attributes of modules (`own`) and of other objects (None: any), and those
+    of Python's modules and namespaces, of which only a user's own code counts (`user`, `globals`)."""
+
+    own: frozenset[str] | None = None
+    names: frozenset[str] | None = None
+    user: frozenset[str] = frozenset()
+    globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
+    imported: tuple[str, ...] = ()
+    """Modules that functions import when they run, those included that are not there."""
+    codes: frozenset[types.CodeType] = frozenset()
+    """Code of the functions that ran, without torch's."""
+    functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
+    """Finds the functions of such code to which no path leads: a class has them, or C."""
+    asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
+    """Settings of the process that the code asked for: they are watched by asking again."""
+    counted: tuple[tuple[str, int], ...] = ()
+    """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
+    results: frozenset[str] = frozenset()
+    """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
+    state: frozenset[str] = frozenset()
+    """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
+    moved: frozenset[str] = frozenset()
+    """Numbers in attributes that every forward reads and changes."""
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    """Paths of numbers in which every forward leaves times, and by how much to move these to see who reads them."""
+    stale: tuple[str, ...] = ()
+    """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
+
+    def more(self, names: set[str]) -> Reads:
+        """Return the same with further names."""
+        own, known = (None if each is None else each | names for each in (self.own, self.names))
+        return replace(self, own=own, names=known, user=self.user | names)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -65,7 +66,7 @@ class Update:
     homes: tuple[int, ...]
     """For each rule in `spec.alone()`, the number of the optimizer's group that it is (a part of)."""
 
-    @property
+    @cached_property
     def frozen_in(self) -> OptimizerSpec:
         """The part of it that a plan has as constants: all but the learning rates."""
         return replace(self.spec, lr=0.0, groups=tuple(replace(group, lr=0.0) for group in self.spec.groups))
@@ -125,17 +126,19 @@ def update_of(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Upda
     return _update(optimizer, trained, by_age=True)
 
 
-def age_of(optimizer: Optimizer, parameter: nn.Parameter) -> int:
-    """Count the steps that a parameter has gone, where its next one depends on that."""
+def age_of(optimizer: Optimizer, parameter: nn.Parameter) -> float:
+    """Count the steps that a parameter has gone, where its next one depends on that: whole ones unless edited."""
     state = optimizer.state.get(parameter, {})
     if isinstance(optimizer, SGD):
         return int(state.get("momentum_buffer") is not None)
-    return int(state.get("step", 0))
+    return float(state.get("step", 0))
 
 
 def with_rates(update: Update, optimizer: Optimizer) -> OptimizerSpec:
     """The rule with the learning rates that the optimizer's groups have now."""
-    first, *others = (float(optimizer.param_groups[home]["lr"]) for home in update.homes)
+    first, *others = rates = [float(optimizer.param_groups[home]["lr"]) for home in update.homes]
+    if rates == [update.spec.lr, *(group.lr for group in update.spec.groups)]:
+        return update.spec
     groups = tuple(replace(group, lr=rate) for group, rate in zip(update.spec.groups, others, strict=True))
     return replace(update.spec, lr=first, groups=groups)
 
@@ -216,7 +219,7 @@ def _update(optimizer: Optimizer, trained: Mapping[str, nn.Parameter], *, by_age
     found: list[tuple[int, tuple[str, ...]]] = []
     for number, group in enumerate(optimizer.param_groups):
         mine = [parameter for parameter in group["params"] if id(parameter) in names]
-        ages: dict[int, list[str]] = {}
+        ages: dict[float, list[str]] = {}
         matters = (
             bool(group["momentum"] and group["dampening"]) if isinstance(optimizer, SGD) else not group.get("fused")
         )

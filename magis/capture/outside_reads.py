@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from magis.capture.names_in_code import matches_by_position, names_read
+from magis.capture.names_in_code import Reads, matches_by_position, names_read
 from magis.capture.python_state import objects_of
-from magis.capture.snapshot import Reads
 from magis.errors import CaptureError
 from magis.ops.generators import called_first
 from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_system, is_of_torch

@@ -27,12 +27,13 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.contents import Made, contents_of, hollow_like, is_hollow, is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow
+from magis.capture.names_in_code import Reads
 from magis.capture.outside_reads import LATER, Ran, unwatched
 from magis.capture.places import Places
 from magis.capture.python_state import begun_as, caches_kept
 from magis.capture.refusals import clear_errors, nodes_behind
 from magis.capture.schemas import tensors_in
-from magis.capture.snapshot import Reads, Snapshot, looks, objects_kept
+from magis.capture.snapshot import Snapshot, looks, objects_kept
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name, roots_of
 from magis.errors import CaptureError

@@ -15,10 +15,11 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from operator import is_not, itemgetter
+from dataclasses import dataclass
+from itertools import chain
+from operator import call, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from magis.capture.names_in_code import Reads
 from magis.ops.python_objects import (
     ASKED,
     CONTAINERS,
@@ -61,45 +63,9 @@ _COUNT_OBJECTS = (RemovableHandle,)
 """Classes of torch that count what they make."""
 
 
-@dataclass(frozen=True)
-class Reads:
-    """The names that a step's code looks up: attributes of modules (`own`) and of other objects (None: any), and those
-    of Python's modules and namespaces, of which only a user's own code counts (`user`, `globals`)."""
-
-    own: frozenset[str] | None = None
-    names: frozenset[str] | None = None
-    user: frozenset[str] = frozenset()
-    globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
-    imported: tuple[str, ...] = ()
-    """Modules that functions import when they run, those included that are not there."""
-    codes: frozenset[types.CodeType] = frozenset()
-    """Code of the functions that ran, without torch's."""
-    functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
-    """Finds the functions of such code to which no path leads: a class has them, or C."""
-    asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
-    """Settings of the process that the code asked for: they are watched by asking again."""
-    counted: tuple[tuple[str, int], ...] = ()
-    """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
-    results: frozenset[str] = frozenset()
-    """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
-    state: frozenset[str] = frozenset()
-    """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
-    moved: frozenset[str] = frozenset()
-    """Numbers in attributes that every forward reads and changes."""
-    clocks: Mapping[str, int] = field(default_factory=dict)
-    """Paths of numbers in which every forward leaves times, and by how much to move these to see who reads them."""
-    stale: tuple[str, ...] = ()
-    """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
-
-    def more(self, names: set[str]) -> Reads:
-        """Return the same with further names."""
-        own, known = (None if each is None else each | names for each in (self.own, self.names))
-        return replace(self, own=own, names=known, user=self.user | names)
-
-
 @dataclass(eq=False)
 class _Held:
-    """A dictionary as it was: its `keys`, and the `values` of those that matter (`names`; None: all), read by `get`."""
+    """A dictionary as it was: its `keys`, and the `values` of those that matter (`names`; None: all)."""
 
     path: str
     holder: dict[Any, Any]
@@ -108,7 +74,6 @@ class _Held:
     keys: list[Any]
     watched: tuple[Any, ...]
     values: tuple[Any, ...]
-    get: Callable[[dict[Any, Any]], tuple[Any, ...]]
 
     def matters(self, key: object) -> bool:
         return (self.names is None or key in self.names) and key not in SAVING
@@ -135,6 +100,7 @@ class Snapshot:
         self.held: list[_Held] = []
         self._empty: list[tuple[str, Any]] = []
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
+        self._named: list[tuple[str, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
@@ -146,6 +112,13 @@ class Snapshot:
         self._queue: deque[tuple[str, object]] = deque()
         self._take(roots)
         self._looks = [(path, tensor, looks(tensor)) for path, tensor in self.tensors.values()]
+        self._keys = [held.keys for held in self.held]
+        read = [(held.holder, held.watched, held.values) for held in self.held if held.watched]
+        read += [(mapping, names, then) for _, mapping, names, then in self._named]  # type: ignore[misc]
+        self._read = [mapping for mapping, _, _ in read]
+        # the first key twice: of one key alone, a getter makes no tuple
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys, _ in read]
+        self._values = [value for _, _, then in read for value in (*then, then[0])]
 
     def _take(self, roots: Mapping[str, object]) -> None:
         more: set[str] = set()
@@ -182,7 +155,11 @@ class Snapshot:
 
     def changes(self) -> Iterator[tuple[str, object, object]]:
         """Changes: the path, the value that was there, the value that is."""
-        yield from self.left()
+        if not self._is_as_taken():
+            yield from self.left()
+            for path, mapping, names, then in self._named:
+                if not same(now := _several(names, mapping), then):
+                    yield path, then, now
         for path, ask, then in self._asked:
             now = ask()
             if now is not then and not same(now, then):
@@ -191,13 +168,25 @@ class Snapshot:
             if (now := looks(tensor)) != then:
                 yield path, then, now
 
+    def _is_as_taken(self) -> bool:
+        """Return True if containers and names hold the same objects; no loop in Python asks for that."""
+        if any(item for _, item in self._empty) or [[*held.holder] for held in self.held] != self._keys:
+            return False
+        try:
+            now = chain.from_iterable(map(call, self._getters, self._read))
+            return not any(map(is_not, now, self._values)) and all(
+                len(items) == len(then) and not any(map(is_not, items, then)) for _, items, then in self._lists
+            )
+        except KeyError:
+            return False
+
     def left(self) -> Iterator[tuple[str, object, object]]:
         """Those of them that lie in attributes and containers."""
         for path, item in self._empty:
             if item:
                 yield path, (), item
         for held in self.held:
-            if [*held.holder] != held.keys or any(map(is_not, held.get(held.holder), held.values)):
+            if [*held.holder] != held.keys or any(map(is_not, _several(held.watched, held.holder), held.values)):
                 yield from self._changed(held)
         for path, items, then in self._lists:
             if (len(items) != len(then) or any(map(is_not, items, then))) and not same(tuple(items), then):
@@ -207,7 +196,7 @@ class Snapshot:
         holder, there = held.holder, dict(zip(held.watched, held.values, strict=True))
         before, now = ([key for key in keys if held.matters(key)] for keys in (held.keys, holder))
         if before == now:  # keys that do not matter may come and go
-            held.keys = [*holder]
+            held.keys[:] = holder
         elif {*before} == {*now}:
             yield f"{held.path}/{held.step}order", before, now
         for key in sorted({*before} ^ {*now}, key=str):
@@ -372,7 +361,7 @@ class Snapshot:
             names = self._reads.user if issubclass(base, torch._C.TensorBase) else self._reads.names
             keys = names_of_class(base, names)
             self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
-            then = self._ask(base.__qualname__, functools.partial(_several, keys, vars(base)))
+            then = self._names(base.__qualname__, keys, vars(base))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
@@ -383,7 +372,7 @@ class Snapshot:
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
         """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
-        for name, value in zip(names, self._ask(path, functools.partial(_several, names, namespace)), strict=True):
+        for name, value in zip(names, self._names(path, names, namespace), strict=True):
             torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
             if entered and value is not sys.modules:
@@ -395,8 +384,14 @@ class Snapshot:
             key for key in item
             if (names is None or key in names) and key not in SAVING and f"{path}/{step}{key}" not in results
         )  # fmt: skip
-        get = itemgetter(*keys) if len(keys) > 1 else functools.partial(_several, keys)
-        self.held.append(_Held(path, item, names, step, [*item], keys, get(item), get))
+        self.held.append(_Held(path, item, names, step, [*item], keys, _several(keys, item)))
+
+    def _names(self, path: str, names: tuple[str, ...], mapping: Mapping[str, Any]) -> tuple[Any, ...]:
+        then = _several(names, mapping)
+        if not then or any(value is MISSING for value in then) or type(mapping) not in (dict, types.MappingProxyType):
+            return self._ask(path, functools.partial(_several, names, mapping))  # type: ignore[no-any-return]
+        self._named.append((path, mapping, names, then))
+        return then
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:

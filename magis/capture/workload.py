@@ -223,11 +223,11 @@ def batch_of(inputs: Any, targets: Any, keywords: Mapping[str, Any] | None = Non
     if not all(isinstance(name, str) for name in keywords or ()):
         raise UsageError("the batch has a key that is no name of an argument", hint=EXPECTED)
     names, role = tuple(keywords or ()), "inputs" if keywords is None else "the batch"
+    if all(isinstance(item, Tensor) for item in (*given, *wanted)):
+        return Batch(tuple(given), tuple(wanted), names)
     tensors: tuple[list[Tensor], list[Tensor]] = [], []
     form = _opened(role, tuple(given), tensors[0])
     target_form = _opened("targets", tuple(wanted), tensors[1])
-    if all(isinstance(item, Tensor) for item in (*given, *wanted)):
-        return Batch(tuple(tensors[0]), tuple(tensors[1]), names)
     form = replace(form, looks=(names, form.looks))
     return Batch(tuple(tensors[0]), tuple(tensors[1]), names, form, target_form)
 

@@ -146,11 +146,12 @@ class OptimizedStep:
         check_mode(self._device)
         self._look_at_optimizer()
         self._look_at_memory()
-        vain = self._entries.give_up(self._key(batch))
-        found = self._find(batch)
+        key = self._key(batch)
+        vain = self._entries.give_up(key)
+        found = self._find(batch, key)
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
-            found = self._find(batch) or self._made(batch, plan)
+            found = self._find(batch, self._key(batch)) or self._made(batch, plan)
             found.vain = max(found.vain, vain)
         self._entries.keep(found)
         found.steps += 1
@@ -210,8 +211,8 @@ class OptimizedStep:
     def _key(self, batch: Batch) -> Any:
         return batch.key(self._memory.storages), self._memory.overlaps
 
-    def _find(self, batch: Batch) -> KeptStep | None:
-        key, rule = self._key(batch), self._choice.rule
+    def _find(self, batch: Batch, key: Any) -> KeptStep | None:
+        rule = self._choice.rule
         for entry in reversed(self._entries):
             if entry.key == key and entry.choice.rule == rule and entry.holds(batch):
                 if entry.bound is None or entry.bound.is_current(self._choice):

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from magis.capture.names_in_code import Reads
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
-from magis.capture.snapshot import Reads, Snapshot, looks
+from magis.capture.snapshot import Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import new_state, state_names
@@ -41,28 +42,28 @@ class OptimizerState:
     first: list[bool]
     """True for each rule for whose parameters the step to come is the first."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    _adopted: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
     """State that the optimizer did not have before the step to come, and whether it had an entry of None."""
 
     def is_current(self) -> bool:
         """Return True if the optimizer still has these tensors (loading a state puts others in their place), and
         parameters of one rule are of one age."""
-        for name, tensor in self.tensors.items():
-            kind, _, parameter = name.partition(":")
-            if self.optimizer.state[self.trained[parameter]].get(kind) is not tensor:
-                return False
+        state = self.optimizer.state
+        if any(state[parameter].get(kind) is not tensor for parameter, kind, tensor in self._adopted):
+            return False
         return all(len({*torch.stack(some).tolist()}) == 1 for some in self._counters() if some)
 
     @contextmanager
-    def step_to_come(self) -> Iterator[tuple[int, ...]]:
+    def step_to_come(self) -> Iterator[tuple[float, ...]]:
         """The number of the step to come, rule by rule; Adam's counters are one further, unless the step raises."""
         rules = self._counters()
         counters = [counter for some in rules for counter in some]
         if counters:
             torch._foreach_add_(counters, 1)
-            numbers = tuple(int(some[0]) if some else 1 for some in rules)
+            numbers = tuple(float(some[0]) if some else 1.0 for some in rules)
         else:
-            numbers = tuple(1 if first else 2 for first in self.first)
+            numbers = tuple(1.0 if first else 2.0 for first in self.first)
         try:
             yield numbers
         except BaseException:
@@ -89,6 +90,7 @@ class OptimizerState:
                     if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
                         state[kind].neg_()
                 self.tensors[f"{kind}:{name}"] = state[kind]
+                self._adopted.append((parameter, kind, state[kind]))
 
     def forget(self) -> None:
         """Let the optimizer have no state that it would make in its first step, which has failed."""

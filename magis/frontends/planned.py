@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.eager_run import Heard
+from magis.capture.names_in_code import Reads
 from magis.capture.number_places import OFF, NumberPlaces
 from magis.capture.python_state import deep_copy
 from magis.capture.refusals import BranchError, check_contents
 from magis.capture.side_effects import BUFFER, DrawError, observe_step
-from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import CaptureError, UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline

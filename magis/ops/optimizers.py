@@ -195,6 +195,8 @@ class OptimizerSpec:
 
     def alone(self) -> tuple[OptimizerSpec, ...]:
         """Return one rule without groups for every group; that of the parameters in no group comes first."""
+        if not self.groups:
+            return (self,)
         own = tuple(field.name for field in fields(ParameterGroup) if field.name != "parameters")
         numbers: list[dict[str, Any]] = [{name: getattr(group, name) for name in own} for group in self.groups]
         return tuple(replace(self, groups=(), **given) for given in ({}, *numbers))
@@ -267,13 +269,13 @@ def new_state(kind: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
 
-def scalars(rule: OptimizerSpec, step: int | Sequence[int]) -> dict[str, float]:
+def scalars(rule: OptimizerSpec, step: float | Sequence[float]) -> dict[str, float]:
     """Return the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host.
 
     ``step`` may hold one number for each rule in ``alone``.
     """
     groups = rule.alone()
-    steps = [step] * len(groups) if isinstance(step, int) else step
+    steps = [step] * len(groups) if isinstance(step, (int, float)) else step
     return {
         _of_group(name, number): value
         for number, (group, count) in enumerate(zip(groups, steps, strict=True))
@@ -281,7 +283,7 @@ def scalars(rule: OptimizerSpec, step: int | Sequence[int]) -> dict[str, float]:
     }
 
 
-def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
+def _scalars(rule: OptimizerSpec, step: float) -> dict[str, float]:
     found = {"lr": rule.lr, "neg_lr": -rule.lr}
     if rule.kind == "momentum":  # the first step takes the gradient whole: the buffer is a copy of it
         found["undampened"] = 1 - rule.dampening if step > 1 else 1

@@ -43,11 +43,8 @@ def pack_weights(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]
 def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
     """Raise MagisError if a parameter has left the merged weight: moved to a device, say, or packed by another step.
     ``tensors`` are those of ``graph.inputs``."""
-    all_merged = merged_inputs(graph)
-    if not all_merged:
-        return
     known = {graph.values[number].name: tensor for number, tensor in zip(graph.inputs, tensors, strict=True)}
-    for merged in all_merged:
+    for merged in merged_inputs(graph):
         whole = known[merged.name]
         for name, part in _parts(graph, merged).items():
             if known[name].data_ptr() != whole.data_ptr() + part.offset * whole.element_size():

@@ -25,7 +25,7 @@ from magis.ops.optimizers import AHEAD, OptimizerSpec
 from magis.ops.python_objects import PREFIX, look_up
 from magis.runtime.codegen import Step as Program
 from magis.runtime.codegen import compile_step, raised_by
-from magis.runtime.packed_weights import check_places, pack_weights
+from magis.runtime.packed_weights import check_places, merged_inputs, pack_weights
 from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
 
@@ -221,10 +221,11 @@ class GraphStep:
         self._state: dict[str, Tensor] = dict(states or {})
         self.given: Mapping[str, float] = dict.fromkeys(named_numbers(graph), 1.0)  # the user's own numbers
         self._tensors = self._bind(graph, inputs, targets, device)
-        names = (graph.values[value].name for value in graph.inputs)
-        self._held = tuple(name for name in names if name.startswith(PREFIX))
+        self._places = {graph.values[value].name: place for place, value in enumerate(graph.inputs)}
+        self._held = tuple(name for name in self._places if name.startswith(PREFIX))
         fed = ("input:", "target:", PREFIX)
-        self._fed = [at for at, value in enumerate(graph.inputs) if graph.values[value].name.startswith(fed)]
+        self._fed = [place for name, place in self._places.items() if name.startswith(fed)]
+        self._is_packed = bool(merged_inputs(graph))
         self._nothing = torch.empty(0)
         scalars = (name for op, _ in every_op(graph) for name in op.scalars())
         self._averages = tuple({name for name in scalars if is_share(name)})
@@ -274,7 +275,8 @@ class GraphStep:
         self._outputs = ()
         if self._seed is not None:
             seed_all(self._seed)
-        check_places(self._graph, self._tensors)
+        if self._is_packed:
+            check_places(self._graph, self._tensors)
         self.feed({name: look_up(self._holders, name).to(self._device) for name in self._held})
 
     def run(self) -> Tensor:
@@ -298,11 +300,11 @@ class GraphStep:
     def feed(self, batch: Mapping[str, Tensor]) -> None:
         """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data
         types. One with other strides or bits is copied, since kernels were planned for those of the example."""
-        for position, value_id in enumerate(self._graph.inputs):
-            value = self._graph.values[value_id]
-            tensor = batch.get(value.name)
-            if tensor is None:
+        for name, given in batch.items():
+            tensor, position = given, self._places.get(name)
+            if position is None:
                 continue
+            value = self._graph.values[self._graph.inputs[position]]
             if (tuple(tensor.shape), tensor.dtype) != (value.shape, getattr(torch, value.dtype)):
                 raise MagisError(
                     f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the step is for {value.dtype}{value.shape}"

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from magis.capture import Workload
-from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.names_in_code import Reads
+from magis.capture.snapshot import Snapshot
 from magis.errors import UsageError
 from magis.extensions.ranks.plans.sharded_weights import GatheredUnit, ShardedParameter, average_weights, hook_unit
 from magis.extensions.ranks.plans.shared_forms import OTHERWISE, changed_part, check_group, check_others, check_replica
