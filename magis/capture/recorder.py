@@ -99,12 +99,11 @@ class Recorder(TorchDispatchMode):
     def _held(self, tensor: Tensor) -> None:
         """Declare a tensor that the step meets without having made it, where it can be found again."""
         what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
-        where = f"in module {self.places.module or '(root)'!r}"
-        name = self._find(tensor)
+        used = f"is used in module {self.places.module or '(root)'!r}"
         if tensor.requires_grad:  # which nothing may reach from the loss
-            self.graded[id(tensor)] = tensor, f"{what} and requires a gradient is used {where}"
-        if name is None:
-            raise CaptureError(f"{what} is used {where}", hint="register it as a buffer of the module")
+            self.graded[id(tensor)] = tensor, f"{what} and requires a gradient {used}"
+        if (name := self._find(tensor)) is None:
+            raise CaptureError(f"{what} {used}", hint="register it as a buffer of the module")
         self.register(tensor, "buffer", name)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -199,8 +198,9 @@ class Recorder(TorchDispatchMode):
             key = window(tensor)
             known = self._value_of.get(key)
             if known is None:
-                if tensor.untyped_storage()._cdata not in self._storage_of:
-                    self._held(tensor)
+                storage = self._storage_of.get(tensor.untyped_storage()._cdata)
+                if storage is None or (self._storages[storage].kind == "buffer" and not self._versions[storage]):
+                    self._held(tensor)  # of one storage, there may be several
                 known = self.value_of(tensor)
             found[id(tensor)] = known
         return found
