@@ -84,7 +84,7 @@ class SharedStep(OptimizedStep):
             if line:
                 raise UsageError(line)
             return
-        missed = int(not line and self._find(batch) is None)
+        missed = int(not line and self._find(batch, self._key(batch)) is None)
         states = torch.tensor([missed, 1 - missed, int(bool(line))])
         dist.all_reduce(states, dist.ReduceOp.MAX)
         some_miss, some_hit, fails = states.tolist()
