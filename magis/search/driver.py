@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
     LARGE,
@@ -42,6 +41,7 @@ from magis.search.moves import (
     worth_repeating,
 )
 from magis.search.pareto_sweep import C, Proposer, distinct
+from magis.search.window import window_orders
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import KEEP, REPEAT, SWAP, Int8s, Int32s, Int64s, Problem
 
