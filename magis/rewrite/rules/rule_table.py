@@ -1,6 +1,6 @@
 """The rules ``before -> after``, one row each, and the functions that match and apply them (paper, TASO).
 
-Aggregations make one large call of several small ones; others tidy up behind them. The neighbour *paper* has more rules,
+Aggregations make one large call of several small ones; others tidy up behind them. The neighbour *paper* has more,
 which lead back and forth.
 """
 
