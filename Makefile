@@ -16,7 +16,7 @@ GPU_PYTHON ?= 3.12
 # Not under coverage: interrupts that may strike while the tracer holds its own lock.
 UNTRACED := \
             --deselect tests/runtime/test_turns.py::test_an_interrupt_at_any_moment_leaves_no_thread_behind
-COMPILED := tests/simulate tests/schedule tests/search/test_cut.py
+COMPILED := tests/simulate tests/search/test_cut.py tests/search/test_window.py
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from magis.capture.workload import Workload
 from magis.errors import VerifyError
 from magis.extensions.paper.incremental_schedule import full_order, rescheduled, survivors
+from magis.extensions.paper.interim_rules import RULES
+from magis.extensions.paper.stretches import MOST
 from magis.fission.candidates import most_parts, regions_around
 from magis.fission.expand import expand as expand_region
 from magis.fission.region import Region
@@ -44,8 +46,7 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import realize
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, Match, attempt
-from magis.schedule.stretches import MOST
+from magis.rewrite.rules.rule_table import Match, attempt
 from magis.search.moves import hot
 from magis.simulate.arrays import make_step
 from magis.simulate.compiled_problem import Compiled, compile_problem

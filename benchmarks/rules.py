@@ -21,13 +21,14 @@ from magis.quiet import before_torch
 
 before_torch()
 
+from magis.extensions.paper.interim_rules import RULES, counted
 from magis.graph import Graph, verify
 from magis.graph.hazards import is_pure_view
 from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.rewrite.rules.rule_table import RULES, aggregated, counted
+from magis.rewrite.rules.rule_table import aggregated
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 

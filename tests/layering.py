@@ -31,7 +31,6 @@ LAYERS = (
     ("magis.search",),
     ("magis.capture", "magis.runtime"),
     ("magis.fission", "magis.rewrite"),
-    ("magis.schedule",),
     ("magis.simulate",),
     ("magis.cost",),
     ("magis.ops",),

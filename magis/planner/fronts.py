@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from magis.planner.fission_plan import divide, plan_of_level
 from magis.planner.plans import Plan, PlanScratch, whole_search
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, NO_DEADLINE, Deadline, Objective, PlanRequest
 from magis.search.driver import FROM_NOTHING
 from magis.search.fission_pareto import HASTY, FissionFront, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
@@ -93,12 +92,8 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
     """Search the front of a subject; of the case only names, seed, budget and seconds count."""
     original = subject.captured.original.graph
     eager_ms = subject.latency_ns(original) / 1e6
-    started = time.perf_counter()
-
-    def over(share: float = 1.0, /) -> bool:
-        return case.seconds is not None and time.perf_counter() - started >= share * case.seconds
-
-    found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
+    deadline = Deadline(case.seconds)
+    found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, deadline=deadline)
     eager = FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, "")
     behind = subject.behind_ns
     planned = [
@@ -115,7 +110,7 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         lower_bound_bytes=subject.lower_bound,
         points=_with_eager(planned, eager, points),
         states=states,
-        seconds=time.perf_counter() - started,
+        seconds=deadline.elapsed(),
         provenance=subject.provenance(original),
     )
 
@@ -141,18 +136,16 @@ def realized_front(
     budget: int | None = None,
     seed: int = 0,
     points: int = POINTS,
-    over: Callable[..., bool] = lambda *_: False,
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[list[Plan], int]:
-    """Search, realize and verify the plans of a front; return them and the number of states that were judged. Ends
-    when ``over``, which also takes the share of the time that is meant."""
+    """Search, realize and verify the plans of a front; return them and the number of states that were judged."""
     scratch = PlanScratch(subject, None)
-    wanted = PlanRequest(
-        Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over, subject.original_ns
-    )
+    budget = DEFAULT_BUDGET if budget is None else budget
+    wanted = PlanRequest(Objective(memory_limit=0), seed, budget, deadline.over, subject.original_ns)
     known = scratch.known_to_search(subject.normal)
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched(wanted)
-    swept = subject.whole_front(known, partial(over, WHOLE))
+    swept = subject.whole_front(known, partial(deadline.over, WHOLE))
     divided = joined(sketched, subject.divided_front(wanted))
     polished = joined(*_search_limits(scratch, swept, divided, wanted))
     # on a CPU only parts that need less memory than any whole step (docs/notes/fission.md), elsewhere all

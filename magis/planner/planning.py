@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from magis import registry
 from magis.errors import UsageError
@@ -25,7 +25,7 @@ from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.runtime.measure import collector_spared
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, Objective, Over, PlanRequest, never
 from magis.search.driver import FROM_NOTHING
 from magis.search.fission_pareto import MOST_OPERATORS, FissionFront
 from magis.search.pareto_sweep import BRIEF, FULL
@@ -77,7 +77,7 @@ def plan(
     Where the subject keeps plans, one that was kept stands for the search; so do ``known`` decisions for steps that
     differ in sizes or numbers alone, where they keep the limit. ``tell`` is told how far it is.
     """
-    started = time.perf_counter()
+    deadline = Deadline(seconds)
     behind = subject.behind_ns
     goal = Objective(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     best_so_far = None if tell is None else BestSoFar(tell, subject, goal)
@@ -88,20 +88,17 @@ def plan(
         by = partial(registry.load("search", search), scratch, goal, budget, seconds)
     else:
         budget = DEFAULT_BUDGET if budget is None else budget
-        by = partial(_search_all, scratch, goal, budget, seconds, seed, stage)
+        by = partial(_search_all, scratch, goal, budget, deadline, seed, stage)
 
     def waits() -> bool:
         return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
-
-    def late() -> bool:
-        return seconds is not None and time.perf_counter() - started >= seconds
 
     def search_for() -> Plan:
         with collector_spared(collect=False):
             found = by()
             if goal.memory_limit is not None and not found.feasible and search == "magis" and waits():
                 stage("searching among plans that an error may leave torn")
-                torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=late)
+                torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=deadline.over)
                 found = better(goal, found, torn)
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
         return with_latency_bound(found, memory_limit) if worth_bounding else replace(found, searched=None)
@@ -118,8 +115,7 @@ def plan(
             plans.save(key, kept, scratch, goal)
         best = kept
     bound = None if best.latency_bound_ns is None else best.latency_bound_ns + behind
-    seconds = time.perf_counter() - started
-    return replace(best, latency_ns=best.latency_ns + behind, latency_bound_ns=bound, seconds=seconds)
+    return replace(best, latency_ns=best.latency_ns + behind, latency_bound_ns=bound, seconds=deadline.elapsed())
 
 
 def within_reserved(
@@ -132,7 +128,7 @@ def within_reserved(
     limit that is lower by that; once a plan fits, one halfway to the last that did not, since gaps differ from plan to
     plan. Raises UsageError on a CPU.
     """
-    started, tried = time.perf_counter(), list[tuple[int, Plan]]()
+    deadline, tried = Deadline(seconds), list[tuple[int, Plan]]()
     target, left = limit, seconds
     stopped = False
     low, high = 0, limit  # limits on the peak: of a plan that fits, and of one that does not
@@ -142,13 +138,13 @@ def within_reserved(
         if nbytes is None:
             raise UsageError(f"{subject.source.device} reserves nothing")
         tried.append((nbytes, found))
-        left = None if seconds is None else seconds - (time.perf_counter() - started)
+        left = deadline.left()
         low, high = (target, high) if nbytes <= limit else (low, target)
         target = (low + high) // 2 if low else found.peak - (nbytes - limit)
         vain = nbytes > limit and not found.feasible
         if vain or high - low <= CLOSE * limit or target < subject.lower_bound:
             break
-        stopped = left is not None and left <= 0
+        stopped = deadline.over()
         if stopped:
             break
     nbytes, best = min(tried, key=lambda each: (max(each[0], limit), each[1].latency_ns))
@@ -157,62 +153,77 @@ def within_reserved(
         feasible=nbytes <= limit,
         latency_bound_ns=None,  # those are of limits on the peak
         states=sum(each.states for _, each in tried),
-        seconds=time.perf_counter() - started,
+        seconds=deadline.elapsed(),
         stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
     )
 
 
 def _search_all(
-    scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int, stage: Progress
+    scratch: PlanScratch, goal: Objective, budget: int, deadline: Deadline, seed: int, stage: Progress
 ) -> Plan:
-    """Return the best plan of all searches; its seconds are not set."""
-    started = time.perf_counter()
+    """Return the best plan of a portfolio of searches, run one after another; its seconds are not set."""
     subject = scratch.subject
-
-    def over(share: float = 1.0) -> bool:
-        return seconds is not None and time.perf_counter() - started >= share * seconds
-
-    def left() -> float | None:
-        return None if seconds is None else max(share * seconds - (time.perf_counter() - started), seconds / 10)
-
-    wanted = PlanRequest(goal, seed, budget, over, subject.original_ns)
     goes_on, on_cpu = budget > FROM_NOTHING, subject.source.device == "cpu"
     whole = 1.0 if on_cpu else WHOLE
-    share = whole * (FROM_NOTHING_SHARE if goes_on else 1.0)
+    # on a GPU loops come before the search that goes on from a front
+    loops_first = goes_on and not on_cpu and goal.memory_limit is not None
+    begun = SearchesFromNothing(deadline, whole * (FROM_NOTHING_SHARE if goes_on else 1.0))
+    late = partial(deadline.over, LATE)
+    wanted = PlanRequest(goal, seed, budget, deadline.over, subject.original_ns)
 
     def front(until: float) -> FissionFront:
         stage("searching among plans for all limits")
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
         known = scratch.known_to_search(subject.normal)
-        return subject.whole_front(known, partial(over, until * FRONT_SHARE), effort)
+        return subject.whole_front(known, partial(deadline.over, until * FRONT_SHARE), effort)
 
-    def in_loops(plain: Plan) -> Plan:
+    def in_loops(best: Plan) -> Plan:
         stage("searching with parts of the step as loops")
-        return plan_with_fission(scratch, replace(wanted, over=late) if plain.feasible else wanted, plain)
+        return plan_with_fission(scratch, replace(wanted, over=late) if best.feasible else wanted, best)
 
-    stage("searching")
-    late = partial(over, LATE)
-    first = find_first_plan(scratch, wanted, late, in_loops) if goes_on and not on_cpu else None
-    if first is not None and wanted.enough(first.peak, first.latency_ns):
+    looped = False
+
+    def at_once(_: Plan | None) -> Plan:
+        nonlocal looped
+        first = find_first_plan(scratch, wanted, late, in_loops)
+        looped = bool(first.fission)
         return first
-    if first is not None and first.feasible and late():
-        return replace(first, stopped_by_seconds=True)
+
+    def from_nothing(best: Plan | None) -> Plan:
+        early = partial(front, whole) if goes_on and not loops_first else None
+        states = FROM_NOTHING if loops_first else budget
+        over = partial(deadline.over, whole)
+        found = plan_whole(scratch, goal, budget=states, seed=seed, over=over, front=early, begun=begun)
+        return found if best is None else better(goal, found, best)
+
+    def from_front(best: Plan) -> Plan:
+        ahead = partial(front, 1.0)
+        found = plan_whole(scratch, goal, budget=budget, seed=seed, over=deadline.over, front=ahead, begun=begun)
+        return better(goal, best, found)
+
+    def goes_on_from_front(best: Plan) -> bool:
+        return loops_first and (late() or not begun.enough(scratch, goal, best.peak, best.latency_ns))
+
+    # Each search, and when it is worth its time behind the best plan so far. The first plan comes at once, so that even
+    # a short cap does not end with none. A front is worth its time only where loops leave something to win.
+    searches: list[tuple[Callable[[Plan], bool], Callable[[Any], Plan]]] = [
+        (lambda _: True, from_nothing),
+        (lambda best: not looped and worth_dividing(scratch, goal, best), in_loops),
+        (goes_on_from_front, from_front),
+    ]
+    if goes_on and not on_cpu:
+        searches.insert(0, (lambda _: True, at_once))
     stage("searching")
-    begun = SearchesFromNothing()
-    by = partial(plan_whole, scratch, goal, seed=seed, left=left, begun=begun)
-    loops_first = goes_on and not on_cpu and goal.memory_limit is not None
-    early = None if loops_first or not goes_on else partial(front, whole)
-    plain = by(budget=FROM_NOTHING if loops_first else budget, over=partial(over, whole), front=early)
-    best = plain if first is None else better(goal, plain, first)
-    looped = first is not None and bool(first.fission)
-    if not looped and worth_dividing(scratch, goal, best):
-        best = replace(best, stopped_by_seconds=True) if over() else in_loops(best)
-    if loops_first and late():
-        return replace(best, stopped_by_seconds=True)
-    step = plain.searched.step if best.feasible and plain.searched is not None else None
-    if loops_first and not (step and begun.enough(scratch, step.compiled.problem, goal, best.peak, best.latency_ns)):
-        # the search that goes on from a front is worth its time only where loops leave something to win
-        best = better(goal, best, by(budget=budget, over=over, front=partial(front, 1.0)))
+    (_, begin), *others = searches
+    best = begin(None)
+    for worth, run in others:
+        if wanted.enough(best.peak, best.latency_ns):
+            break
+        if worth(best):
+            if deadline.over(LATE if best.feasible else 1.0):
+                return replace(best, stopped_by_seconds=True)
+            stage("searching")
+            best = run(best)
     return best
 
 
@@ -251,14 +262,10 @@ def plan_whole(
     *,
     budget: int = DEFAULT_BUDGET,
     seed: int = 0,
-    left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     front: Callable[[], FissionFront] | None = None,
     begun: SearchesFromNothing | None = None,
 ) -> Plan:
-    """Return the best plan without fission. ``left`` says how many seconds the search may still take before it goes
-    on from a ``front``; ``over`` ends all of it."""
-    attempt = attempts(
-        scratch, scratch.subject.normal, budget=budget, seed=seed, left=left, over=over, front=front, begun=begun
-    )
+    """Return the best plan without fission, which goes on from a ``front`` where what ``begun`` knows is not enough."""
+    attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, over=over, front=front, begun=begun)
     return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))

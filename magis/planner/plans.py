@@ -17,7 +17,7 @@ from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import Objective, Over, Watch, never
+from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
 from magis.search.fission_pareto import FissionFront
 from magis.search.latency_bound import latency_lower_bound, nest_latency_bound
@@ -153,6 +153,9 @@ class PlanScratch:
 class SearchesFromNothing:
     """Results of one step's searches from nothing, by goal, and the latencies in ns that no plan avoids there."""
 
+    deadline: Deadline = NO_DEADLINE
+    share: float = 1.0
+    """Share of the deadline that is theirs."""
     results: dict[Objective, SearchResult] = field(default_factory=dict)
     least_ns: dict[Objective, int] = field(default_factory=dict)
 
@@ -164,21 +167,19 @@ class SearchesFromNothing:
             states = self.results[goal].states
         return self.results[goal], states
 
-    def enough(self, scratch: PlanScratch, problem: Problem, goal: Objective, peak: int, latency_ns: int) -> bool:
+    def enough(self, scratch: PlanScratch, goal: Objective, peak: int, latency_ns: int) -> bool:
         """Return True if searching on has next to nothing to win, by that latency as well as by eager's."""
         if scratch.enough(goal, peak, latency_ns):
             return True
-        least_ns = self._latency_bound(scratch, problem, goal) if goal.met(peak, latency_ns) else 0
-        return scratch.enough(goal, peak, latency_ns, least_ns)
-
-    def _latency_bound(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
-        """Return that latency within a memory limit; 0 where finding it would take as long as the search."""
-        if goal.memory_limit is None or problem.n_nodes > BOUNDED_NODES:
-            return 0
+        if goal.memory_limit is None or goal not in self.results or not goal.met(peak, latency_ns):
+            return False
+        problem = self.results[goal].judge.problem
+        if problem.n_nodes > BOUNDED_NODES:  # finding a bound would take as long as the search
+            return False
         if goal not in self.least_ns:
             found = latency_lower_bound(problem, goal.memory_limit)
             self.least_ns[goal] = rounded_bound(found, scratch.subject.original_ns)
-        return self.least_ns[goal]
+        return scratch.enough(goal, peak, latency_ns, self.least_ns[goal])
 
 
 def attempts(
@@ -187,7 +188,6 @@ def attempts(
     *,
     budget: int,
     seed: int,
-    left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     brief: bool = False,
     front: Callable[[], FissionFront] | None = None,
@@ -195,9 +195,9 @@ def attempts(
 ) -> Callable[[Objective], Plan]:
     """Return a function that plans a graph for one goal after another.
 
-    Loops in the graph stay as they are, each a node of the search. ``left`` says how many seconds a search may still
-    take, ``over`` ends one; a ``brief`` one makes few proposals. Where there is a ``front`` of the same step, whose
-    parts run whole, a search that is not `enough` goes on from it. What ``begun`` knows is not searched for again.
+    Loops in the graph stay as they are, each a node of the search. ``over`` ends one; a ``brief`` one makes few
+    proposals. Where there is a ``front`` of the same step, whose parts run whole, a search that is not `enough` goes on
+    from it. What ``begun`` knows is not searched for again.
     """
     subject = scratch.subject
     costs = subject.costs(scratch.known_to_search(graph))
@@ -210,9 +210,7 @@ def attempts(
 
     def attempt(aim: Objective) -> Plan:
         problem = replace(loose, ceiling=aim.memory_limit or 0)
-        results, states = whole_search(
-            scratch, problem, aim, budget, seed, front, left=left, over=over, brief=brief, begun=begun
-        )
+        results, states = whole_search(scratch, problem, aim, budget, seed, front, over=over, brief=brief, begun=begun)
         result = results[0]
         events = expand(problem, result.order, result.flags)
         return scratch.plan(
@@ -268,7 +266,6 @@ def whole_search(
     seed: int,
     front: Callable[[], FissionFront] | None,
     *,
-    left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     brief: bool = False,
     begun: SearchesFromNothing | None = None,
@@ -281,13 +278,15 @@ def whole_search(
     """
     watch, begun = scratch.watch, SearchesFromNothing() if begun is None else begun
     first = min(budget, FROM_NOTHING) if front is not None else budget
-    begin = partial(search, problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
+    end = begun.deadline.begin(begun.share)
+    either = over if end is never else lambda: over() or end()
+    begin = partial(search, problem, goal, budget=first, seed=seed, brief=brief, over=either, watch=watch)
     found, states = begun.result(goal, begin)
     if front is None or first == budget or scratch.enough(goal, found.peak, found.latency_ns):
         return [found], states
     if over():
         return [replace(found, stopped_by_seconds=True)], states
-    if begun.enough(scratch, problem, goal, found.peak, found.latency_ns):
+    if begun.enough(scratch, goal, found.peak, found.latency_ns):
         return [found], states
     known = front()
     starts = [found, *(point.plan for point in around_best(known.points, goal))]

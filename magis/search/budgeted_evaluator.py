@@ -43,6 +43,36 @@ def never() -> bool:
     return False
 
 
+class Deadline:
+    """A cap on the seconds of searches that follow one another, from now on; None: they end by their budgets alone."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._began = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Return the seconds since it was made."""
+        return time.perf_counter() - self._began
+
+    def over(self, share: float = 1.0) -> bool:
+        """Return True once this share of the cap has gone by."""
+        return self.seconds is not None and self.elapsed() >= share * self.seconds
+
+    def left(self, least: float = 0.0) -> float | None:
+        """Return the seconds that are left, ``least`` as a share of all of them or more."""
+        return None if self.seconds is None else max(self.seconds - self.elapsed(), least * self.seconds)
+
+    def begin(self, share: float) -> Over:
+        """Return the end of a search that begins now: that share of the cap, or a tenth of it from now on if later."""
+        if self.seconds is None:
+            return never
+        end = max(share * self.seconds, self.elapsed() + self.seconds / 10)
+        return lambda: self.elapsed() >= end
+
+
+NO_DEADLINE = Deadline(None)
+
+
 class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands; nothing went wrong)
     """The budget is spent."""
 
@@ -117,9 +147,9 @@ class BudgetedEvaluator:
     """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
 
     Plans are judged on the order of the last ``use``. A plan within the memory limit that costs no time ends the
-    search. ``seconds`` and ``over`` are further caps, though never on the first plan: when they end the search,
+    search. ``over`` is a further cap, though never on the first plan: where it ends the search,
     ``stopped_by_seconds`` says so, and the result depends on the machine's speed.
-    Without them the same calls give the same answers everywhere.
+    Without it the same calls give the same answers everywhere.
     """
 
     def __init__(
@@ -127,8 +157,6 @@ class BudgetedEvaluator:
         problem: Problem,
         goal: Objective,
         budget: int,
-        seconds: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
         over: Over = never,
         watch: Watch | None = None,
     ) -> None:
@@ -139,10 +167,8 @@ class BudgetedEvaluator:
         self.stopped_by_seconds = False
         self.best: JudgedPlan | None = None
         self._least_ns = problem.least_ns
-        self._clock = clock
         self._over = over
         self._watch = watch
-        self._deadline = None if seconds is None else clock() + seconds
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self.untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
         """Flags of a plan that recomputes nothing."""
@@ -204,6 +230,6 @@ class BudgetedEvaluator:
         """Raise SearchOver if nothing may be evaluated any more."""
         if self.states >= self.budget:
             raise SearchOver
-        if self.states and (self._over() or (self._deadline is not None and self._clock() > self._deadline)):
+        if self.states and self._over():
             self.stopped_by_seconds = True
             raise SearchOver

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
     LARGE,
@@ -42,6 +41,7 @@ from magis.search.moves import (
     worth_repeating,
 )
 from magis.search.pareto_sweep import C, Proposer, distinct
+from magis.search.window import window_orders
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import KEEP, REPEAT, SWAP, Int8s, Int32s, Int64s, Problem
 
@@ -237,8 +237,6 @@ class SearchResult(JudgedPlan):
     """True if the seconds cap ended the search: the result depends on the machine's speed."""
     feasible: bool
     """True if the limit is kept."""
-    lower_bound: int
-    """Bytes that no plan avoids."""
     judge: BudgetedEvaluator
     """Evaluator with every plan that was judged."""
 
@@ -248,7 +246,6 @@ def search(
     goal: Objective,
     *,
     budget: int = DEFAULT_BUDGET,
-    seconds: float | None = None,
     allow_swap: bool = True,
     seed: int = 0,
     brief: bool = False,
@@ -261,12 +258,12 @@ def search(
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
     good enough to tell promising problems from others. With ``starts``, plans of this problem, it makes none: these
     are mixed and polished, and nothing worse comes out. Of large steps fewer plans than the ``budget`` says are judged
-    (`affordable`). However little time ``seconds`` and ``over`` leave, the step as it stands is judged. ``watch`` is
+    (`affordable`). However little time ``over`` leaves, the step as it stands is judged. ``watch`` is
     called with every judged plan. Raises UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
     states = affordable(budget, problem.n_nodes)
-    judge = BudgetedEvaluator(problem, goal, states, seconds, over=over, watch=watch)
+    judge = BudgetedEvaluator(problem, goal, states, over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
@@ -281,7 +278,6 @@ def search(
         states=judge.states,
         stopped_by_seconds=judge.stopped_by_seconds,
         feasible=best.met(goal),
-        lower_bound=lower_bound(problem),
         judge=judge,
     )
 

@@ -7,16 +7,14 @@ groups of decisions between a cheap plan above the limit and a lean one below (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import chain
 
 import numpy as np
 
-from magis.schedule.stretches import wide_orders
-from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective
+from magis.search.window import window_orders
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, Int8s, Int32s, Int64s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, Int8s, Int64s, Problem
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
@@ -166,27 +164,20 @@ def _kept_together(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, 
 
 
 def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
-    """Lower the peak of a plan by other orders around it, of windows or else of wide stretches, as long as one does."""
-    child: JudgedPlan | None = plan
-    while child is not None:
-        plan = child
-        child = _lower(judge, plan, window_orders) or _lower(judge, plan, wide_orders)
+    """Lower the peak of a plan by other orders of windows around it, as long as one does."""
+    lower = True
+    while lower:
+        lower = False
+        judge.use(plan.order)
+        judge.look(plan.flags)
+        for order in list(window_orders(judge.evaluator)):
+            judge.use(order)
+            child = judge.plan(plan.flags)
+            if child.peak < plan.peak:
+                plan, lower = child, True
+                break
     judge.use(plan.order)
     return plan
-
-
-def _lower(
-    judge: BudgetedEvaluator, plan: JudgedPlan, orders: Callable[[Evaluator], Iterator[Int32s]]
-) -> JudgedPlan | None:
-    """Return the plan on the first of other orders that lowers its peak."""
-    judge.use(plan.order)
-    judge.look(plan.flags)
-    for order in list(orders(judge.evaluator)):
-        judge.use(order)
-        child = judge.plan(plan.flags)
-        if child.peak < plan.peak:
-            return child
-    return None
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:

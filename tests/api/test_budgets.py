@@ -18,7 +18,8 @@ from magis.planner.planning import better, plan, plan_whole
 from magis.planner.plans import ENOUGH, Plan, PlanScratch, SearchesFromNothing
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.search import budgeted_evaluator
+from magis.search.budgeted_evaluator import Deadline, Objective, PlanRequest, never
 from magis.search.driver import FROM_NOTHING
 from magis.simulate.simulator import replay
 
@@ -106,7 +107,7 @@ class Clock:
 def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
     def start(**given: int) -> Clock:
         clock = Clock(**given)
-        monkeypatch.setattr(planning, "time", clock)
+        monkeypatch.setattr(budgeted_evaluator, "time", clock)
         return clock
 
     return start
@@ -217,14 +218,27 @@ def test_the_search_from_nothing_has_its_share_of_a_cap(
     class Given(Exception):  # noqa: N818 (what was given is all that is asked)
         pass
 
-    def spied(*_: object, left: Callable[[], float | None], **_more: object) -> Plan:
-        raise Given(left())
+    def spied(*_: object, begun: SearchesFromNothing, **_more: object) -> Plan:
+        raise Given(begun)
 
     monkeypatch.setattr(planning, "plan_whole", spied)
     with pytest.raises(Given) as caught:
         planned(shared(BLOCKS, device), 0.9, budget, 200.0)
-    (seconds,) = caught.value.args
-    assert 0.9 * share * 200 < seconds <= share * 200
+    (begun,) = caught.value.args
+    assert (begun.deadline.seconds, begun.share) == (200.0, share)
+
+
+def test_a_search_that_begins_late_has_a_tenth_of_the_cap(clocked: Callable[..., Clock]) -> None:
+    clocked()
+    deadline = Deadline(100.0)  # each look takes a second, the first one began it
+    early = deadline.begin(0.5)
+    looks = 1
+    while not early():
+        looks += 1
+    assert looks == 49
+    late = deadline.begin(0.5)
+    assert [late() for _ in range(10)] == [False] * 9 + [True]
+    assert Deadline(None).begin(0.5) is never
 
 
 def test_a_search_ends_close_to_the_bound_of_latency(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.report.text_store import Kept
 from magis.results import Case, CaseResult
-from magis.search.budgeted_evaluator import Objective
+from magis.search.budgeted_evaluator import Deadline, Objective
 
 BLOCKS = "tests.api.nets:few_blocks"
 CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=2)
@@ -110,7 +110,7 @@ def shelf(subject: Subject, tmp_path: Path) -> Shelf:
     plans, scratch = KeptPlans(kept), PlanScratch(subject, None)
     goal = Objective(memory_limit=int(0.7 * subject.original.peak_bytes))
     key = plans.key(subject, goal, "magis", 300, 0, None)
-    found = planning._search_all(scratch, goal, 300, None, 0, lambda _stage: None)
+    found = planning._search_all(scratch, goal, 300, Deadline(None), 0, lambda _stage: None)
     plans.save(key, found, scratch, goal)
     text: list[str] = []
     kept.load(key, text.append)

@@ -14,13 +14,14 @@ from magis.cost.shapes import describe
 from magis.cost.signature import parse as parse_call
 from magis.cost.signature import signature
 from magis.errors import CaptureError, VerifyError
+from magis.extensions.paper.interim_rules import rule
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph, Op, Ref, Storage, Value, dump, parse, verify
 from magis.graph.hazards import fills
 from magis.ops.fake_results import bits_of
 from magis.ops.splits import splits
 from magis.rewrite.functionalize import functionalize
-from magis.rewrite.rules.rule_table import matches, rule
+from magis.rewrite.rules.rule_table import matches
 from magis.runtime.codegen import compile_step
 from magis.runtime.double_precision import closeness, gradient_values
 from magis.runtime.scratch import make_tensors

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.extensions.paper.incremental_schedule import full_order, incremental_order, intervals, splice
-from magis.schedule.dynamic import best_order, floor_of, peak_of
-from magis.schedule.stretches import Steps, cuts, stretch, wide_orders
-from magis.schedule.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
-from magis.schedule.window import window_orders
+from magis.extensions.paper.stretch_order import best_order, floor_of, peak_of
+from magis.extensions.paper.stretches import Steps, cuts, stretch
+from magis.extensions.paper.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import KEEP, Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer, unet
@@ -242,39 +241,3 @@ def test_a_wide_step_is_not_searched_for_ever() -> None:
     assert intervals(wide, order, [195]) == [(195, 201)]
     assert intervals(wide, order, [50, 70]) == [(34, 71)]
     assert intervals(wide, order, [50, 195]) == [(34, 51), (195, 201)]
-
-
-# --- wide stretches ---------------------------------------------------------------------------------------------
-
-
-@examples(40)
-@given(plans())
-def test_wide_stretches_keep_every_hazard(plan: tuple[Problem, Int32s, np.ndarray]) -> None:
-    problem, order, flags = plan
-    judge = Evaluator(problem, order)
-    judge.quick(flags)
-    for other in wide_orders(judge):
-        check_order(problem, other)
-        assert not np.array_equal(other, order)
-
-
-def test_branches_longer_than_a_window_in_two_cells_alike() -> None:
-    """Two cells of two branches of 14 nodes each, run in turns: both hold two large tensors at once."""
-    edges: list[tuple[int, ...]] = [()]
-    sizes = [1]
-    for _ in range(2):
-        x = len(edges) - 1
-        ends = [x, x]
-        for step in range(14):
-            for branch in range(2):
-                edges.append((ends[branch],))
-                sizes.append(100 if 0 < step < 13 else 1)
-                ends[branch] = len(edges) - 1
-        edges.append((ends[0], ends[1]))
-        sizes.append(1)
-    problem = chained(*edges, sizes=tuple(sizes))
-    judge = Evaluator(problem, program(problem))
-    before, _ = judge.quick(keep(problem))
-    assert before == 300
-    assert all(peak(problem, order) == before for order in window_orders(judge))
-    assert min(peak(problem, order) for order in wide_orders(judge)) == 201

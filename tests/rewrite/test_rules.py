@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.extensions.paper.interim_rules import RULES, rule
 from magis.graph import Graph, verify
 from magis.ops.call import call
-from magis.rewrite.rules.rule_table import RULES, Rule, apply, matches, rule
+from magis.rewrite.rules.rule_table import Rule, apply, matches
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import Built
 from tests.oracles import graph_step, same

@@ -6,20 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from magis.extensions.paper.interim_rules import rule
 from magis.graph import Graph, verify
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import (
-    AGGREGATIONS,
-    TIDYING,
-    Match,
-    aggregated,
-    apply,
-    attempt,
-    matches,
-    quickest,
-    rule,
-)
+from magis.rewrite.rules.rule_table import AGGREGATIONS, TIDYING, Match, aggregated, apply, attempt, matches, quickest
 from tests.nets import ADAMW, Net, rows
 from tests.oracles import captured
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from magis.errors import MagisError
+from magis.extensions.paper.interim_rules import rule
 from magis.graph import Graph, Op, Ref, Storage, Value, verify
 from magis.ops.optimizers import OptimizerSpec
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.merged_weights import MERGED
-from magis.rewrite.rules.rule_table import aggregated, apply, matches, rule
+from magis.rewrite.rules.rule_table import aggregated, apply, matches
 from magis.runtime.steps import GraphStep
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, FORWARD, OPTIMIZERS, Block, Net, rows

@@ -11,13 +11,14 @@ from magis.extensions.models.building import Style
 from magis.extensions.models.convnets import resnet
 from magis.extensions.models.encoders import bert
 from magis.extensions.models.network_names import GATE_NAMES
+from magis.extensions.paper.interim_rules import RULES
 from magis.graph import Graph, verify
 from magis.models import get
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, Match, aggregated, attempt
+from magis.rewrite.rules.rule_table import Match, aggregated, attempt
 from tests.nets import Built, as_built
 from tests.oracles import captured, eager_step, history
 from tests.rewrite.alike import check_training

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.errors import MagisError
+from magis.extensions.paper.interim_rules import RULES, counted, rule
 from magis.fission.candidates import connected
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import axes, suffix
@@ -20,7 +21,7 @@ from magis.graph import Graph, Op, Ref, Storage, verify
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.language import parse_pattern
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, aggregated, apply, counted, matches, rule
+from magis.rewrite.rules.rule_table import aggregated, apply, matches
 from tests.nets import ADAMW, FORWARD, Block, Net, rows
 from tests.oracles import captured
 from tests.rewrite.patterns import graph_of, own, program

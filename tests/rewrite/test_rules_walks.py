@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from magis.extensions.models.building import Style
 from magis.extensions.models.encoders import bert
+from magis.extensions.paper.interim_rules import RULES
 from magis.graph import Graph, verify
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, Match, attempt
+from magis.rewrite.rules.rule_table import Match, attempt
 from tests.nets import ADAMW, SGD, Built, Net, as_built, rows
 from tests.oracles import captured, eager_step, history
 from tests.rewrite.alike import check_training

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from magis.fission.proof import verify_fission
 from magis.graph import verify
 from magis.planner.fission_plan import divide
-from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective, PlanRequest, SearchOver
+from magis.search.budgeted_evaluator import BudgetedEvaluator, Deadline, Objective, PlanRequest, SearchOver
 from magis.search.driver import SearchResult, search
 from magis.search.fission_pareto import whole_front
 from magis.search.loop_nest import level, realize_level, solve
@@ -97,7 +97,7 @@ def test_any_budget_and_any_cap_have_a_plan(goal_of: Callable[[Step], Objective]
         problem,
         goal,
         budget=budget,
-        seconds=seconds,
+        over=Deadline(seconds).over,
     )
     assert_sound(made, found, goal)
     if budget == 1:
@@ -110,7 +110,7 @@ def test_a_judge_stops_at_its_deadline_and_keeps_the_best(waits: list[float], se
     """By a clock that a test moves on before every plan."""
     problem = step("perceptron").compiled.problem
     now = 0.0
-    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100, seconds=seconds, clock=lambda: now)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100, over=lambda: now > seconds)
     flags = np.full(problem.n_storages, DROP, dtype=np.int8)
     judged: list[tuple[int, int]] = []
     for number, wait in enumerate(waits):

@@ -43,9 +43,9 @@ from magis.extensions.paper.nested_loops import (
     view_at_peak,
 )
 from magis.graph import Graph
-from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import Objective, Over, check_request, never
 from magis.search.loop_nest import level
+from magis.search.window import window_orders
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import Evaluation
 

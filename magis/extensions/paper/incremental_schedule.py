@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable
 import numba
 import numpy as np
 
+from magis.extensions.paper.stretch_order import WIDEST
+from magis.extensions.paper.stretches import MOST, Steps, cuts, forced, improved, lives_of
+from magis.extensions.paper.waists import NARROW, OUTSIDE, in_parts
 from magis.graph import Op
-from magis.schedule.dynamic import WIDEST
-from magis.schedule.stretches import MOST, Steps, cuts, forced, improved, lives_of
-from magis.schedule.waists import NARROW, OUTSIDE, in_parts
 from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Group
 from magis.simulate.evaluator import Evaluator

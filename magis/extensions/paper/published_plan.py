@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,7 @@ from magis.extensions.paper.ftree import LEVELS
 from magis.fission.proof import verify_fission
 from magis.planner.fission_plan import describe_loop, name_loops
 from magis.planner.plans import Plan, PlanScratch, Searched, approached
-from magis.search.budgeted_evaluator import Objective
+from magis.search.budgeted_evaluator import Deadline, Objective
 
 
 def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
@@ -21,16 +20,15 @@ def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, se
     `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). Without fission where
     the proof of a cut fails: the plan says so.
     """
-    started, states = time.perf_counter(), STATES if budget is None else budget
+    deadline, states = Deadline(seconds), STATES if budget is None else budget
     subject = scratch.subject
     step = subject.untangled
     costs = subject.costs(scratch.known_to_search(step))
 
-    def over() -> bool:
-        return seconds is not None and time.perf_counter() - started >= seconds
-
     def attempt(levels: int, aim: Objective) -> Plan:
-        search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        search = PaperSearch(
+            step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=deadline.over
+        )
         found = search.run()
         if found.loops:
             verify_fission(found.frame.nest.compiled.graph, step)

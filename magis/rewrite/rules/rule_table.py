@@ -1,13 +1,13 @@
 """The rules ``before -> after``, one row each, and the functions that match and apply them (paper, TASO).
 
-Aggregations make one large call of several small ones. The interim rules compute the same in another way, and by that
-bring together what can be aggregated; they lead back and forth.
+Aggregations make one large call of several small ones; others tidy up behind them. The neighbour *paper* has more,
+which lead back and forth.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -160,13 +160,8 @@ def twins(index: Index) -> Iterator[Bound]:
             yield Bound(lists={"a": first.made()}, ops=(op.id,), roots=op.made())
 
 
-def some_are_left(bound: Bound) -> bool:
-    """Return False for a concatenation around one of the same tensors alone, which is the same one."""
-    return bool(bound.lists["l"] or bound.lists["r"])
-
-
-AGGREGATIONS = (
-    # one input, several weights (query, key and value)
+LEADING = (
+    # one input, several weights (query, key and value): those of the backward pass follow
     Rule("merge-mm", "mm(x, *a) -> split(mm(x, cat(*a, dim=-1)), *a, dim=-1)", inverse=("split-mm", "split-of-cat")),
     Rule("merge-addmm", "addmm(*c, x, *a) -> split(addmm(cat(*c, dim=-1), x, cat(*a, dim=-1)), *a, dim=-1)",
         inverse=("split-addmm", "split-of-cat", "split-of-cat")),
@@ -174,6 +169,9 @@ AGGREGATIONS = (
         inverse=("split-conv", "split-of-cat")),
     Rule("merge-conv-bias", "convb(x, *w, *c) -> split(convb(x, cat(*w, dim=-4), cat(*c, dim=-1)), *w, dim=-3)",
         inverse=("split-conv-bias", "split-of-cat", "split-of-cat")),
+)  # fmt: skip
+AGGREGATIONS = (
+    *LEADING,
     # the same call on all pieces
     Rule("merge-unary", "unary(*split(x, dim=d)) -> split(unary(x), dim=d)", inverse=("unary-to-pieces",), exact=True),
     Rule("merge-binary", "binary(*split(x, dim=d), *split(y, dim=d)) -> split(binary(x, y), dim=d)",
@@ -205,98 +203,20 @@ AGGREGATIONS = (
     Rule("derematerialize", "f(a), f(a) -> *a", exact=True, find=twins),
 )  # fmt: skip
 
-INTERIM = (
-    # the inverses of the aggregations
-    Rule("split-mm", "split(mm(x, y), dim=-1) -> mm(x, *split(y, dim=-1))", inverse=("merge-mm", "cat-of-split")),
-    Rule("split-mm-rows", "split(mm(y, x), dim=-2) -> mm(*split(y, dim=-2), x)",
-        inverse=("merge-mm-rows", "cat-of-split")),
-    Rule("split-addmm", "split(addmm(c, x, y), dim=-1) -> addmm(*split(c, dim=-1), x, *split(y, dim=-1))",
-        inverse=("merge-addmm", "cat-of-split", "cat-of-split")),
-    Rule("split-addmm-rows", "split(addmm(c, y, x), dim=-2) -> addmm(c, *split(y, dim=-2), x)",
-        inverse=("merge-addmm-rows", "cat-of-split")),
-    Rule("split-conv", "split(conv(x, y), dim=-3) -> conv(x, *split(y, dim=-4))",
-        inverse=("merge-conv", "cat-of-split")),
-    Rule("split-conv-bias", "split(convb(x, y, c), dim=-3) -> convb(x, *split(y, dim=-4), *split(c, dim=-1))",
-        inverse=("merge-conv-bias", "cat-of-split", "cat-of-split")),
-    Rule("split-conv-batch", "split(conv(x, y), dim=-4) -> conv(*split(x, dim=-4), y)",
-        inverse=("merge-conv-batch", "cat-of-split")),
-    Rule("unary-to-pieces", "split(unary(x), dim=d) -> unary(*split(x, dim=d))", inverse=("merge-unary",), exact=True),
-    Rule("binary-to-pieces", "split(binary(x, y), dim=d) -> binary(*split(x, dim=d), *split(y, dim=d))",
-        inverse=("merge-binary",), exact=True),
-    Rule("unary-into-cat", "unary(cat(*a, dim=d)) -> cat(unary(*a), dim=d)", inverse=("merge-unary-cat",), exact=True),
-    Rule("binary-into-cat", "binary(cat(*a, dim=d), cat(*b, dim=d)) -> cat(binary(*a, *b), dim=d)",
-        inverse=("merge-binary-cat",), exact=True),
-    Rule("split-sum", "mm(cat(a, c, dim=-1), cat(b, d, dim=-2)) -> add(mm(a, b), mm(c, d))", inverse=("merge-sum",)),
-    # concatenations and splits
+TIDYING = (
+    Rule("t-of-t", "t(t(a)) -> a", exact=True),
     Rule("cat-of-split", "cat(*split(x, dim=d), dim=d) -> x", exact=True),
     Rule("split-of-cat", "split(cat(*a, dim=d), *a, dim=d) -> *a", exact=True),
     Rule("flatten-cat", "cat(*l, cat(*a, dim=d), *r, dim=d) -> cat(*l, *a, *r, dim=d)",
         inverse=("nest-cat",), exact=True),
-    Rule("nest-cat", "cat(*l, *a, *r, dim=d) -> cat(*l, cat(*a, dim=d), *r, dim=d)",
-        inverse=("flatten-cat",), exact=True, where=some_are_left),
-    Rule("mm-of-cat", "mm(x, cat(*a, dim=-1)) -> cat(mm(x, *a), dim=-1)", inverse=("cat-of-mm",)),
-    Rule("cat-of-mm", "cat(mm(x, *a), dim=-1) -> mm(x, cat(*a, dim=-1))", inverse=("mm-of-cat",)),
-    Rule("mm-of-cat-rows", "mm(cat(*a, dim=-2), x) -> cat(mm(*a, x), dim=-2)", inverse=("cat-of-mm-rows",)),
-    Rule("cat-of-mm-rows", "cat(mm(*a, x), dim=-2) -> mm(cat(*a, dim=-2), x)", inverse=("mm-of-cat-rows",)),
-    # associativity, commutativity
-    Rule("add-right", "add(add(a, b), c) -> add(a, add(b, c))", inverse=("add-left",)),
-    Rule("add-left", "add(a, add(b, c)) -> add(add(a, b), c)", inverse=("add-right",)),
-    Rule("add-swap", "add(a, b) -> add(b, a)", inverse=("add-swap",), exact=True),
-    Rule("mul-right", "mul(mul(a, b), c) -> mul(a, mul(b, c))", inverse=("mul-left",)),
-    Rule("mul-left", "mul(a, mul(b, c)) -> mul(mul(a, b), c)", inverse=("mul-right",)),
-    Rule("mul-swap", "mul(a, b) -> mul(b, a)", inverse=("mul-swap",), exact=True),
-    Rule("mm-right", "mm(mm(a, b), c) -> mm(a, mm(b, c))", inverse=("mm-left",)),
-    Rule("mm-left", "mm(a, mm(b, c)) -> mm(mm(a, b), c)", inverse=("mm-right",)),
-    # distributivity
-    Rule("mul-over-add", "mul(add(a, b), c) -> add(mul(a, c), mul(b, c))", inverse=("add-of-mul",)),
-    Rule("add-of-mul", "add(mul(a, c), mul(b, c)) -> mul(add(a, b), c)", inverse=("mul-over-add",)),
-    Rule("mm-over-add", "mm(add(a, b), c) -> add(mm(a, c), mm(b, c))", inverse=("add-of-mm",)),
-    Rule("add-of-mm", "add(mm(a, c), mm(b, c)) -> mm(add(a, b), c)", inverse=("mm-over-add",)),
-    Rule("mm-over-add-right", "mm(c, add(a, b)) -> add(mm(c, a), mm(c, b))", inverse=("add-of-mm-right",)),
-    Rule("add-of-mm-right", "add(mm(c, a), mm(c, b)) -> mm(c, add(a, b))", inverse=("mm-over-add-right",)),
-    # transposes
-    Rule("t-of-t", "t(t(a)) -> a", exact=True),
-    Rule("t-of-mm", "t(mm(a, b)) -> mm(t(b), t(a))", inverse=("mm-of-t",)),
-    Rule("mm-of-t", "mm(t(b), t(a)) -> t(mm(a, b))", inverse=("t-of-mm",)),
-    Rule("t-of-add", "t(add(a, b)) -> add(t(a), t(b))", inverse=("add-of-t",), exact=True),
-    Rule("add-of-t", "add(t(a), t(b)) -> t(add(a, b))", inverse=("t-of-add",), exact=True),
     Rule("cat-of-t", "cat(t(*a), dim=-1) -> t(cat(*a, dim=-2))", inverse=("t-of-cat",), exact=True),
     Rule("cat-of-t-rows", "cat(t(*a), dim=-2) -> t(cat(*a, dim=-1))", inverse=("t-of-cat-rows",), exact=True),
-    Rule("t-of-cat", "t(cat(*a, dim=-2)) -> cat(t(*a), dim=-1)", inverse=("cat-of-t",), exact=True),
-    Rule("t-of-cat-rows", "t(cat(*a, dim=-1)) -> cat(t(*a), dim=-2)", inverse=("cat-of-t-rows",), exact=True),
-    # numbers
-    Rule("scale-of-mm", "scale(mm(a, b)) -> mm(scale(a), b)", inverse=("mm-of-scale",)),
-    Rule("mm-of-scale", "mm(scale(a), b) -> scale(mm(a, b))", inverse=("scale-of-mm",)),
-    Rule("scale-of-mm-right", "scale(mm(a, b)) -> mm(a, scale(b))", inverse=("mm-of-scale-right",)),
-    Rule("mm-of-scale-right", "mm(a, scale(b)) -> scale(mm(a, b))", inverse=("scale-of-mm-right",)),
-    Rule("scale-of-add", "scale(add(a, b)) -> add(scale(a), scale(b))", inverse=("add-of-scale",)),
-    Rule("add-of-scale", "add(scale(a), scale(b)) -> scale(add(a, b))", inverse=("scale-of-add",)),
-    Rule("scale-of-t", "scale(t(a)) -> t(scale(a))", inverse=("t-of-scale",), exact=True),
-    Rule("t-of-scale", "t(scale(a)) -> scale(t(a))", inverse=("scale-of-t",), exact=True),
-    # other shapes
-    Rule("add-of-view", "add(view(a), view(b)) -> view(add(a, b))", inverse=("view-of-add",), exact=True),
-    Rule("view-of-add", "view(add(a, b)) -> add(view(a), view(b))", inverse=("add-of-view",), exact=True),
 )  # fmt: skip
+"""Rules that take calls away and lead towards further aggregations."""
 
-RULES = (*AGGREGATIONS, *INTERIM)
-"""All rules. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``);
-``a -> t(t(a))`` and ``a -> split(cat(a))`` apply everywhere and lead nowhere."""
-
-
-def rule(name: str) -> Rule:
-    """Return the rule of a name. Raises KeyError without one."""
-    return {each.name: each for each in RULES}[name]
-
-
-# Aggregations one after the other, as long as one applies, largest first, with the interim rules that tidy up behind.
+# Aggregations one after the other, as long as one applies, largest first, with the rules that tidy up behind.
 # ``quickest`` compares times to decide: one large product replaces three, but copies what they share.
 
-TIDYING = tuple(
-    rule(name) for name in ("t-of-t", "cat-of-split", "split-of-cat", "flatten-cat", "cat-of-t", "cat-of-t-rows")
-)
-"""Interim rules that take calls away and lead towards further aggregations."""
-LEADING = tuple(rule(name) for name in ("merge-mm", "merge-addmm", "merge-conv", "merge-conv-bias"))
-"""Aggregations of calls with one input and several weights, which those of the backward pass follow."""
 GAIN = 0.005
 """Share of a step's time that aggregations must save: larger calls leave a plan less choice (seen: with 0.97% the whole
 front is better, with 0.23% its lean end is worse; docs/rules.md)."""
@@ -403,9 +323,3 @@ def _bound_values(bound: Bound) -> Iterator[int]:
     yield from bound.values.values()
     for members in bound.lists.values():
         yield from members
-
-
-def counted(graph: Graph, rules: Sequence[Rule] = RULES) -> Mapping[str, int]:
-    """Count the places where each rule applies."""
-    index = Index(graph)
-    return {each.name: sum(1 for _ in matches(each, graph, index)) for each in rules}

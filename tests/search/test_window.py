@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.schedule.window import WIDEST, best_order, window_orders
+from magis.search.window import WIDEST, best_order, window_orders
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import DROP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer

@@ -1,4 +1,4 @@
-"""Orders cut into stretches and ordered one after another, by narrow waists or around the peak."""
+"""Orders cut into stretches at narrow waists and ordered one after another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from magis.schedule.dynamic import WIDEST, Stretch, best_order
-from magis.schedule.waists import Waists, precedence, waists
+from magis.extensions.paper.stretch_order import WIDEST, Stretch, best_order
+from magis.extensions.paper.waists import Waists, precedence, waists
 from magis.simulate.arrays import NodeStep, make_step
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int32s, Int64s, Problem, Rows, int64s, rows_of
@@ -205,38 +205,3 @@ def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], 
     for _, end in stretches[:-1]:
         if narrowness[order[end - 1]] > narrow:
             yield end
-
-
-# Re-ordering by wide stretches around the peak: where branches are longer than the windows of ``window``.
-
-WIDE_SETS = 256
-"""Sets of nodes that a layer keeps: seen to be as good as 2048, at a tenth of the time."""
-PEAKS = 8
-"""Stretches ordered at once."""
-
-
-def wide_orders(evaluator: Evaluator) -> Iterator[Int32s]:
-    """Yield legal orders that may lower the peak of the plan judged last: stretches around every place that reaches it.
-
-    Equal layers have equal peaks, so that all of them must be ordered anew to gain anything.
-    """
-    order, lives, levels = evaluator.order, lives_of(evaluator), evaluator.levels
-    steps = Steps(evaluator.problem, evaluator.step)
-    position = np.cumsum((evaluator.runs & 1) == 0) - 1  # of the node that runs last up to each run
-    peaks = np.unique(position[levels == levels.max(initial=0)]).tolist()
-    for ahead in (WIDEST // 2, WIDEST // 4, 3 * WIDEST // 4):
-        found = improved(steps, order, _around(peaks, ahead, len(order)), lives, WIDE_SETS)
-        if not np.array_equal(found, order):
-            yield found
-
-
-def _around(peaks: list[int], ahead: int, nodes: int) -> list[tuple[int, int]]:
-    """List stretches that begin ``ahead`` nodes before each peak that no earlier one holds."""
-    found: list[tuple[int, int]] = []
-    end = 0
-    for peak in peaks:
-        if peak >= end and len(found) < PEAKS:
-            start = max(end, min(peak - ahead, nodes - WIDEST))
-            end = min(start + WIDEST, nodes)
-            found.append((start, end))
-    return found
