@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from magis.extensions.versions import (
     resolved,
     run_gate,
     scratch_folder,
+    without_flag,
 )
 from magis.plain_records import to_plain
 from magis.printable import printable
@@ -43,7 +44,7 @@ FLAG = BY_NAME["against"].flag
 def compare(config: pytest.Config, version: str) -> None:
     """Measure a version now, and compare this run with it. Raises pytest.UsageError in one line."""
     try:
-        if anywhere(config).updates:
+        if anywhere(config).update:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
         until_the_end = ExitStack()
         config.add_cleanup(until_the_end.close)
@@ -56,7 +57,7 @@ def compare(config: pytest.Config, version: str) -> None:
 
 
 def _measure_version(config: pytest.Config, version: str, folder: Path) -> GateRun:
-    arguments = list(_without_flag(config.invocation_params.args))
+    arguments = list(without_flag(map(str, config.invocation_params.args), FLAG))
     start = config.invocation_params.dir
     # one requirement, spaces in it included, or several with spaces between
     requirements = [version] if is_requirement(version) else version.split()
@@ -69,15 +70,6 @@ def _measure_version(config: pytest.Config, version: str, folder: Path) -> GateR
     _say(config, f"magis: measuring {version} ({commit[:10]}) to compare with")
     with checkout(root, commit, folder / "checkout") as tree:
         return run_gate(version, arguments, folder / "run", start=start, root=root, tree=tree)
-
-
-def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
-    skip = False
-    for argument in map(str, arguments):
-        if skip or argument == FLAG:
-            skip = not skip
-        elif not argument.startswith(f"{FLAG}="):
-            yield argument
 
 
 def _say(config: pytest.Config, text: str) -> None:

@@ -108,8 +108,7 @@ def case_key(label: str, case: Case) -> str:
     """
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
-    limited = case.memory_ratio is not None or case.latency_ratio is not None
-    slack = f" slack={case.slack:g}" if limited and case.device != "cpu" and case.slack != Case.slack else ""
+    slack = f" slack={case.slack:g}" if case.has_limit and case.device != "cpu" and case.slack != Case.slack else ""
     return f"{label}{budget}{seed}{slack}"
 
 
@@ -210,8 +209,7 @@ def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
 
     On a CPU an empty table counts: operators without scratch here may have some elsewhere. Other devices measure none.
     """
-    limited = result.case.memory_ratio is not None or result.case.latency_ratio is not None
-    if result.planning_workspaces or (limited and result.case.device == "cpu"):
+    if result.planning_workspaces or (result.case.has_limit and result.case.device == "cpu"):
         return result.planning_workspaces
     return None
 

@@ -32,6 +32,7 @@ from pytest_magis.harness import (
     search_front,
 )
 from pytest_magis.latency_verdict import latency_bounds
+from pytest_magis.options import tolerances_of
 from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase, WrittenFront
 from pytest_magis.terminal_table import progress_line
 from pytest_magis.verdict import Verdict, judge, judge_against
@@ -55,7 +56,7 @@ def run_and_judge(
     """Run a case and yield its outcome. An error that is not one of magis is raised after its outcome."""
     where = live.where if live else ""
     make = live.make if live else None
-    tolerances = live.tolerances if live else gate.settings.tolerances
+    tolerances = live.tolerances if live else tolerances_of(gate.settings)
 
     def failed(error: str) -> Outcome:
         verdict = Verdict(False, "ERROR")
@@ -68,7 +69,7 @@ def run_and_judge(
         bounds = latency_bounds(stored, tolerances)
         # without a baseline, the latency of a strategy to compare with is only shown beside that of plans
         is_compared_with = planned.case.strategy != "magis" and planned.case.latency_ratio is None
-        rough = stored is None and not gate.settings.updates and is_compared_with
+        rough = stored is None and not gate.settings.update and is_compared_with
         with progress_line(config, planned.name) as progress:
             if progress is not None:
                 progress("capturing")
@@ -115,7 +116,7 @@ def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances:
     settings = gate.settings
     if settings.against:
         return judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
-    return judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
+    return judge(result, stored, tolerances=tolerances, permissions=settings.update, held=held)
 
 
 def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:

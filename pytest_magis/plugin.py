@@ -34,8 +34,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, let the processes of other ranks than 0 serve the one that runs the tests."""
-    if flags.COMPARED_WITH in os.environ and hasattr(config.option, "xmlpath"):
-        config.option.xmlpath = None  # pytest's file of results is another run's, too
+    if flags.COMPARED_WITH in os.environ:  # these files of results are another run's, too
+        vars(config.option).update(dict.fromkeys({"xmlpath", "benchmark_json"} & vars(config.option).keys()))
     _leave_no_empty_storage(config)
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
@@ -49,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check everything that can be checked before a case runs; without models, wait for a test that is gated."""
     config.addinivalue_line(
         "markers",
-        "magis(memory_ratios=[0.8], ...): the test returns (module, batch, loss_fn), whose training step is gated",
+        f"magis(*, {', '.join(flags.MARK_ARGUMENTS)}): the test returns (module, batch, loss_fn), whose training "
+        "step is gated; each argument is optional, and means what the option of its name means",
     )
     _compare(config)
     if flags.is_active(config):

@@ -15,8 +15,8 @@ from magis.models.model_specs import UnknownModelError, all_names, is_factory, r
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
 from magis.strategies.strategy_names import PLANNED, check_planned
-from pytest_magis.options import Settings
-from pytest_magis.strategies import Strategy, by_name
+from pytest_magis.flags import Settings
+from pytest_magis.strategies import Strategy, by_name, searched_case
 from pytest_magis.verdict import Verdict
 
 ALL = "all"
@@ -172,7 +172,7 @@ def plan_cases(
 def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bool) -> list[tuple[str, Case]]:
     """Return a strategy's cases; none if it does not fit this run and only a pattern asked for it."""
     try:
-        return list(strategy.cases(model.target, settings.grid))
+        return list(strategy.cases(model.target, settings))
     except UsageError:
         if not optional:
             raise
@@ -206,7 +206,7 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
     """Plan a front of each model if fronts are asked for; its case has no limits."""
     if settings.pareto is None:
         return ()
-    return tuple(PlannedCase(model.name, FRONT, settings.grid.searched(model.target, "magis")) for model in models)
+    return tuple(PlannedCase(model.name, FRONT, searched_case(settings, model.target, "magis")) for model in models)
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:

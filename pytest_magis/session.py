@@ -140,7 +140,7 @@ def start(config: pytest.Config) -> None:
         gate = prepare(config)
     except MagisError as error:
         raise pytest.UsageError(str(error)) from error
-    if late and gate.settings.grid.device == "cpu" and not gate.is_worker:
+    if late and gate.settings.device == "cpu" and not gate.is_worker:
         gate.lines.append(LATE)
     config.pluginmanager.register(GateSession(gate), "magis-gate")
 
@@ -296,7 +296,7 @@ def _wants_ranks(config: pytest.Config) -> bool:
     The ini file does not count: it must not turn a user's own distributed tests into ranks of the gate.
     """
     settings = anywhere(config)
-    if on_command_line(config, "strategies") is None or settings.grid.device.startswith("sim:"):
+    if on_command_line(config, "strategies") is None or settings.device.startswith("sim:"):
         return False
     names = [
         name

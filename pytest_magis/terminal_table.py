@@ -147,8 +147,9 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 def _limit(outcome: Outcome) -> str:
     case = outcome.case
-    if case.memory_ratio is not None:
-        return f"{'mem' if case.memory_limit_of == 'peak' else case.memory_limit_of} {case.memory_ratio:.6g}"
+    if case.limits_memory:
+        limit = f"{case.memory_ratio:.6g}" if case.memory_limit is None else format_bytes(case.memory_limit)
+        return f"{'mem' if case.memory_limit_of == 'peak' else case.memory_limit_of} {limit}"
     return f"lat {case.latency_ratio:.6g}" if case.latency_ratio is not None else "-"
 
 

@@ -26,7 +26,8 @@ from pytest_magis.live.asked_options import (
     started_gate,
 )
 from pytest_magis.live.gated_tests import claim_name, name_of, node_id
-from pytest_magis.option_values import share
+from pytest_magis.option_values import SHARE
+from pytest_magis.options import tolerances_of
 from pytest_magis.run_plan import FRONT, Outcome, PlannedCase, add, forget_outcomes
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ class MagisFixture:
         all: a tuple of them, a Workload, or a function without arguments that returns what a marked test may, which is
         called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
 
-        By name, everything that the mark takes: `memory_ratios`, `memory_limit_of`, `latency_ratios`, `strategies`,
-        `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`, `memory_tolerance`, `latency_tolerance`, `required`,
-        and the `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
+        By name, everything that the mark takes: limits (`memory_ratios`, `memory_limit="2 GiB"`, `latency_ratios`,
+        `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`,
+        `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label ("eager",
+        "magis-mem0.8").
         """
         from magis.models.step_parts import recipe_of
 
@@ -79,7 +81,7 @@ class MagisFixture:
             _, make = recipe_of("magis.check", module, batch, loss, wanted.optimizer, name=name)
             if make is None:
                 raise UsageError("magis.check: a name is no module", hint="--magis-models takes names")
-        live = GatedTest(make, settings.tolerances, node_id(item))
+        live = GatedTest(make, tolerances_of(settings), node_id(item))
         try:
             for each in planned:
                 if each.label == FRONT:
@@ -119,8 +121,9 @@ class PeakGate:
         __tracebackhide__ = True
         gate = started_gate(self._item.config)
         with refused_in_one_line():
-            allowed = share(f"{PEAK}: tolerance", str(tolerance))
-            tolerances = replace(gate.settings.tolerances, memory=max(allowed, gate.settings.tolerances.memory))
+            allowed = SHARE.read(f"{PEAK}: tolerance", str(tolerance))
+            tolerances = tolerances_of(gate.settings)
+            tolerances = replace(tolerances, memory=max(allowed, tolerances.memory))
             outcomes = [self._judge(peak, name, gate, tolerances) for name, peak in peaks.items()]
         _fail_if_red(outcomes, gate, self._item.config)
 

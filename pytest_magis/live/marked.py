@@ -23,7 +23,7 @@ from pytest_magis.live.asked_options import (
     started_gate,
 )
 from pytest_magis.live.gated_tests import MARK, PARAM, label_of, name_of, node_id
-from pytest_magis.options import anywhere
+from pytest_magis.options import anywhere, tolerances_of
 from pytest_magis.run_plan import FRONT, leave
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run_marked(item: pytest.Function) -> None:
         check_claim(SHOWN, item, name)
         settings = asked.over(gate.settings)
         planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
-    live = GatedTest(_maker(item, name, asked), settings.tolerances, node_id(item))
+    live = GatedTest(_maker(item, name, asked), tolerances_of(settings), node_id(item))
     if label == FRONT:
         with refused_in_one_line():
             leave(search_and_write_front(item.config, gate, planned, live), item.user_properties)
