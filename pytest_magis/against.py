@@ -36,7 +36,6 @@ from pytest_magis.flags import BY_NAME
 from pytest_magis.gate import Gate
 from pytest_magis.lazy_activation import GATE
 from pytest_magis.options import AGAINST, anywhere
-from pytest_magis.run_plan import PlannedCase
 
 FLAG = BY_NAME["against"].flag
 
@@ -103,11 +102,11 @@ class Guard:
 def gated_cases(gate: Gate) -> Iterator[GatedCase]:
     """Yield the outcome of each case of a run, for `GateRun`."""
     for outcome in gate.ordered():
-        planned = PlannedCase(outcome.model, outcome.label, outcome.case)
         verdict, result = outcome.verdict, outcome.result
         texts = [finding.text for finding in verdict.findings]
         is_whole = result is not None and not result.search.stopped_by_seconds
-        stored = stored_case(gate.baseline(planned), planned.label, planned.case) if is_whole else None
+        baseline = gate.baseline(outcome.model, outcome.case) if is_whole else None
+        stored = stored_case(baseline, outcome.label, outcome.case)
         known = tuple(stored.measured) if stored else ()
         here = identity_key(result) if result is not None and "torch" in result.identity else ""
         yield GatedCase(

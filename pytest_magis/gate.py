@@ -94,11 +94,11 @@ class Gate:
     workers_ready: int = 0
     """Number of workers of pytest-xdist that have collected."""
 
-    def baseline(self, planned: PlannedCase) -> ModelBaseline | None:
+    def baseline(self, model: str, case: Case) -> ModelBaseline | None:
         """Return the baselines of a case's model as they were when the run began. Raises BaselineError."""
-        path = self.path(planned.model, planned.case)
+        path = self.path(model, case)
         if path not in self.baselines:
-            self.baselines[path] = read_baseline(path, planned.model, planned.case.device)
+            self.baselines[path] = read_baseline(path, model, case.device)
         return self.baselines[path]
 
     def path(self, model: str, case: Case) -> Path:
@@ -212,7 +212,7 @@ def prepare(config: pytest.Config) -> Gate:
     gate = Gate(settings, cases, fronts, columns, is_worker)
     for planned in cases:
         check_installed(planned.case.strategy, planned.case.search)
-        gate.baseline(planned)
+        gate.baseline(planned.model, planned.case)
     written = {"page": settings.report, "markdown": settings.markdown}
     for output in (name for name, place in written.items() if place is not None):
         registry.check("output", output)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from magis.printable import printable
 from magis.report import thinned_timelines
 from magis.results import CaseResult
 from pytest_magis.baselines import held_before, planning_inputs, stored_case
-from pytest_magis.findings import Tolerances, accept_case
+from pytest_magis.findings import accept_case
 from pytest_magis.gate import Gate, write_front, write_trace
 from pytest_magis.harness import (
     check_prices,
@@ -32,38 +33,51 @@ from pytest_magis.harness import (
     search_front,
 )
 from pytest_magis.latency_verdict import latency_bounds
-from pytest_magis.options import tolerances_of
-from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase, WrittenFront
+from pytest_magis.run_plan import FRONT, PREFIX, Outcome, PlannedCase, WrittenFront, leave
 from pytest_magis.terminal_table import progress_line
 from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:
-    from magis.api import Workload
+    pass
 
 
-@dataclass(frozen=True)
-class GatedTest:
-    """A user's test that is gated: the builder of its network (seed -> workload), its tolerances, its node id."""
-
-    make: Callable[[int], Workload]
-    tolerances: Tolerances
-    where: str
+def failure(text: str) -> BaseException:
+    """Return the exception that fails a test with these lines and no traceback."""
+    return pytest.fail.Exception(text, pytrace=False)
 
 
-def run_and_judge(
-    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
-) -> Iterator[Outcome]:
+@contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Turn an error of magis in the block into a failure of the test."""
+    try:
+        yield
+    except MagisError as error:
+        raise failure(str(error)) from None
+
+
+def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
+    """Run the case of an item, or write its front, and leave the outcome in its report. Fails a red case in lines."""
+    __tracebackhide__ = True
+    if planned.label == FRONT:
+        with refused_in_one_line():
+            leave(search_and_write_front(item.config, gate, planned), item.user_properties)
+        return
+    for outcome in run_and_judge(item.config, gate, planned):
+        leave(outcome, item.user_properties)
+    if not outcome.verdict.passed:
+        raise failure("\n".join(report_lines(outcome, gate, item.config)))
+
+
+def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> Iterator[Outcome]:
     """Run a case and yield its outcome. An error that is not one of magis is raised after its outcome."""
-    where = live.where if live else ""
-    make = live.make if live else None
-    tolerances = live.tolerances if live else tolerances_of(gate.settings)
+    make, tolerances = planned.make, planned.tolerances
 
     def failed(error: str) -> Outcome:
         verdict = Verdict(False, "ERROR")
-        return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=where)
+        return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=planned.where)
 
     try:
-        baseline = gate.baseline(planned)
+        baseline = gate.baseline(planned.model, planned.case)
         hand_back = planning_inputs(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         bounds = latency_bounds(stored, tolerances)
@@ -76,7 +90,7 @@ def run_and_judge(
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make, progress=progress)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
-        verdict = verdict_on(gate, planned, result, tolerances)
+        verdict = verdict_on(gate, planned, result)
         if not verdict.passed:
             measure_again(config, planned.case)
         # written here, since whole time lines are too long to send between processes
@@ -91,29 +105,27 @@ def run_and_judge(
         raise
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
-        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=planned.where, trace=trace)
 
 
-def search_and_write_front(
-    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
-) -> WrittenFront:
+def search_and_write_front(config: pytest.Config, gate: Gate, planned: PlannedCase) -> WrittenFront:
     """Search the front of a model and write its files. Raises UsageError if that fails."""
     with progress_line(config, planned.name) as progress:
         if progress is not None:
             progress("searching the front")
-        front = search_front(config, planned.model, planned.case, live.make if live else None)
+        front = search_front(config, planned.model, planned.case, planned.make)
     return write_front(gate.settings.pareto or Path(), planned, front)
 
 
-def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances: Tolerances) -> Verdict:
+def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult) -> Verdict:
     """Judge the result of a planned case, by its baseline or by the revision that it is compared with.
 
     Raises BaselineError.
     """
-    baseline = gate.baseline(planned)
+    baseline = gate.baseline(planned.model, planned.case)
     stored = stored_case(baseline, planned.label, planned.case)
     held = held_before(baseline, planned.label, planned.case)
-    settings = gate.settings
+    settings, tolerances = gate.settings, planned.tolerances
     if settings.against:
         return judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
     return judge(result, stored, tolerances=tolerances, permissions=settings.update, held=held)

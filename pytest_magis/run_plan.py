@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from magis.errors import UsageError
 from magis.models.model_specs import UnknownModelError, all_names, is_factory, resolve
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
 from magis.strategies.strategy_names import PLANNED, check_planned
+from pytest_magis.findings import Tolerances
 from pytest_magis.flags import Settings
+from pytest_magis.options import tolerances_of
 from pytest_magis.strategies import Strategy, by_name, searched_case
 from pytest_magis.verdict import Verdict
+
+if TYPE_CHECKING:
+    from magis.api import Workload
 
 ALL = "all"
 PREFIX = "magis::"
@@ -45,8 +50,13 @@ class PlannedCase:
     model: str
     label: str
     case: Case
+    tolerances: Tolerances
     optional: bool = False
     """True: skip it if its strategy does not fit the model, since only a pattern asked for it."""
+    make: Callable[[int], Workload] | None = None
+    """Builder (seed -> workload) of the network of a user's test; None: the case's model is the name of one."""
+    where: str = ""
+    """Node id of the user's test."""
 
     @property
     def name(self) -> str:
@@ -156,7 +166,7 @@ def plan_cases(
     for model in models:
         for name, (strategy, optional) in chosen.items():
             for label, case in _cases(strategy, model, settings, optional=optional):
-                planned = PlannedCase(model.name, label, case, optional)
+                planned = PlannedCase(model.name, label, case, tolerances_of(settings), optional)
                 if planned.name in taken:
                     raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
                 if planned.name in cases:
@@ -206,7 +216,10 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
     """Plan a front of each model if fronts are asked for; its case has no limits."""
     if settings.pareto is None:
         return ()
-    return tuple(PlannedCase(model.name, FRONT, searched_case(settings, model.target, "magis")) for model in models)
+    return tuple(
+        PlannedCase(model.name, FRONT, searched_case(settings, model.target, "magis"), tolerances_of(settings))
+        for model in models
+    )
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:

@@ -15,7 +15,8 @@ from magis.progress import Progress, ProgressPlace, shown_if_slow
 from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
 from magis.units import aligned, format_bytes
-from pytest_magis.findings import NEW, PERMISSIONS, accept_all
+from pytest_magis.findings import NEW, accept_all
+from pytest_magis.option_values import PERMISSIONS
 from pytest_magis.run_plan import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from magis.current_gate import NAME
-from magis.errors import MagisError, UsageError, nearest
+from magis.errors import UsageError, nearest
 from magis.models.model_specs import all_names
 from magis.units import parse_bytes
 from pytest_magis.flags import BY_NAME, MARK_ARGUMENTS, Settings
@@ -96,20 +95,6 @@ def started_gate(config: pytest.Config) -> Gate:
     dormant: Any = config.pluginmanager.get_plugin("magis-dormant")
     gate: Gate = dormant.start_gate()
     return gate
-
-
-def failure(text: str) -> BaseException:
-    """Return the exception that fails a test with these lines and no traceback."""
-    return pytest.fail.Exception(text, pytrace=False)
-
-
-@contextmanager
-def refused_in_one_line() -> Iterator[None]:
-    """Turn an error of magis in the block into a failure of the test."""
-    try:
-        yield
-    except MagisError as error:
-        raise failure(str(error)) from None
 
 
 def check_claim(shown: str, item: pytest.Item, name: str) -> None:

@@ -15,14 +15,19 @@ from magis.strategies.strategy_names import BLOCK
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
 from pytest_magis.harness import forget
-from pytest_magis.judged_case import GatedTest, report_lines, run_and_judge, search_and_write_front, verdict_on
+from pytest_magis.judged_case import (
+    failure,
+    refused_in_one_line,
+    report_lines,
+    run_and_judge,
+    search_and_write_front,
+    verdict_on,
+)
 from pytest_magis.live.asked_options import (
     cases_here,
     check_claim,
     check_name,
-    failure,
     read_asked,
-    refused_in_one_line,
     started_gate,
 )
 from pytest_magis.live.gated_tests import claim_name, name_of, node_id
@@ -81,15 +86,14 @@ class MagisFixture:
             _, make = recipe_of("magis.check", module, batch, loss, wanted.optimizer, name=name)
             if make is None:
                 raise UsageError("magis.check: a name is no module", hint="--magis-models takes names")
-        live = GatedTest(make, tolerances_of(settings), node_id(item))
         try:
-            for each in planned:
+            for each in (replace(case, make=make, where=node_id(item)) for case in planned):
                 if each.label == FRONT:
                     with refused_in_one_line():
-                        add(search_and_write_front(item.config, gate, each, live), item.user_properties)
+                        add(search_and_write_front(item.config, gate, each), item.user_properties)
                     continue
                 with suppress(pytest.skip.Exception):  # a strategy of a pattern that does not fit this network
-                    for outcome in run_and_judge(item.config, gate, each, live):
+                    for outcome in run_and_judge(item.config, gate, each):
                         add(outcome, item.user_properties)
                         outcomes.append(outcome)
         finally:
@@ -138,7 +142,7 @@ class PeakGate:
         if other is not None:
             raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
         result = peak.result(test)
-        verdict = verdict_on(gate, PlannedCase(test, label, result.case), result, tolerances)
+        verdict = verdict_on(gate, PlannedCase(test, label, result.case, tolerances), result)
         outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
         add(outcome, item.user_properties)
         return outcome

@@ -15,8 +15,9 @@ from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
 from pytest_magis.explain import module_name, operator_at
-from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
+from pytest_magis.findings import accept_all, accept_case
 from pytest_magis.gate import Run
+from pytest_magis.option_values import PERMISSIONS
 from pytest_magis.outputs.html.curves import Curves
 from pytest_magis.outputs.html.page_parts import Commit, element, embedded, history, table, text
 from pytest_magis.run_plan import Outcome
