@@ -69,7 +69,7 @@ class CaseBaseline:
     """Digest of the planner's code; None if nothing was planned, and in older files."""
     step: str | None = None
     """Digest of the step's operators; None in older files."""
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(kw_only=True)
     """Figures by device identity, as `identity_key` writes it."""
 
 
@@ -81,8 +81,8 @@ class Configuration:
     -> bytes), and tensors held at peaks (name -> kind -> module -> bytes).
     """
 
-    cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
-    workspaces: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    cases: Mapping[str, CaseBaseline]
+    workspaces: Mapping[str, Mapping[str, int]]
     held: Mapping[str, Table] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ class ModelBaseline:
 
     model: str
     device: str
-    configurations: Mapping[str, Configuration] = field(default_factory=dict)
+    configurations: Mapping[str, Configuration]
 
 
 def configuration_key(case: Case) -> str:
@@ -145,9 +145,9 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
 
     Figures of other device identities stay as long as the tensor bytes that they belong to are the same.
     """
-    base = baseline or ModelBaseline(name, case.device)
+    base = baseline or ModelBaseline(name, case.device, {})
     config_key, key = configuration_key(case), case_key(label, case)
-    configuration = base.configurations.get(config_key, Configuration())
+    configuration = base.configurations.get(config_key, Configuration({}, {}))
     old = configuration.cases.get(key)
     if old is not None and _is_own_plan(result, old):
         entry = replace(old, measured={**old.measured, identity_key(result): _figures(result)})
