@@ -179,7 +179,7 @@ def _bench(config: pytest.Config) -> Bench:
             processes=settings.processes,
             resume=settings.resume,
             profiles=Profiles(settings.profile, settings.profiles),
-            kept=_cache(config, settings.cache),
+            kept=_cache(config),
             keep_results=settings.cache == "results",
             agents=config.stash.get(AGENTS, None),
         )
@@ -187,10 +187,10 @@ def _bench(config: pytest.Config) -> Bench:
     return config.stash[_BENCH]
 
 
-def _cache(config: pytest.Config, kept: str) -> Path | None:
+def _cache(config: pytest.Config) -> Path | None:
     """Return a folder in pytest's cache; None if nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
     cache: pytest.Cache | None = getattr(config, "cache", None)
-    if cache is None or kept == "none":
+    if cache is None or anywhere(config).cache == "none":
         return None
     try:
         return cache.mkdir("magis")

@@ -8,9 +8,10 @@ takes seconds, so it waits until the cases are chosen: `--collect-only` and dese
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from magis.errors import CaptureError, MagisError, UsageError
 from magis.models.model_specs import is_factory
 from magis.printable import printable
 from magis.report import thinned_timelines
-from magis.results import CaseResult
+from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning_inputs, stored_case
 from pytest_magis.findings import accept_case
 from pytest_magis.gate import Gate, write_front, write_trace
@@ -133,30 +134,22 @@ def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult) -> Verdict:
 
 def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
     """Yield the lines of a red case: its findings, notes, and the command that accepts it."""
-    yield from map(printable, _report_lines(outcome, gate, config))
-
-
-def _report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
-    if outcome.error:
-        yield outcome.error
-    verdict = outcome.verdict
+    verdict, lines = outcome.verdict, [outcome.error] if outcome.error else []
     path, start = gate.path(outcome.model, outcome.case), config.invocation_params.dir
     shown = path.relative_to(start) if path.is_relative_to(start) else path
     for finding in verdict.findings:
         missing = f" in {shown}" if finding.kind == "new" else ""
-        yield f"{finding.kind}: {finding.text}{missing}"
-        if finding.why:
-            yield finding.why
-    for note in verdict.notes:
-        yield f"note: {note}"
+        lines += filter(None, (f"{finding.kind}: {finding.text}{missing}", finding.why))
+    lines += [f"note: {note}" for note in verdict.notes]
     if verdict.against:
-        yield f"compared with {verdict.against}, measured in this run"
+        lines.append(f"compared with {verdict.against}, measured in this run")
     elif verdict.needed:
         action = "create it" if verdict.needed == ("new",) else "accept"
         command = accept_case(gate.settings.given, outcome.model, outcome.case, verdict.needed, outcome.where)
-        yield f"{action} with: {command}"
+        lines.append(f"{action} with: {command}")
     elif any(finding.kind == "broken" for finding in verdict.findings):
-        yield "no baseline can accept this"
+        lines.append("no baseline can accept this")
+    yield from map(printable, lines)
 
 
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
@@ -169,51 +162,30 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
         return
     # --dist=loadgroup appends "@<group>" to node ids
     chosen = {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
-    _check_profile(config, gate, chosen)
-    for planned in _distinct((*gate.cases, *gate.fronts), chosen):
+    priced: dict[object, Case] = {}
+    made: dict[object, PlannedCase] = {}
+    for planned in (*gate.cases, *gate.fronts):
+        case = planned.case
+        if f"{PREFIX}{planned.name}" in chosen:
+            priced.setdefault((case.device, case.dtype, case.preset, planned.model), case)
+            if is_factory(case.model):  # checkpointing has a capture of its own
+                made.setdefault((planned.model, "checkpoint" in case.strategy), planned)
+    for case in priced.values():
+        try:
+            check_prices(case, config)  # refuses an operator profile of another device, data type or schema
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+    for planned in made.values():
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the case gives the same warnings
             if progress is not None:
                 progress("checking the model")
-            problem = _problem(config, planned, progress, keep=keep)
-        if problem is not None:
-            raise pytest.UsageError(problem)
-
-
-def _check_profile(config: pytest.Config, gate: Gate, chosen: Collection[str]) -> None:
-    """Refuse an operator profile of another device, data type or schema. Raises pytest.UsageError."""
-    seen = set()
-    for planned in (*gate.cases, *gate.fronts):
-        key = (planned.case.device, planned.case.dtype, planned.case.preset, planned.model)
-        if key not in seen and f"{PREFIX}{planned.name}" in chosen:
-            seen.add(key)
-            try:
-                check_prices(planned.case, config)
-            except UsageError as error:
-                raise pytest.UsageError(str(error)) from None
-
-
-def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterator[PlannedCase]:
-    """Yield one chosen case of each factory, and one with checkpointing, which has a capture of its own."""
-    seen = set()
-    for planned in cases:
-        key = (planned.model, "checkpoint" in planned.case.strategy)
-        if is_factory(planned.case.model) and f"{PREFIX}{planned.name}" in chosen and key not in seen:
-            seen.add(key)
-            yield planned
-
-
-def _problem(
-    config: pytest.Config, planned: PlannedCase, progress: Callable[[str], None] | None, *, keep: bool
-) -> str | None:
-    """Check a case's model, and say in one line what is wrong with it; None if nothing is."""
-    call = pytest.CallInfo.from_call(
-        lambda: check_with_magis(planned.case, config, keep=keep, progress=progress),
-        when="setup",
-        reraise=(KeyboardInterrupt, pytest.exit.Exception),
-    )
-    error = None if call.excinfo is None else call.excinfo.value
-    if not isinstance(error, (UsageError, CaptureError)):
-        return None  # no error, or a defect, which the case itself will show in full
-    text = str(error)
-    return text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}"
+            call = pytest.CallInfo.from_call(
+                partial(check_with_magis, planned.case, config, keep=keep, progress=progress),
+                when="setup",
+                reraise=(KeyboardInterrupt, pytest.exit.Exception),
+            )
+        found = None if call.excinfo is None else call.excinfo.value
+        if isinstance(found, (UsageError, CaptureError)):  # anything else is a defect, which the case shows in full
+            text = str(found)
+            raise pytest.UsageError(text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}")

@@ -52,7 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
         f"magis(*, {', '.join(flags.MARK_ARGUMENTS)}): the test returns (module, batch, loss_fn), whose training "
         "step is gated; each argument is optional, and means what the option of its name means",
     )
-    _compare(config)
+    version = (flags.given(config, "against") or [""])[0]
+    if version or flags.COMPARED_WITH in os.environ:
+        from magis import registry
+
+        if flags.COMPARED_WITH in os.environ:
+            config.pluginmanager.register(registry.load("against", "guard")(), "magis-guard")
+        elif not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
+            registry.load("against", "compare")(config, version)  # measures it first
     if flags.is_active(config):
         from pytest_magis.session import start
 
@@ -76,20 +83,6 @@ def _leave_no_empty_storage(config: pytest.Config) -> None:
 
     if place and scheme in ("", "file") and not folder.exists():
         config.add_cleanup(remove_if_empty)
-
-
-def _compare(config: pytest.Config) -> None:
-    """Measure the revision of `--magis-against` first, in the process that has the terminal."""
-    if flags.COMPARED_WITH in os.environ:
-        from magis import registry
-
-        config.pluginmanager.register(registry.load("against", "guard")(), "magis-guard")
-        return
-    given = flags.given(config, "against")
-    if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
-        from magis import registry
-
-        registry.load("against", "compare")(config, given[0])
 
 
 @pytest.fixture

@@ -71,7 +71,16 @@ class KeptResults:
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,
-            _settings(),
+            # torch's settings that choose kernels, and with them numbers, scratch and times
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.backends.cuda.matmul.fp32_precision,
+                torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+                torch.backends.mkldnn.enabled,
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic,
+            ),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
             (pooled and cores(), traced.blocks, str(traced.module)) if self._is_ranked else "",
@@ -125,19 +134,6 @@ class KeptResults:
         for memory in known:
             if memory is not None and not least <= memory.tensor_bytes <= memory.peak_bytes:
                 raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
-
-
-def _settings() -> tuple[object, ...]:
-    """Return torch's settings that choose kernels, and with them numbers, scratch and times."""
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-    )
 
 
 def _numbers_in(data: Any) -> Iterator[float]:

@@ -130,38 +130,37 @@ class CaseRun:
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
         with products_of(self.subject.source.dtype):
-            return self._run_parts(stored, expected_graph)
-
-    def _run_parts(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
-        subject, case = self.subject, self.case
-        self.progress("capturing")
-        _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
-        original_ns = subject.latency_ns(subject.captured.original.graph)
-        if subject.kind == "cpu":
-            self.progress("timing one step")
-        measured, refusal = None, ""
-        if subject.runs:
-            self.progress("measuring the original")
-            measured = attempt(lambda: subject.original_measured)
-            refusal = "" if measured else ran_out(subject)
-        elif not subject.simulated_only:  # where there is nothing to say
-            refusal = subject.too_slow or too_large(subject)
-        reference = measured or subject.original
-        table = planning_workspaces(subject, stored, expected_graph)
-        original_bytes = reference.peak_bytes
-        if case.memory_limit_of == RESERVED:
-            captured = subject.captured.original
-            original_bytes = reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
-        limit = case.memory_limit or share_of(case.memory_ratio, original_bytes)
-        if case.strategy in PLANS:
-            candidate = self._plan_candidate(table, limit, original_ns, reference)
-        else:
-            candidate = make_candidate(subject, self._strategy)
-        if measured is not None:
-            outcome = self._run_both(candidate, measured)
-        else:
-            outcome = self._run_only_optimized(candidate, refusal)
-        return self._assemble(candidate, outcome, limit, original_ns)
+            subject, case = self.subject, self.case
+            self.progress("capturing")
+            _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
+            original_ns = subject.latency_ns(subject.captured.original.graph)
+            if subject.kind == "cpu":
+                self.progress("timing one step")
+            measured, refusal = None, ""
+            if subject.runs:
+                self.progress("measuring the original")
+                measured = attempt(lambda: subject.original_measured)
+                refusal = "" if measured else ran_out(subject)
+            elif not subject.simulated_only:  # where there is nothing to say
+                refusal = subject.too_slow or too_large(subject)
+            reference = measured or subject.original
+            table = planning_workspaces(subject, stored, expected_graph)
+            original_bytes = reference.peak_bytes
+            if case.memory_limit_of == RESERVED:
+                captured = subject.captured.original
+                original_bytes = (
+                    reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
+                )
+            limit = case.memory_limit or share_of(case.memory_ratio, original_bytes)
+            if case.strategy in PLANS:
+                candidate = self._plan_candidate(table, limit, original_ns, reference)
+            else:
+                candidate = make_candidate(subject, self._strategy)
+            if measured is not None:
+                outcome = self._run_both(candidate, measured)
+            else:
+                outcome = self._run_only_optimized(candidate, refusal)
+            return self._assemble(candidate, outcome, limit, original_ns)
 
     def _plan_candidate(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
