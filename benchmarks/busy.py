@@ -89,6 +89,7 @@ def gate(folder: Path, baselines: Path, *options: str, real_time: bool = False) 
             *options,
         ),
         f"--magis-csv={results}",
+        "--magis-csv-full",
     ]
     environment = {key: value for key, value in os.environ.items() if key not in ("CI", "PYTEST_ADDOPTS")}
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

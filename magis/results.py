@@ -70,6 +70,18 @@ class Case:
     slack: float = 0.2
     """Share by which the host link may be slower than simulated, and kernels quicker by half of it, without a swap that
     the step waits for; no effect on a CPU, where nothing is swapped."""
+    memory_limit: int | None = None
+    """Memory limit in bytes, in place of the memory ratio."""
+
+    @property
+    def limits_memory(self) -> bool:
+        """Return True if the case has a memory limit, in bytes or as a share."""
+        return self.memory_ratio is not None or self.memory_limit is not None
+
+    @property
+    def has_limit(self) -> bool:
+        """Return True if the case has a limit on memory or latency, and so a search."""
+        return self.limits_memory or self.latency_ratio is not None
 
     @property
     def has_one_step(self) -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "aligned",
     "format_bytes",
     "format_milliseconds",
+    "in_one_word",
     "is_number",
     "median_and_spread",
     "parse_bytes",
@@ -52,6 +53,12 @@ def format_bytes(count: int) -> str:
         if abs(round(scaled, 2)) < 1024 or unit == _BINARY[-1]:
             break
     return f"{scaled:.2f} {unit}"
+
+
+def in_one_word(count: int) -> str:
+    """Write bytes exactly and without blanks, in the largest binary unit of which they are a multiple ("1536MiB")."""
+    power = next(power for power in reversed(range(len(_BINARY))) if count % 1024**power == 0)
+    return f"{count // 1024**power}{_BINARY[power]}"
 
 
 def parse_bytes(text: str) -> int:

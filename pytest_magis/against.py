@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from magis.extensions.versions import (
     resolved,
     run_gate,
     scratch_folder,
+    without_flag,
 )
 from magis.plain_records import to_plain
 from magis.printable import printable
@@ -35,7 +36,6 @@ from pytest_magis.flags import BY_NAME
 from pytest_magis.gate import Gate
 from pytest_magis.lazy_activation import GATE
 from pytest_magis.options import AGAINST, anywhere
-from pytest_magis.run_plan import PlannedCase
 
 FLAG = BY_NAME["against"].flag
 
@@ -43,7 +43,7 @@ FLAG = BY_NAME["against"].flag
 def compare(config: pytest.Config, version: str) -> None:
     """Measure a version now, and compare this run with it. Raises pytest.UsageError in one line."""
     try:
-        if anywhere(config).updates:
+        if anywhere(config).update:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
         until_the_end = ExitStack()
         config.add_cleanup(until_the_end.close)
@@ -56,7 +56,7 @@ def compare(config: pytest.Config, version: str) -> None:
 
 
 def _measure_version(config: pytest.Config, version: str, folder: Path) -> GateRun:
-    arguments = list(_without_flag(config.invocation_params.args))
+    arguments = list(without_flag(map(str, config.invocation_params.args), FLAG))
     start = config.invocation_params.dir
     # one requirement, spaces in it included, or several with spaces between
     requirements = [version] if is_requirement(version) else version.split()
@@ -69,15 +69,6 @@ def _measure_version(config: pytest.Config, version: str, folder: Path) -> GateR
     _say(config, f"magis: measuring {version} ({commit[:10]}) to compare with")
     with checkout(root, commit, folder / "checkout") as tree:
         return run_gate(version, arguments, folder / "run", start=start, root=root, tree=tree)
-
-
-def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
-    skip = False
-    for argument in map(str, arguments):
-        if skip or argument == FLAG:
-            skip = not skip
-        elif not argument.startswith(f"{FLAG}="):
-            yield argument
 
 
 def _say(config: pytest.Config, text: str) -> None:
@@ -111,11 +102,11 @@ class Guard:
 def gated_cases(gate: Gate) -> Iterator[GatedCase]:
     """Yield the outcome of each case of a run, for `GateRun`."""
     for outcome in gate.ordered():
-        planned = PlannedCase(outcome.model, outcome.label, outcome.case)
         verdict, result = outcome.verdict, outcome.result
         texts = [finding.text for finding in verdict.findings]
         is_whole = result is not None and not result.search.stopped_by_seconds
-        stored = stored_case(gate.baseline(planned), planned.label, planned.case) if is_whole else None
+        baseline = gate.baseline(outcome.model, outcome.case) if is_whole else None
+        stored = stored_case(baseline, outcome.label, outcome.case)
         known = tuple(stored.measured) if stored else ()
         here = identity_key(result) if result is not None and "torch" in result.identity else ""
         yield GatedCase(

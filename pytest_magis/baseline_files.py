@@ -11,21 +11,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
-from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn
 
-from magis.errors import BaselineError
+from magis.errors import BaselineError, UsageError
+from magis.plain_records import from_plain, read_json, short, to_plain
 from magis.report import read_regular, write_text_atomically
 from pytest_magis.baselines import ModelBaseline
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
-LARGEST_COUNT = 2**63 - 1
 LONGEST_NAME = 150
 
 _ADVICE = "restore the file from version control, or delete it and create it anew with --magis-update=new"
@@ -48,7 +45,7 @@ def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
         raise BaselineError(f"baseline {path} cannot be read: {error.strerror or error}") from error
     baseline = parse(text, path)
     if (baseline.model, baseline.device) != (model, device):
-        found = f"{_short(baseline.model)} on {_short(baseline.device)}"
+        found = f"{short(baseline.model)} on {short(baseline.device)}"
         _refuse(path, f"it is of {found}, not of {model!r} on {device!r}")
     return baseline
 
@@ -84,7 +81,7 @@ def _make_folder(folder: Path) -> None:
 
 def render(baseline: ModelBaseline) -> str:
     """Write a baseline as text; `parse` is the inverse."""
-    data = _without_none(asdict(baseline))
+    data = _without_none(to_plain(baseline))
     for configuration in data["configurations"].values():
         if not configuration["held"]:
             del configuration["held"]
@@ -94,107 +91,27 @@ def render(baseline: ModelBaseline) -> str:
 def parse(text: str, path: Path) -> ModelBaseline:
     """Read a baseline from text; `path` is for messages. Raises BaselineError for anything that is not one."""
     try:
-        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise BaselineError(f"baseline {path}: nested too deeply", hint=_ADVICE) from error
-    except ValueError as error:
-        raise BaselineError(f"baseline {path}: not valid JSON: {error}", hint=_ADVICE) from error
-    try:
-        return _read_model(data)
-    except _SchemaError as error:
-        raise BaselineError(f"baseline {path}: {error}", hint=error.hint) from error
-
-
-class _SchemaError(Exception):
-    """Content outside the schema; the message says where in the file."""
-
-    def __init__(self, message: str, hint: str = _ADVICE) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-def _read_model(data: object) -> ModelBaseline:
-    record = dict(_object(data, ""))
-    schema = record.pop("schema", None)
-    if type(schema) is not int or schema < 1:
-        raise _SchemaError(f"schema: expected {SCHEMA}, found {_short(schema)}")
-    if schema > SCHEMA:
-        newer = f"made by a newer version of pytest-magis (schema {_short(schema)}, this version reads {SCHEMA})"
-        raise _SchemaError(newer, hint="upgrade pytest-magis")
-    baseline: ModelBaseline = _read_value(ModelBaseline, record, "")
+        record = read_json(text)
+        schema = record.pop("schema", None) if isinstance(record, dict) else 1
+        if type(schema) is not int or schema < 1:
+            _refuse(path, f"schema: expected {SCHEMA}, found {short(schema)}")
+        if schema > SCHEMA:
+            newer = f"made by a newer version of pytest-magis (schema {short(schema)}, this version reads {SCHEMA})"
+            _refuse(path, newer, hint="upgrade pytest-magis")
+        baseline = from_plain(ModelBaseline, record, "", counts=True)
+    except BaselineError:
+        raise
+    except UsageError as error:
+        raise BaselineError(f"baseline {path}: {error}", hint=_ADVICE) from error
     for name, configuration in baseline.configurations.items():
         for label, case in configuration.cases.items():
-            where = f"configurations[{_short(name)}].cases[{_short(label)}]"
+            where = f"configurations[{short(name)}].cases[{short(label)}]"
             if case.workspaces is not None and case.workspaces not in configuration.workspaces:
-                raise _SchemaError(f"{where}: no workspaces called {_short(case.workspaces)}")
+                _refuse(path, f"{where}: no workspaces called {short(case.workspaces)}")
             for held in (case.original_held, case.optimized_held):
                 if held is not None and held not in configuration.held:
-                    raise _SchemaError(f"{where}: no table of what is held called {_short(held)}")
+                    _refuse(path, f"{where}: no table of what is held called {short(held)}")
     return baseline
-
-
-def _read_value(kind: Any, value: object, where: str) -> Any:
-    """Check a value against the type of its field and convert it: a plain value, a record, or a mapping."""
-    if kind in _EXPECTED:
-        # a bool is an int to Python, but no number in a file
-        is_number = isinstance(value, (int, float)) and type(value) is not bool and 0 <= value <= LARGEST_COUNT
-        if kind is float and is_number and value:  # a whole ratio may be written without its ".0"
-            return float(value)  # type: ignore[arg-type]
-        if kind is not float and type(value) is kind and (is_number or kind is not int):
-            return value
-        raise _SchemaError(f"{where}: expected {_EXPECTED[kind]}, found {_short(value)}")
-    if isinstance(kind, UnionType):  # None is never written
-        (only,) = (each for each in kind.__args__ if each is not NoneType)
-        return _read_value(only, value, where)
-    if is_dataclass(kind):
-        return _read_record(kind, value, where)
-    _, item = get_args(kind)
-    return {key: _read_value(item, each, f"{where}[{_short(key)}]") for key, each in _object(value, where).items()}
-
-
-_EXPECTED = {
-    bool: "true or false",
-    float: "a positive number",
-    int: f"a whole number from 0 to {LARGEST_COUNT}",
-    str: "text",
-}
-
-
-_hints = lru_cache(get_type_hints)
-
-
-def _read_record(kind: Any, value: object, where: str) -> Any:
-    record, hints = _object(value, where), _hints(kind)
-    needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
-    # mappings are written even if they are empty; older files have no `held`
-    needed |= {name for name, hint in hints.items() if get_origin(hint) is Mapping and name != "held"}
-    missing, unknown = sorted(needed - record.keys()), sorted(record.keys() - hints.keys())
-    prefix = f"{where}: " if where else ""
-    if missing:
-        raise _SchemaError(f"{prefix}{missing[0]!r} is missing")
-    if unknown:
-        raise _SchemaError(f"{prefix}unknown entry {_short(unknown[0])}")
-    inside = f"{where}." if where else ""
-    return kind(**{name: _read_value(hints[name], each, f"{inside}{name}") for name, each in record.items()})
-
-
-def _object(data: object, where: str) -> dict[str, object]:
-    if not isinstance(data, dict):
-        raise _SchemaError(f"{f'{where}: ' if where else ''}expected an object, found {_short(data)}")
-    return data
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record: dict[str, object] = {}
-    for key, value in pairs:
-        if key in record:  # as a badly resolved merge leaves it: which of the two holds?
-            raise ValueError(f"the key {_short(key)} occurs twice")
-        record[key] = value
-    return record
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:
@@ -205,20 +122,8 @@ def _without_none(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse(path: Path, why: str) -> NoReturn:
-    raise BaselineError(f"baseline {path}: {why}", hint=_ADVICE)
-
-
-def _short(value: object) -> str:
-    """Write a value from a file for a message: hostile ones can be megabytes, or numbers too long to print."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST_COUNT:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _refuse(path: Path, why: str, hint: str = _ADVICE) -> NoReturn:
+    raise BaselineError(f"baseline {path}: {why}", hint=hint)
 
 
 def file_name(name: str) -> str:

@@ -69,7 +69,7 @@ class CaseBaseline:
     """Digest of the planner's code; None if nothing was planned, and in older files."""
     step: str | None = None
     """Digest of the step's operators; None in older files."""
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(kw_only=True)
     """Figures by device identity, as `identity_key` writes it."""
 
 
@@ -81,8 +81,8 @@ class Configuration:
     -> bytes), and tensors held at peaks (name -> kind -> module -> bytes).
     """
 
-    cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
-    workspaces: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    cases: Mapping[str, CaseBaseline]
+    workspaces: Mapping[str, Mapping[str, int]]
     held: Mapping[str, Table] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ class ModelBaseline:
 
     model: str
     device: str
-    configurations: Mapping[str, Configuration] = field(default_factory=dict)
+    configurations: Mapping[str, Configuration]
 
 
 def configuration_key(case: Case) -> str:
@@ -108,8 +108,7 @@ def case_key(label: str, case: Case) -> str:
     """
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
-    limited = case.memory_ratio is not None or case.latency_ratio is not None
-    slack = f" slack={case.slack:g}" if limited and case.device != "cpu" and case.slack != Case.slack else ""
+    slack = f" slack={case.slack:g}" if case.has_limit and case.device != "cpu" and case.slack != Case.slack else ""
     return f"{label}{budget}{seed}{slack}"
 
 
@@ -146,22 +145,28 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
 
     Figures of other device identities stay as long as the tensor bytes that they belong to are the same.
     """
-    base = baseline or ModelBaseline(name, case.device)
+    base = baseline or ModelBaseline(name, case.device, {})
     config_key, key = configuration_key(case), case_key(label, case)
-    configuration = base.configurations.get(config_key, Configuration())
+    configuration = base.configurations.get(config_key, Configuration({}, {}))
     old = configuration.cases.get(key)
-    if old is not None and _is_own_plan(result, old):
+    same_step = old is not None and (
+        (old.graph, old.original_tensor_bytes) == (result.graph_digest, result.original_memory.tensor_bytes)
+    )
+    others = set(old.measured) - {identity_key(result)} if old is not None else ()
+    if old is not None and not result.portable and same_step and others and old.feasible == result.search.feasible:
+        # a plan of this device alone, of a step that the baseline has other devices' figures of
         entry = replace(old, measured={**old.measured, identity_key(result): _figures(result)})
         changed = replace(configuration, cases={**configuration.cases, key: entry})
         return replace(base, configurations={**base.configurations, config_key: changed})
     # tables of the new entry, by digest
-    planned_with = _planned_with(result)
+    # on a CPU an empty table of workspaces counts: operators without scratch here may have some elsewhere
+    planned = result.planning_workspaces or (result.case.has_limit and result.case.device == "cpu")
     peaks = (result.original.at_peak, None if result.case.has_one_step else result.optimized.at_peak)
     original, optimized = (None if peak is None else as_table(peak) for peak in peaks)
     workspaces, held = dict(configuration.workspaces), dict(configuration.held)
     entry = replace(
         _case_baseline(result, old),
-        workspaces=_add_table(workspaces, planned_with),
+        workspaces=_add_table(workspaces, result.planning_workspaces if planned else None),
         original_held=_add_table(held, original),
         optimized_held=_add_table(held, optimized),
     )
@@ -175,13 +180,6 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
         {name: table for name, table in held.items() if name in named},
     )
     return replace(base, configurations={**base.configurations, config_key: changed})
-
-
-def _is_own_plan(result: CaseResult, old: CaseBaseline) -> bool:
-    """Return True for a plan of this device alone, of a step that other devices have figures of in the baseline."""
-    same = (old.graph, old.original_tensor_bytes) == (result.graph_digest, result.original_memory.tensor_bytes)
-    others = set(old.measured) - {identity_key(result)}
-    return not result.portable and same and bool(others) and old.feasible == result.search.feasible
 
 
 def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
@@ -203,17 +201,6 @@ def lacks_reserved(result: CaseResult, measured: Measured | None) -> bool:
     return (
         measured is not None and measured.original_reserved_bytes is None and result.original.reserved_bytes is not None
     )
-
-
-def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
-    """Return the workspaces that a result was planned with; None where no plan depends on any.
-
-    On a CPU an empty table counts: operators without scratch here may have some elsewhere. Other devices measure none.
-    """
-    limited = result.case.memory_ratio is not None or result.case.latency_ratio is not None
-    if result.planning_workspaces or (limited and result.case.device == "cpu"):
-        return result.planning_workspaces
-    return None
 
 
 def _add_table(tables: dict[str, T], table: T | None) -> str | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from magis.results import Case
 from magis.units import format_bytes
+from pytest_magis.flags import CASE, MODELS, OPTIONS, RUN
+from pytest_magis.option_values import PERMISSIONS
 
-NEW, MOVED, BETTER, WORSE, BROKEN = "new", "moved", "better", "worse", "broken"
-PERMISSIONS = (NEW, MOVED, BETTER, WORSE)
-"""Kinds that --magis-update can accept; nothing accepts a broken case."""
+NEW, MOVED, BETTER, WORSE = PERMISSIONS
+BROKEN = "broken"
+"""Kind that nothing accepts."""
 
 
 @dataclass(frozen=True)
@@ -80,33 +82,6 @@ def percent(seen: float, reference: float) -> str:
     return f"{share:+.1f}%" if abs(share) >= 0.05 else f"{share:+.2g}%"
 
 
-# Options that a command for accepting a case leaves out: those decided by the case itself, outputs, and a cap in
-# seconds, since a row that it stopped is never stored.
-_OF_THE_RUN = frozenset(
-    (
-        "--magis-update",
-        "--magis-prune",
-        "--magis-csv",
-        "--magis-seconds",
-        "--magis-pareto",
-        "--magis-cache",
-        "--magis-markdown",
-        "--magis-report",
-        "--magis-trace",
-        "--magis-benchmark-json",
-    )
-)
-_NOT_OF_TESTS = _OF_THE_RUN | {"--magis-models", "--magis-shard"}
-_OF_THE_CASE = _OF_THE_RUN | {
-    "--magis-models",
-    "--magis-shard",
-    "--magis-strategies",
-    "--magis-search",
-    "--magis-memory-ratios",
-    "--magis-latency-ratios",
-}
-
-
 def accept_case(
     given: Iterable[tuple[str, str]], model: str, case: Case, needed: Sequence[str], where: str = ""
 ) -> str:
@@ -115,7 +90,7 @@ def accept_case(
     `given` are the options (flag, value) of the run, `where` is the node id of the user's test.
     """
     if where:
-        return _command([where], ((flag, value) for flag, value in given if flag not in _NOT_OF_TESTS), needed)
+        return _command([where], given, (RUN, MODELS), needed)
     words = [f"--magis-models={model}", f"--magis-strategies={case.strategy}"]
     if case.search != "magis":
         words.append(f"--magis-search={case.search}")
@@ -123,15 +98,19 @@ def accept_case(
         words.append(f"--magis-memory-ratios={case.memory_ratio:.12g}")
     if case.latency_ratio is not None:
         words.append(f"--magis-latency-ratios={case.latency_ratio:.12g}")
-    return _command(words, ((flag, value) for flag, value in given if flag not in _OF_THE_CASE), needed)
+    return _command(words, given, (RUN, MODELS, CASE), needed)
 
 
 def accept_all(given: Iterable[tuple[str, str]], needed: Sequence[str], where: Iterable[str] = ()) -> str:
     """Write the command that repeats this run and stores all that it finds; `where` are the node ids of red tests."""
     files = dict.fromkeys(node_id.partition("::")[0] for node_id in where if node_id)
-    return _command(files, ((flag, value) for flag, value in given if flag not in _OF_THE_RUN), needed)
+    return _command(files, given, (RUN,), needed)
 
 
-def _command(words: Iterable[str], given: Iterable[tuple[str, str]], needed: Sequence[str]) -> str:
-    options = [*words, *(f"{flag}={value}" for flag, value in given), f"--magis-update={','.join(needed)}"]
-    return " ".join(["pytest", *map(shlex.quote, options)])
+def _command(
+    words: Iterable[str], given: Iterable[tuple[str, str]], left_out: Collection[str], needed: Sequence[str]
+) -> str:
+    """Write a command with the given options but those of the scopes `left_out`."""
+    scopes = {option.flag: option.scope for option in OPTIONS}
+    options = [f"{flag}={value}" for flag, value in given if scopes[flag] not in left_out]
+    return " ".join(["pytest", *map(shlex.quote, (*words, *options, f"--magis-update={','.join(needed)}"))])

@@ -31,7 +31,8 @@ from magis.strategies.strategy_names import check_installed
 from pytest_magis import harness
 from pytest_magis.baseline_files import baseline_path, file_name, locked, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
-from pytest_magis.options import Settings, read_settings
+from pytest_magis.flags import Settings
+from pytest_magis.options import read_settings
 from pytest_magis.run_plan import (
     FRONT,
     FRONT_PROPERTY,
@@ -93,11 +94,11 @@ class Gate:
     workers_ready: int = 0
     """Number of workers of pytest-xdist that have collected."""
 
-    def baseline(self, planned: PlannedCase) -> ModelBaseline | None:
+    def baseline(self, model: str, case: Case) -> ModelBaseline | None:
         """Return the baselines of a case's model as they were when the run began. Raises BaselineError."""
-        path = self.path(planned.model, planned.case)
+        path = self.path(model, case)
         if path not in self.baselines:
-            self.baselines[path] = read_baseline(path, planned.model, planned.case.device)
+            self.baselines[path] = read_baseline(path, model, case.device)
         return self.baselines[path]
 
     def path(self, model: str, case: Case) -> Path:
@@ -128,7 +129,7 @@ class Gate:
         for outcome in outcomes:
             if outcome.name not in self.rows:
                 self.rows[outcome.name] = row(outcome, self.columns)
-        write_csv(path, [self.rows[outcome.name] for outcome in outcomes])
+        write_csv(path, [self.rows[outcome.name] for outcome in outcomes], full=self.settings.csv_full)
         return f"results: {path} ({len(outcomes)} row{'s' if len(outcomes) != 1 else ''})"
 
     def ordered(self) -> list[Outcome]:
@@ -211,11 +212,11 @@ def prepare(config: pytest.Config) -> Gate:
     gate = Gate(settings, cases, fronts, columns, is_worker)
     for planned in cases:
         check_installed(planned.case.strategy, planned.case.search)
-        gate.baseline(planned)
-    written = {"page": settings.report, "markdown": settings.markdown, "benchmark": settings.benchmark_json}
+        gate.baseline(planned.model, planned.case)
+    written = {"page": settings.report, "markdown": settings.markdown}
     for output in (name for name, place in written.items() if place is not None):
         registry.check("output", output)
-    for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
+    for place in (settings.csv, settings.markdown, settings.report):
         if place is not None:
             check_writable(place)
     pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
@@ -224,7 +225,7 @@ def prepare(config: pytest.Config) -> Gate:
     _check_directory("--magis-resume", settings.resume, ["place.txt"])
     if not is_worker:
         rows = registry.optional("output", "benchmark")
-        gate.benchmarks = None if rows is None else rows(config, settings.benchmark_json)
+        gate.benchmarks = None if rows is None else rows(config)
     return gate
 
 
@@ -287,7 +288,7 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
         return {
             "name": outcome.model,
             "memory limit ratio": outcome.case.memory_ratio,
-            "memory limit of": None if outcome.case.memory_ratio is None else outcome.case.memory_limit_of,
+            "memory limit of": outcome.case.memory_limit_of if outcome.case.limits_memory else None,
             "latency limit ratio": outcome.case.latency_ratio,
             "device": outcome.case.device,
             "preset": outcome.case.preset,

@@ -16,7 +16,7 @@ import pytest
 from magis.errors import MagisError
 from magis.printable import warn
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
+from pytest_magis.options import anywhere
 from pytest_magis.strategies import BUILT_IN, Strategy
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def measure(
     warnings, not torch's.
     """
     workspaces, graph = planning
+    settings = anywhere(config)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         result = config.hook.pytest_magis_run_case(
@@ -56,7 +57,7 @@ def measure(
             rough=rough,
             progress=progress,
             make=make,
-            timelines=wants_timelines(config),
+            timelines=settings.report is not None or settings.trace is not None,
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -173,14 +174,13 @@ def _bench(config: pytest.Config) -> Bench:
     from magis.api import Bench, Profiles
 
     if _BENCH not in config.stash:
-        processes, resume = read_sharing(config)
-        file, folder = read_profiles(config)
+        settings = anywhere(config)
         config.stash[_BENCH] = Bench(
-            processes=processes,
-            resume=resume,
-            profiles=Profiles(file, folder),
+            processes=settings.processes,
+            resume=settings.resume,
+            profiles=Profiles(settings.profile, settings.profiles),
             kept=_cache(config),
-            keep_results=read_cache(config) == "results",
+            keep_results=settings.cache == "results",
             agents=config.stash.get(AGENTS, None),
         )
         config.add_cleanup(config.stash[_BENCH].close)  # ranks, if any were started
@@ -190,7 +190,7 @@ def _bench(config: pytest.Config) -> Bench:
 def _cache(config: pytest.Config) -> Path | None:
     """Return a folder in pytest's cache; None if nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
     cache: pytest.Cache | None = getattr(config, "cache", None)
-    if cache is None or read_cache(config) == "none":
+    if cache is None or anywhere(config).cache == "none":
         return None
     try:
         return cache.mkdir("magis")

@@ -8,8 +8,10 @@ takes seconds, so it waits until the cases are chosen: `--collect-only` and dese
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +21,9 @@ from magis.errors import CaptureError, MagisError, UsageError
 from magis.models.model_specs import is_factory
 from magis.printable import printable
 from magis.report import thinned_timelines
-from magis.results import CaseResult
+from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning_inputs, stored_case
-from pytest_magis.findings import Tolerances, accept_case
+from pytest_magis.findings import accept_case
 from pytest_magis.gate import Gate, write_front, write_trace
 from pytest_magis.harness import (
     check_prices,
@@ -32,50 +34,64 @@ from pytest_magis.harness import (
     search_front,
 )
 from pytest_magis.latency_verdict import latency_bounds
-from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase, WrittenFront
+from pytest_magis.run_plan import FRONT, PREFIX, Outcome, PlannedCase, WrittenFront, leave
 from pytest_magis.terminal_table import progress_line
 from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:
-    from magis.api import Workload
+    pass
 
 
-@dataclass(frozen=True)
-class GatedTest:
-    """A user's test that is gated: the builder of its network (seed -> workload), its tolerances, its node id."""
-
-    make: Callable[[int], Workload]
-    tolerances: Tolerances
-    where: str
+def failure(text: str) -> BaseException:
+    """Return the exception that fails a test with these lines and no traceback."""
+    return pytest.fail.Exception(text, pytrace=False)
 
 
-def run_and_judge(
-    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
-) -> Iterator[Outcome]:
+@contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Turn an error of magis in the block into a failure of the test."""
+    try:
+        yield
+    except MagisError as error:
+        raise failure(str(error)) from None
+
+
+def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
+    """Run the case of an item, or write its front, and leave the outcome in its report. Fails a red case in lines."""
+    __tracebackhide__ = True
+    if planned.label == FRONT:
+        with refused_in_one_line():
+            leave(search_and_write_front(item.config, gate, planned), item.user_properties)
+        return
+    for outcome in run_and_judge(item.config, gate, planned):
+        leave(outcome, item.user_properties)
+    if not outcome.verdict.passed:
+        raise failure("\n".join(report_lines(outcome, gate, item.config)))
+
+
+def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> Iterator[Outcome]:
     """Run a case and yield its outcome. An error that is not one of magis is raised after its outcome."""
-    where = live.where if live else ""
-    make = live.make if live else None
-    tolerances = live.tolerances if live else gate.settings.tolerances
+    make, tolerances = planned.make, planned.tolerances
 
     def failed(error: str) -> Outcome:
         verdict = Verdict(False, "ERROR")
-        return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=where)
+        return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=planned.where)
 
     try:
-        baseline = gate.baseline(planned)
+        baseline = gate.baseline(planned.model, planned.case)
         hand_back = planning_inputs(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         bounds = latency_bounds(stored, tolerances)
         # without a baseline, the latency of a strategy to compare with is only shown beside that of plans
         is_compared_with = planned.case.strategy != "magis" and planned.case.latency_ratio is None
-        rough = stored is None and not gate.settings.updates and is_compared_with
+        rough = stored is None and not gate.settings.update and is_compared_with
         with progress_line(config, planned.name) as progress:
             if progress is not None:
                 progress("capturing")
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make, progress=progress)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
-        verdict = verdict_on(gate, planned, result, tolerances)
+        verdict = verdict_on(gate, planned, result)
         if not verdict.passed:
             measure_again(config, planned.case)
         # written here, since whole time lines are too long to send between processes
@@ -90,60 +106,50 @@ def run_and_judge(
         raise
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
-        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=planned.where, trace=trace)
 
 
-def search_and_write_front(
-    config: pytest.Config, gate: Gate, planned: PlannedCase, live: GatedTest | None = None
-) -> WrittenFront:
+def search_and_write_front(config: pytest.Config, gate: Gate, planned: PlannedCase) -> WrittenFront:
     """Search the front of a model and write its files. Raises UsageError if that fails."""
     with progress_line(config, planned.name) as progress:
         if progress is not None:
             progress("searching the front")
-        front = search_front(config, planned.model, planned.case, live.make if live else None)
+        front = search_front(config, planned.model, planned.case, planned.make)
     return write_front(gate.settings.pareto or Path(), planned, front)
 
 
-def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances: Tolerances) -> Verdict:
+def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult) -> Verdict:
     """Judge the result of a planned case, by its baseline or by the revision that it is compared with.
 
     Raises BaselineError.
     """
-    baseline = gate.baseline(planned)
+    baseline = gate.baseline(planned.model, planned.case)
     stored = stored_case(baseline, planned.label, planned.case)
     held = held_before(baseline, planned.label, planned.case)
-    settings = gate.settings
+    settings, tolerances = gate.settings, planned.tolerances
     if settings.against:
         return judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
-    return judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
+    return judge(result, stored, tolerances=tolerances, permissions=settings.update, held=held)
 
 
 def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
     """Yield the lines of a red case: its findings, notes, and the command that accepts it."""
-    yield from map(printable, _report_lines(outcome, gate, config))
-
-
-def _report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
-    if outcome.error:
-        yield outcome.error
-    verdict = outcome.verdict
+    verdict, lines = outcome.verdict, [outcome.error] if outcome.error else []
     path, start = gate.path(outcome.model, outcome.case), config.invocation_params.dir
     shown = path.relative_to(start) if path.is_relative_to(start) else path
     for finding in verdict.findings:
         missing = f" in {shown}" if finding.kind == "new" else ""
-        yield f"{finding.kind}: {finding.text}{missing}"
-        if finding.why:
-            yield finding.why
-    for note in verdict.notes:
-        yield f"note: {note}"
+        lines += filter(None, (f"{finding.kind}: {finding.text}{missing}", finding.why))
+    lines += [f"note: {note}" for note in verdict.notes]
     if verdict.against:
-        yield f"compared with {verdict.against}, measured in this run"
+        lines.append(f"compared with {verdict.against}, measured in this run")
     elif verdict.needed:
         action = "create it" if verdict.needed == ("new",) else "accept"
         command = accept_case(gate.settings.given, outcome.model, outcome.case, verdict.needed, outcome.where)
-        yield f"{action} with: {command}"
+        lines.append(f"{action} with: {command}")
     elif any(finding.kind == "broken" for finding in verdict.findings):
-        yield "no baseline can accept this"
+        lines.append("no baseline can accept this")
+    yield from map(printable, lines)
 
 
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
@@ -156,51 +162,30 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
         return
     # --dist=loadgroup appends "@<group>" to node ids
     chosen = {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
-    _check_profile(config, gate, chosen)
-    for planned in _distinct((*gate.cases, *gate.fronts), chosen):
+    priced: dict[object, Case] = {}
+    made: dict[object, PlannedCase] = {}
+    for planned in (*gate.cases, *gate.fronts):
+        case = planned.case
+        if f"{PREFIX}{planned.name}" in chosen:
+            priced.setdefault((case.device, case.dtype, case.preset, planned.model), case)
+            if is_factory(case.model):  # checkpointing has a capture of its own
+                made.setdefault((planned.model, "checkpoint" in case.strategy), planned)
+    for case in priced.values():
+        try:
+            check_prices(case, config)  # refuses an operator profile of another device, data type or schema
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+    for planned in made.values():
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the case gives the same warnings
             if progress is not None:
                 progress("checking the model")
-            problem = _problem(config, planned, progress, keep=keep)
-        if problem is not None:
-            raise pytest.UsageError(problem)
-
-
-def _check_profile(config: pytest.Config, gate: Gate, chosen: Collection[str]) -> None:
-    """Refuse an operator profile of another device, data type or schema. Raises pytest.UsageError."""
-    seen = set()
-    for planned in (*gate.cases, *gate.fronts):
-        key = (planned.case.device, planned.case.dtype, planned.case.preset, planned.model)
-        if key not in seen and f"{PREFIX}{planned.name}" in chosen:
-            seen.add(key)
-            try:
-                check_prices(planned.case, config)
-            except UsageError as error:
-                raise pytest.UsageError(str(error)) from None
-
-
-def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterator[PlannedCase]:
-    """Yield one chosen case of each factory, and one with checkpointing, which has a capture of its own."""
-    seen = set()
-    for planned in cases:
-        key = (planned.model, "checkpoint" in planned.case.strategy)
-        if is_factory(planned.case.model) and f"{PREFIX}{planned.name}" in chosen and key not in seen:
-            seen.add(key)
-            yield planned
-
-
-def _problem(
-    config: pytest.Config, planned: PlannedCase, progress: Callable[[str], None] | None, *, keep: bool
-) -> str | None:
-    """Check a case's model, and say in one line what is wrong with it; None if nothing is."""
-    call = pytest.CallInfo.from_call(
-        lambda: check_with_magis(planned.case, config, keep=keep, progress=progress),
-        when="setup",
-        reraise=(KeyboardInterrupt, pytest.exit.Exception),
-    )
-    error = None if call.excinfo is None else call.excinfo.value
-    if not isinstance(error, (UsageError, CaptureError)):
-        return None  # no error, or a defect, which the case itself will show in full
-    text = str(error)
-    return text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}"
+            call = pytest.CallInfo.from_call(
+                partial(check_with_magis, planned.case, config, keep=keep, progress=progress),
+                when="setup",
+                reraise=(KeyboardInterrupt, pytest.exit.Exception),
+            )
+        found = None if call.excinfo is None else call.excinfo.value
+        if isinstance(found, (UsageError, CaptureError)):  # anything else is a defect, which the case shows in full
+            text = str(found)
+            raise pytest.UsageError(text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}")

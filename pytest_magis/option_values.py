@@ -1,4 +1,4 @@
-"""Readers of numbers, words and lists that a user wrote. They raise UsageError for anything else.
+"""Kinds of values that a user may write, each with its reader; loads nothing, since every session declares options.
 
 Messages begin with `shown`, the place where it was written: an option's flag, or an argument of a mark.
 """
@@ -7,21 +7,116 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-from magis.dtypes import DTYPES
-from magis.errors import UsageError, nearest
-from magis.results import Case
-from magis.strategies.strategy_names import LIMITS_OF
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, Self
 
 PRESETS = ("small", "paper")
 CACHES = ("plans", "results", "none")
+PERMISSIONS = ("new", "moved", "better", "worse")
+"""Kinds of findings that --magis-update can accept."""
 BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
 """Budgets by name, in plans evaluated; None: the search's own (docs/ci.md compares them)."""
 MOST_DIGITS = 18
 """Most digits of a whole number: a larger one is a slip of the hand, and no machine word."""
+
+
+def refusal(text: str, hint: str = "") -> Exception:
+    """Make the UsageError that refuses a value."""
+    from magis.errors import UsageError
+
+    return UsageError(text, hint=hint)
+
+
+class Kind(NamedTuple):
+    """A kind of value: how help calls it, and its reader. That of a list takes texts of which each may hold commas."""
+
+    metavar: str
+    """Empty: on the command line the option takes no value, which is then "true"."""
+    read: Callable[[str, Any], Any]
+    is_list: bool = False
+    words: tuple[str, ...] | str = ()
+    """All words that it takes, if it takes words alone; "module:object" where the words are defined."""
+
+    def value(self, shown: str, texts: Sequence[str]) -> Any:
+        """Read what was written. Raises UsageError."""
+        if self.is_list:
+            return self.read(shown, items(shown, texts))
+        if not texts[0].strip():
+            raise refusal(f"{shown} is empty")
+        return self.read(shown, texts[0].strip())
+
+    def all_words(self) -> tuple[str, ...]:
+        """Return `words`, loaded if need be."""
+        return resolve_name(self.words) if isinstance(self.words, str) else self.words
+
+
+def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Split at commas; each part once, in the order written, none of them empty."""
+    parts = [part.strip() for text in given for part in text.split(",")]
+    if not all(parts):
+        raise refusal(f"{shown}: empty item in {','.join(given)!r}")
+    return tuple(dict.fromkeys(parts))
+
+
+def one_of(what: str, words: tuple[str, ...] | str, metavar: str = "NAME", *, is_list: bool = False) -> Kind:
+    """Make the kind of values that are known words, called `what`; for a list, several of them."""
+
+    def read(shown: str, given: Any) -> Any:
+        from magis.errors import nearest
+
+        known = kind.all_words()
+        for word in given if is_list else (given,):
+            if word not in known:
+                raise refusal(f"{shown}: unknown {f'{what} {word!r}'.strip()}", nearest(word, known))
+        return given
+
+    kind = Kind(metavar, read, is_list, words)
+    return kind
+
+
+def number(metavar: str, wanted: str, accept: Callable[[float], bool], *, is_list: bool = False) -> Kind:
+    """Make the kind of finite numbers that `accept` accepts; `wanted` describes them in words."""
+
+    def read_one(shown: str, text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found) or not accept(found):
+            raise refusal(f"{shown}: {text!r} is not {wanted}")
+        return found
+
+    def read_all(shown: str, texts: Sequence[str]) -> tuple[float, ...]:
+        return tuple(dict.fromkeys(read_one(shown, text) for text in texts))
+
+    return Kind(metavar, read_all if is_list else read_one, is_list)
+
+
+def whole(least: int, hint: str = "") -> Kind:
+    """Make the kind of whole numbers that are at least `least`; `hint` follows the refusal of others."""
+
+    def read(shown: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) >= least):
+            raise refusal(f"{shown}: {text!r} is not a whole number that is at least {least}", hint)
+        return int(text)
+
+    return Kind("N", read)
+
+
+def _read_budget(shown: str, text: str) -> int | None:
+    """Read a budget by its name, or in plans."""
+    if text in BUDGETS:
+        return BUDGETS[text]
+    return int(whole(1, f"or name one: {', '.join(BUDGETS)}").read(shown, text))
+
+
+def _read_truth(shown: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise refusal(f"{shown}: {text!r} is neither true nor false")
+    return text == "true"
 
 
 @dataclass(frozen=True)
@@ -38,7 +133,7 @@ class Shard:
             number, count = map(int, text.split("/"))
             if number <= count:
                 return cls(number, count)
-        raise UsageError(f"{shown}: {text!r} is not one such as 1/4 (the first of four)")
+        raise refusal(f"{shown}: {text!r} is not one such as 1/4 (the first of four)")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -51,94 +146,23 @@ class Shard:
         return frozenset(sorted(set(names))[self.number - 1 :: self.count])
 
 
-def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Split at commas; each part once, in the order written, none of them empty."""
-    parts = [part.strip() for text in given for part in text.split(",")]
-    if not all(parts):
-        raise UsageError(f"{shown}: empty item in {','.join(given)!r}")
-    return tuple(dict.fromkeys(parts))
+def _as_written(_shown: str, given: Any) -> Any:
+    return given
 
 
-def _read_number(shown: str, text: str, wanted: str, accept: Callable[[float], bool]) -> float:
-    """Read a finite number that `accept` accepts; `wanted` describes those in words."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found) or not accept(found):
-        raise UsageError(f"{shown}: {text!r} is not {wanted}")
-    return found
+NAMES = Kind("NAMES", _as_written, is_list=True)
+FLAG = Kind("", _read_truth, words=("true", "false"))
+FILE, DIR = (Kind(metavar, lambda _shown, text: Path(text)) for metavar in ("FILE", "DIR"))
+"""Paths as they were written, still to be put below the directory that they start from."""
+SHARE = number("SHARE", "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
+MEMORY_RATIOS = number("R,...", "a number above 0 and at most 1", lambda x: 0 < x <= 1, is_list=True)
+LATENCY_RATIOS = number("R,...", "a number that is at least 1", lambda x: x >= 1, is_list=True)
+SLACK = number("SHARE", "a share from 0 (none) to 0.9", lambda x: 0 <= x <= 0.9)
+SECONDS = number("S", "a number of seconds above 0", lambda x: x > 0)
+BUDGET = Kind("PLANS", _read_budget, words=(*BUDGETS, "PLANS"))
+SHARD = Kind("I/N", Shard.read)
 
 
-def whole(shown: str, text: str, *, least: int) -> int:
-    """Read a whole number that is at least `least`."""
-    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) >= least):
-        raise UsageError(f"{shown}: {text!r} is not a whole number that is at least {least}")
-    return int(text)
-
-
-def share(shown: str, text: str) -> float:
-    """Read a tolerance; 0 or more."""
-    return _read_number(shown, text, "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
-
-
-def memory_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
-    """Read memory limits as shares of the original's peak, each once."""
-    return _read_numbers(shown, given, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
-
-
-def latency_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
-    """Read latency limits as multiples of the original's latency, each once."""
-    return _read_numbers(shown, given, "a number that is at least 1", lambda x: x >= 1)
-
-
-def _read_numbers(shown: str, given: Sequence[str], wanted: str, accept: Callable[[float], bool]) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_read_number(shown, item, wanted, accept) for item in items(shown, given)))
-
-
-def budget(shown: str, text: str) -> int | None:
-    """Read a budget by its name, or in plans."""
-    return BUDGETS[text] if text in BUDGETS else whole(shown, text, least=1)
-
-
-def _budget_or_names(shown: str, text: str) -> int | None:
-    try:
-        return budget(shown, text)
-    except UsageError as error:
-        raise UsageError(str(error), hint=f"or name one: {', '.join(BUDGETS)}") from None
-
-
-def choice(shown: str, what: str, text: str, known: Sequence[str]) -> str:
-    """Check that a word is one of the known ones."""
-    if text not in known:
-        raise UsageError(f"{shown}: unknown {what} {text!r}", hint=nearest(text, known))
-    return text
-
-
-def _flag(shown: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise UsageError(f"{shown}: {text!r} is neither true nor false")
-    return text == "true"
-
-
-READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "accumulate": lambda shown, text: whole(shown, text, least=1),
-    "budget": _budget_or_names,
-    "cache": lambda shown, text: choice(shown, "cache", text, CACHES),
-    "dtype": lambda shown, text: choice(shown, "dtype", text, DTYPES),
-    "latency-tolerance": share,
-    "memory-limit-of": lambda shown, text: choice(shown, "kind of bytes", text, LIMITS_OF),
-    "memory-tolerance": share,
-    "preset": lambda shown, text: choice(shown, "preset", text, PRESETS),
-    "processes": lambda shown, text: whole(shown, text, least=1),
-    "prune": _flag,
-    "ranks": lambda shown, text: whole(shown, text, least=1),
-    "seconds": lambda shown, text: _read_number(shown, text, "a number of seconds above 0", lambda x: x > 0),
-    "seed": lambda shown, text: whole(shown, text, least=0),
-    "shard": Shard.read,
-    "slack": lambda shown, text: _read_number(
-        shown, text, f"a share from 0 (none) to {Case.MOST_SLACK}", lambda x: 0 <= x <= Case.MOST_SLACK
-    ),
-    "strict": _flag,
-}
-"""Readers of options that are no lists, by the option's name."""
+def text(metavar: str) -> Kind:
+    """Make the kind of any text."""
+    return Kind(metavar, _as_written)

@@ -34,8 +34,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, let the processes of other ranks than 0 serve the one that runs the tests."""
-    if flags.COMPARED_WITH in os.environ and hasattr(config.option, "xmlpath"):
-        config.option.xmlpath = None  # pytest's file of results is another run's, too
+    if flags.COMPARED_WITH in os.environ:  # these files of results are another run's, too
+        vars(config.option).update(dict.fromkeys({"xmlpath", "benchmark_json"} & vars(config.option).keys()))
     _leave_no_empty_storage(config)
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
@@ -49,9 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check everything that can be checked before a case runs; without models, wait for a test that is gated."""
     config.addinivalue_line(
         "markers",
-        "magis(memory_ratios=[0.8], ...): the test returns (module, batch, loss_fn), whose training step is gated",
+        f"magis(*, {', '.join(flags.MARK_ARGUMENTS)}): the test returns (module, batch, loss_fn), whose training "
+        "step is gated; each argument is optional, and means what the option of its name means",
     )
-    _compare(config)
+    version = (flags.given(config, "against") or [""])[0]
+    if version or flags.COMPARED_WITH in os.environ:
+        from magis import registry
+
+        if flags.COMPARED_WITH in os.environ:
+            config.pluginmanager.register(registry.load("against", "guard")(), "magis-guard")
+        elif not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
+            registry.load("against", "compare")(config, version)  # measures it first
     if flags.is_active(config):
         from pytest_magis.session import start
 
@@ -75,20 +83,6 @@ def _leave_no_empty_storage(config: pytest.Config) -> None:
 
     if place and scheme in ("", "file") and not folder.exists():
         config.add_cleanup(remove_if_empty)
-
-
-def _compare(config: pytest.Config) -> None:
-    """Measure the revision of `--magis-against` first, in the process that has the terminal."""
-    if flags.COMPARED_WITH in os.environ:
-        from magis import registry
-
-        config.pluginmanager.register(registry.load("against", "guard")(), "magis-guard")
-        return
-    given = flags.given(config, "against")
-    if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
-        from magis import registry
-
-        registry.load("against", "compare")(config, given[0])
 
 
 @pytest.fixture

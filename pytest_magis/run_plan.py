@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from magis.errors import UsageError
 from magis.models.model_specs import UnknownModelError, all_names, is_factory, resolve
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
 from magis.strategies.strategy_names import PLANNED, check_planned
-from pytest_magis.options import Settings
-from pytest_magis.strategies import Strategy, by_name
+from pytest_magis.findings import Tolerances
+from pytest_magis.flags import Settings
+from pytest_magis.options import tolerances_of
+from pytest_magis.strategies import Strategy, by_name, searched_case
 from pytest_magis.verdict import Verdict
+
+if TYPE_CHECKING:
+    from magis.api import Workload
 
 ALL = "all"
 PREFIX = "magis::"
@@ -45,8 +50,13 @@ class PlannedCase:
     model: str
     label: str
     case: Case
+    tolerances: Tolerances
     optional: bool = False
     """True: skip it if its strategy does not fit the model, since only a pattern asked for it."""
+    make: Callable[[int], Workload] | None = None
+    """Builder (seed -> workload) of the network of a user's test; None: the case's model is the name of one."""
+    where: str = ""
+    """Node id of the user's test."""
 
     @property
     def name(self) -> str:
@@ -124,7 +134,13 @@ def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple
     package is not installed.
     """
     for name, target in further.items():
-        _check_further(name, target)
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise UsageError(f"a plugin adds the model {name!r}", hint="use letters, digits, '_', '-' and '.' only")
+        if name in (*all_names(), "all", "seed"):
+            raise UsageError(f"a plugin adds a model called {name!r}, which magis already has")
+        if not is_factory(target):
+            raise UsageError(f"a plugin adds the model {name!r} as {target!r}", hint="write package.module:factory")
+        resolve([target])
     found: dict[str, Model] = {}
     for pattern in patterns:
         names = [name for name in further if fnmatchcase(name, pattern)] if not is_factory(pattern) else []
@@ -134,9 +150,19 @@ def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple
             if not names:
                 raise
         found |= {name: Model(name, further.get(name, name)) for name in names}
-    for model in found.values():
-        if is_factory(model.target):
-            _check_package(model.target)
+    for target in (model.target for model in found.values() if is_factory(model.target)):
+        # the outermost package must exist; a deeper look would run the user's code too early
+        package = target.partition(":")[0].partition(".")[0]
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            raise UsageError(
+                f"{target}: no package {package!r}",
+                hint="if it lies in the current directory, start `python -m pytest` or set `pythonpath = .` in the ini "
+                "file; else install it",
+            )
     return tuple(found.values())
 
 
@@ -155,8 +181,14 @@ def plan_cases(
     taken = {f"{model.name}[{FRONT}]" for model in models}
     for model in models:
         for name, (strategy, optional) in chosen.items():
-            for label, case in _cases(strategy, model, settings, optional=optional):
-                planned = PlannedCase(model.name, label, case, optional)
+            try:
+                labelled = list(strategy.cases(model.target, settings))
+            except UsageError:
+                if not optional:
+                    raise
+                continue  # it does not fit this run, and only a pattern asked for it
+            for label, case in labelled:
+                planned = PlannedCase(model.name, label, case, tolerances_of(settings), optional)
                 if planned.name in taken:
                     raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
                 if planned.name in cases:
@@ -167,16 +199,6 @@ def plan_cases(
             "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
         )
     return tuple(cases.values())
-
-
-def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bool) -> list[tuple[str, Case]]:
-    """Return a strategy's cases; none if it does not fit this run and only a pattern asked for it."""
-    try:
-        return list(strategy.cases(model.target, settings.grid))
-    except UsageError:
-        if not optional:
-            raise
-        return []
 
 
 def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:
@@ -206,7 +228,10 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
     """Plan a front of each model if fronts are asked for; its case has no limits."""
     if settings.pareto is None:
         return ()
-    return tuple(PlannedCase(model.name, FRONT, settings.grid.searched(model.target, "magis")) for model in models)
+    return tuple(
+        PlannedCase(model.name, FRONT, searched_case(settings, model.target, "magis"), tolerances_of(settings))
+        for model in models
+    )
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
@@ -219,28 +244,3 @@ def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[Plann
             raise UsageError(f"no such case: {node_id}", hint=f"this run has {', '.join(c.name for c in cases[:8])}")
         wanted |= matching
     return tuple(planned for planned in cases if not node_ids or planned.name in wanted)
-
-
-def _check_further(name: str, target: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise UsageError(f"a plugin adds the model {name!r}", hint="use letters, digits, '_', '-' and '.' only")
-    if name in (*all_names(), "all", "seed"):
-        raise UsageError(f"a plugin adds a model called {name!r}, which magis already has")
-    if not is_factory(target):
-        raise UsageError(f"a plugin adds the model {name!r} as {target!r}", hint="write package.module:factory")
-    resolve([target])
-
-
-def _check_package(target: str) -> None:
-    """Raise UsageError unless the outermost package exists; a deeper look would run the user's code too early."""
-    package = target.partition(":")[0].partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise UsageError(
-            f"{target}: no package {package!r}",
-            hint="if it lies in the current directory, start `python -m pytest` or set `pythonpath = .` in the ini "
-            "file; else install it",
-        )

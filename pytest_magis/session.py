@@ -24,11 +24,11 @@ from pytest_magis.flags import COMPARED_WITH, on_command_line
 from pytest_magis.gate import Gate, prepare
 from pytest_magis.gone_baselines import gone_baselines
 from pytest_magis.harness import AGENTS
-from pytest_magis.judged_case import check_factories, report_lines, run_and_judge, search_and_write_front
+from pytest_magis.judged_case import check_factories, run_item
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
 from pytest_magis.live.marked import free_network
 from pytest_magis.options import anywhere
-from pytest_magis.run_plan import ALL, PREFIX, PROPERTY, PlannedCase, leave
+from pytest_magis.run_plan import ALL, PREFIX, PROPERTY, PlannedCase
 from pytest_magis.terminal_table import summary
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 # The gate's place in pytest's collection tree: a collector beside the session's paths, and one item per case.
 
 NAME = PREFIX.removesuffix("::")
-
-
-class Regression(Exception):  # noqa: N818  (a red case is a finding of the gate, not an error of it)
-    """A red case; its text are the lines to show."""
 
 
 class Suite(pytest.Collector):
@@ -56,14 +52,12 @@ class Suite(pytest.Collector):
         return suite
 
     def collect(self) -> Iterator[GateItem]:
-        for planned in self.gate.cases:
-            yield CaseItem.build(self, self.gate, planned)
-        for planned in self.gate.fronts:
-            yield FrontItem.build(self, self.gate, planned)
+        for planned in (*self.gate.cases, *self.gate.fronts):
+            yield GateItem.build(self, self.gate, planned)
 
 
 class GateItem(pytest.Item):
-    """Pytest item of a case or a front."""
+    """Pytest item of a case or a front of a model that has a name."""
 
     gate: Gate
     planned: PlannedCase
@@ -80,31 +74,16 @@ class GateItem(pytest.Item):
             item.fixturenames = ("benchmark",)  # by which pytest-benchmark tells benchmarks from other tests
         return item
 
+    def runtest(self) -> None:
+        run_item(self, self.gate, self.planned)
+
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
         """Show the lines of a red case; only a defect shows a traceback."""
-        if isinstance(excinfo.value, (Regression, MagisError)):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, *args, **kwargs)
+        red = isinstance(excinfo.value, pytest.fail.Exception)
+        return str(excinfo.value) if red else super().repr_failure(excinfo, *args, **kwargs)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.config.rootpath / NAME, 0, self.nodeid  # a line: pytest wants one of an item that is skipped
-
-
-class FrontItem(GateItem):
-    """Item that writes a model's front of memory against latency, and is red only if that fails."""
-
-    def runtest(self) -> None:
-        leave(search_and_write_front(self.config, self.gate, self.planned), self.user_properties)
-
-
-class CaseItem(GateItem):
-    """Item that runs a case, compares it with its baseline, and adds its outcome to the report."""
-
-    def runtest(self) -> None:
-        for outcome in run_and_judge(self.config, self.gate, self.planned):
-            leave(outcome, self.user_properties)
-        if not outcome.verdict.passed:
-            raise Regression("\n".join(report_lines(outcome, self.gate, self.config)))
 
 
 def group_by_model(config: pytest.Config, log: Any) -> object | None:
@@ -140,7 +119,7 @@ def start(config: pytest.Config) -> None:
         gate = prepare(config)
     except MagisError as error:
         raise pytest.UsageError(str(error)) from error
-    if late and gate.settings.grid.device == "cpu" and not gate.is_worker:
+    if late and gate.settings.device == "cpu" and not gate.is_worker:
         gate.lines.append(LATE)
     config.pluginmanager.register(GateSession(gate), "magis-gate")
 
@@ -296,7 +275,7 @@ def _wants_ranks(config: pytest.Config) -> bool:
     The ini file does not count: it must not turn a user's own distributed tests into ranks of the gate.
     """
     settings = anywhere(config)
-    if on_command_line(config, "strategies") is None or settings.grid.device.startswith("sim:"):
+    if on_command_line(config, "strategies") is None or settings.device.startswith("sim:"):
         return False
     names = [
         name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from magis.errors import UsageError
 from magis.results import Case
@@ -19,6 +19,8 @@ from magis.strategies.strategy_names import (
     group_of,
     is_local,
 )
+from magis.units import in_one_word
+from pytest_magis.flags import Settings
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Named:
 
     name: str
 
-    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+    def cases(self, model: str, grid: Settings) -> Iterator[tuple[str, Case]]:
         if is_local(self.name):
             check_parts(self.name)
-        yield self.name, grid.case(model, self.name)
+        yield self.name, case_of(grid, model, self.name)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Ranked:
 
     name: str
 
-    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+    def cases(self, model: str, grid: Settings) -> Iterator[tuple[str, Case]]:
         group = group_of(self.name)
         if grid.ranks % group:
             raise UsageError(
@@ -51,11 +53,12 @@ class Ranked:
             )
         if not self.name.startswith("magis+"):
             name = accumulated(self.name, grid.accumulate)
-            yield f"{name}-x{grid.ranks}", replace(grid.case(model, name), ranks=grid.ranks)
+            yield f"{name}-x{grid.ranks}", replace(case_of(grid, model, name), ranks=grid.ranks)
             return
+        _refuse_bytes(self.name, grid)
         label = f"{self.name}-x{grid.ranks}"
         for ratio in grid.memory_ratios:
-            case = replace(grid.searched(model, self.name), ranks=grid.ranks, memory_ratio=ratio)
+            case = replace(searched_case(grid, model, self.name), ranks=grid.ranks, memory_ratio=ratio)
             yield f"{label}-mem{ratio:.12g}", case
 
 
@@ -69,21 +72,25 @@ class Magis:
 
     name: str = "magis"
 
-    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
-        for search in grid.searches:
+    def cases(self, model: str, grid: Settings) -> Iterator[tuple[str, Case]]:
+        if self.name == PLANNED_CODE:
+            _refuse_bytes(self.name, grid)
+        for search in grid.search:
             label = self.name if search == "magis" else f"{self.name}-{search}"
+            case = replace(searched_case(grid, model, self.name), search=search, dtype=self._dtype(grid))
+            by_limit: dict[str, dict[str, Any]] = {
+                f"mem{ratio:.12g}": {"memory_ratio": ratio} for ratio in grid.memory_ratios
+            }
+            by_limit |= {f"mem{in_one_word(nbytes)}": {"memory_limit": nbytes} for nbytes in grid.memory_limits}
             what = grid.memory_limit_of
-            for ratio in grid.memory_ratios:
+            for name, limit in by_limit.items():
                 check_limit_of(what, self.name, grid.device)
-                case = replace(self._case(search, model, grid), memory_ratio=ratio, memory_limit_of=what)
-                yield f"{label}-mem{ratio:.12g}{f'-{what}' if what == RESERVED else ''}", case
+                reserved = f"-{what}" if what == RESERVED else ""
+                yield f"{label}-{name}{reserved}", replace(case, memory_limit_of=what, **limit)
             for ratio in grid.latency_ratios:
-                yield f"{label}-lat{ratio:.12g}", replace(self._case(search, model, grid), latency_ratio=ratio)
+                yield f"{label}-lat{ratio:.12g}", replace(case, latency_ratio=ratio)
 
-    def _case(self, search: str, model: str, grid: Grid) -> Case:
-        return replace(grid.searched(model, self.name), search=search, dtype=self._dtype(grid))
-
-    def _dtype(self, grid: Grid) -> str | None:
+    def _dtype(self, grid: Settings) -> str | None:
         if self.name == "magis":
             return grid.dtype
         if grid.dtype not in (None, "float32") and not str(grid.dtype).startswith("amp-"):
@@ -95,32 +102,22 @@ class Magis:
         return grid.dtype if grid.dtype not in (None, "float32") else default
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Options that hold for all models; the fields mean what they mean in `magis.results.Case`."""
+def case_of(settings: Settings, model: str, strategy: str) -> Case:
+    """Make the case of a strategy without a search."""
+    return Case(
+        model, strategy, settings.device, settings.preset, settings.dtype, seed=settings.seed, slack=settings.slack
+    )
 
-    device: str
-    preset: str
-    dtype: str | None = None
-    memory_ratios: tuple[float, ...] = ()
-    memory_limit_of: str = "peak"
-    latency_ratios: tuple[float, ...] = ()
-    searches: tuple[str, ...] = ("magis",)
-    budget: int | None = None
-    seconds: float | None = None
-    seed: int = 0
-    ranks: int = 1
-    accumulate: int = 1
-    """Number of micro-batches of distributed strategies."""
-    slack: float = Case.slack
 
-    def case(self, model: str, strategy: str) -> Case:
-        """Make the case of a strategy without a search."""
-        return Case(model, strategy, self.device, self.preset, self.dtype, seed=self.seed, slack=self.slack)
+def searched_case(settings: Settings, model: str, strategy: str) -> Case:
+    """Make the case of a search, still without a limit."""
+    return replace(case_of(settings, model, strategy), budget=settings.budget, seconds=settings.seconds)
 
-    def searched(self, model: str, strategy: str) -> Case:
-        """Make the case of a search, still without a limit."""
-        return replace(self.case(model, strategy), budget=self.budget, seconds=self.seconds)
+
+def _refuse_bytes(name: str, settings: Settings) -> None:
+    """Raise UsageError for a limit in bytes, where a strategy counts others than those of eager's whole step."""
+    if settings.memory_limits:
+        raise UsageError(f"strategy {name!r} takes no memory_limit", hint="give memory_ratios")
 
 
 class Strategy(Protocol):
@@ -133,7 +130,7 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]: ...
+    def cases(self, model: str, grid: Settings) -> Iterator[tuple[str, Case]]: ...
 
 
 def by_name(name: str) -> Strategy | None:

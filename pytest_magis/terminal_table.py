@@ -15,7 +15,8 @@ from magis.progress import Progress, ProgressPlace, shown_if_slow
 from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
 from magis.units import aligned, format_bytes
-from pytest_magis.findings import NEW, PERMISSIONS, accept_all
+from pytest_magis.findings import NEW, accept_all
+from pytest_magis.option_values import PERMISSIONS
 from pytest_magis.run_plan import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
@@ -147,8 +148,9 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 
 def _limit(outcome: Outcome) -> str:
     case = outcome.case
-    if case.memory_ratio is not None:
-        return f"{'mem' if case.memory_limit_of == 'peak' else case.memory_limit_of} {case.memory_ratio:.6g}"
+    if case.limits_memory:
+        limit = f"{case.memory_ratio:.6g}" if case.memory_limit is None else format_bytes(case.memory_limit)
+        return f"{'mem' if case.memory_limit_of == 'peak' else case.memory_limit_of} {limit}"
     return f"lat {case.latency_ratio:.6g}" if case.latency_ratio is not None else "-"
 
 

@@ -27,7 +27,6 @@ from pytest_magis.findings import (
     BROKEN,
     MOVED,
     NEW,
-    PERMISSIONS,
     WORSE,
     Finding,
     Part,
@@ -38,6 +37,7 @@ from pytest_magis.findings import (
     percent,
 )
 from pytest_magis.latency_verdict import BY_MACHINE, BY_PLANNER, lacks_latencies, latency_notes, latency_parts
+from pytest_magis.option_values import PERMISSIONS
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 RESERVED_BYTES = "reserved bytes"

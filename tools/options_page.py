@@ -1,4 +1,4 @@
-"""Writes docs/options.md, the reference of the plugin's options, from `pytest_magis.flags` and `pytest_magis.options`.
+"""Writes docs/options.md, the reference of the plugin's options, from their declarations in `pytest_magis.flags`.
 
     .venv/bin/python tools/options_page.py [--check]
 
@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from pages import write_or_check
 
 from magis.cost.devices import device_names
-from magis.dtypes import DTYPES
 from magis.extensions.models.network_names import GATE_NAMES
-from magis.strategies.strategy_names import LIMITS_OF, SEARCHES
-from pytest_magis.findings import PERMISSIONS
-from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, Option
-from pytest_magis.option_values import BUDGETS, CACHES, PRESETS
+from pytest_magis.flags import BY_NAME, OPTIONS, Option
+from pytest_magis.options import DECISIONS
 
 HEAD = """# Options of the gate
 
@@ -42,35 +39,27 @@ A marked test takes some of these options as arguments of its mark: [gate-my-mod
 written by `tools/options_page.py` from the code; a test keeps it true.
 """
 GROUPS = {
-    "What runs": ("models", "strategies", "ranks", "accumulate", "device", "preset", "dtype", "seed"),
-    "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
-    "The search": ("search", "budget", "seconds", "slack", "processes", "resume", "profile"),
+    "What runs": ("models", "strategies", "device", "preset", "dtype", "seed"),
+    "Limits": ("memory_ratios", "memory_limit_of", "latency_ratios"),
+    "The search": ("budget", "seconds", "profile"),
     "Baselines and verdicts": (
         "baselines",
         "against",
         "update",
         "prune",
         "strict",
-        "memory-tolerance",
-        "latency-tolerance",
+        "memory_tolerance",
+        "latency_tolerance",
     ),
     "Continuous integration": ("cache", "shard"),
-    "Files that a run writes": ("csv", "markdown", "pareto", "report", "trace", "benchmark-json"),
+    "Files that a run writes": ("csv", "csv_full", "markdown", "pareto", "report", "trace"),
+    "For experts": tuple(option.field for option in OPTIONS if option.expert),
 }
-VALUES: dict[str, tuple[str, ...]] = {
+VALUES = {
     "models": ("all", "seed", *GATE_NAMES, "seed-*", "package.module:factory"),
     "device": ("cpu", "cuda", *(name for name in device_names() if name != "cpu")),
-    "preset": PRESETS,
-    "dtype": DTYPES,
-    "memory-limit-of": LIMITS_OF,
-    "search": SEARCHES,
-    "budget": (*BUDGETS, BY_NAME["budget"].metavar),
-    "update": PERMISSIONS,
-    "cache": CACHES,
-    "prune": ("true", "false"),
-    "strict": ("true", "false"),
 }
-"""What an option takes, where it is not just its metavariable."""
+"""What an option takes, where its kind does not say it."""
 
 
 def page() -> str:
@@ -84,26 +73,20 @@ def _group(title: str, names: tuple[str, ...]) -> Iterator[str]:
     yield f"\n## {title}\n\n| option | in the ini file | values | default | what it means |\n"
     yield "| --- | --- | --- | --- | --- |\n"
     for option in OPTIONS:
-        if option.name in names:
-            in_ini = "-" if option.name in DECISIONS else f"`{option.key}`"
-            cells = f"`{option.flag}`", in_ini, _values(option), _default(option), _meaning(option)
+        if option.field in names:
+            in_ini = "-" if option in DECISIONS else f"`{option.key}`"
+            cells = f"`{option.flag}`", in_ini, _values(option), _escaped(option.shown_default), _meaning(option)
             yield f"| {' | '.join(cells)} |\n"
 
 
-def _default(option: Option) -> str:
-    found = re.search(r" \(default: ([^)]*)\)$", option.help)
-    if found is None:
-        raise LookupError(f"the help of {option.flag} does not end with its default")
-    return _escaped(found[1])
-
-
 def _values(option: Option) -> str:
-    return ", ".join(f"`{word}`" for word in VALUES.get(option.name, (option.metavar,)))
+    words = VALUES.get(option.field) or option.kind.all_words() or (option.kind.metavar,)
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _meaning(option: Option) -> str:
-    text = _escaped(option.help.rpartition(" (default: ")[0])
-    capital = text if option.name == "device" else f"{text[0].upper()}{text[1:]}"
+    text = _escaped(option.help)
+    capital = text if option.field == "device" else f"{text[0].upper()}{text[1:]}"
     return f"{capital}. {option.details}".strip()
 
 

@@ -168,7 +168,7 @@ def other_result(case: Case, subject: Subject, original: StepFigures, optimized:
         numbers=NOT_RUN,
         graph_digest=subject.digest,
         step_digest=hashlib.sha256(signatures.encode()).hexdigest()[:16],
-        planner="" if case.memory_ratio is None and case.latency_ratio is None else code_digest()[:12],
+        planner=code_digest()[:12] if case.has_limit else "",
         provenance=subject.provenance(graph),
         samples=samples_of(subject.traced),
         conformance=subject.conformance,

@@ -27,7 +27,7 @@ from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.results import Case, StepGrowth
 from magis.runtime.measure import no_collection
-from magis.runtime.steps import EagerStep, Step
+from magis.runtime.steps import EagerStep, Step, whole_step
 from magis.strategies.single_device import on_fake_tensors
 
 EAGER_FIRST = "the step must run eagerly before it can be optimized"
@@ -51,26 +51,19 @@ def check_case(
     else:
         _ = subject.captured
     if subject.runs:
-        _check_eager(subject)
+
+        def run() -> object:
+            return whole_step(subject.eager())()
+
+        try:
+            attempt(run)  # too little memory is nothing to refuse: the case is simulated then
+        except UsageError:
+            raise
+        except Exception as error:
+            grown = growth(subject) if subject.source.of_user else None  # graphs that are kept cannot be copied, say
+            text = f"{type(error).__name__}{_innermost_user_line(error)} in eager mode: {error}"
+            raise CaptureError(f"{grown}; {text}" if grown else text, hint=EAGER_FIRST) from error
     _ = subject.conformance
-
-
-def _check_eager(subject: Subject) -> None:
-    def run() -> None:
-        step = subject.eager()
-        step.prepare()
-        step.run()
-
-    try:
-        attempt(run)  # too little memory is nothing to refuse: the case is simulated then
-    except UsageError:
-        raise
-    except Exception as error:
-        grown = growth(subject) if subject.source.of_user else None  # graphs that are kept cannot be copied, say
-        text = (
-            f"{f'{grown}; ' if grown else ''}{type(error).__name__}{_innermost_user_line(error)} in eager mode: {error}"
-        )
-        raise CaptureError(text, hint=EAGER_FIRST) from error
 
 
 def _innermost_user_line(error: BaseException) -> str:
@@ -132,16 +125,6 @@ def grown(step: Step, inside: AbstractContextManager[object], device: str) -> St
     alive = [sum(each.nbytes for each in storages) for storages in held]
     if min(alive[2:]) <= alive[1]:  # not at all, or not for good: what was freed again is no growth
         return None
-    return StepGrowth(alive[-1] - alive[1], STEPS, by_module(_added(held[-1], held[1])))
-
-
-def _added(held: tuple[MadeStorage, ...], before: tuple[MadeStorage, ...]) -> list[MadeStorage]:
-    """Return the storages beyond those of the same size from the same place that were there before."""
-    known = Counter(before)
-    added = []
-    for each in held:
-        if known[each]:
-            known[each] -= 1
-        else:
-            added.append(each)
-    return added
+    # beyond those of the same size from the same place that were there before
+    added = Counter(held[-1]) - Counter(held[1])
+    return StepGrowth(alive[-1] - alive[1], STEPS, by_module(list(added.elements())))

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from magis.cases.contenders import strategy_of
 from magis.child_process import cores
 from magis.errors import MagisError
 from magis.graph import digest
-from magis.plain_records import from_plain, to_plain
+from magis.plain_records import from_plain, read_json, to_plain
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult
@@ -71,7 +71,16 @@ class KeptResults:
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,
-            _settings(),
+            # torch's settings that choose kernels, and with them numbers, scratch and times
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.backends.cuda.matmul.fp32_precision,
+                torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+                torch.backends.mkldnn.enabled,
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic,
+            ),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
             (pooled and cores(), traced.blocks, str(traced.module)) if self._is_ranked else "",
@@ -96,7 +105,7 @@ class KeptResults:
 
     def _read_result(self, text: str) -> CaseResult:
         """Read a result from text. Raises one of ``UNSOUND`` if it is not sound, or of another case."""
-        data = json.loads(text, parse_constant=_refuse_number)
+        data = read_json(text)
         result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
         if any(not 0 <= number <= MOST for number in _numbers_in(data["result"])):
             raise MagisError("a figure is below 0 or beyond all bounds")
@@ -127,19 +136,6 @@ class KeptResults:
                 raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
 
 
-def _settings() -> tuple[object, ...]:
-    """Return torch's settings that choose kernels, and with them numbers, scratch and times."""
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-    )
-
-
 def _numbers_in(data: Any) -> Iterator[float]:
     """Yield every number in nested dictionaries and lists."""
     items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
@@ -148,7 +144,3 @@ def _numbers_in(data: Any) -> Iterator[float]:
             yield item if math.isfinite(item) else math.inf
         else:
             yield from _numbers_in(item)
-
-
-def _refuse_number(text: str) -> NoReturn:
-    raise MagisError(f"a figure is {text}")

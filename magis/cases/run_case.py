@@ -130,38 +130,37 @@ class CaseRun:
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
         with products_of(self.subject.source.dtype):
-            return self._run_parts(stored, expected_graph)
-
-    def _run_parts(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
-        subject, case = self.subject, self.case
-        self.progress("capturing")
-        _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
-        original_ns = subject.latency_ns(subject.captured.original.graph)
-        if subject.kind == "cpu":
-            self.progress("timing one step")
-        measured, refusal = None, ""
-        if subject.runs:
-            self.progress("measuring the original")
-            measured = attempt(lambda: subject.original_measured)
-            refusal = "" if measured else ran_out(subject)
-        elif not subject.simulated_only:  # where there is nothing to say
-            refusal = subject.too_slow or too_large(subject)
-        reference = measured or subject.original
-        table = planning_workspaces(subject, stored, expected_graph)
-        original_bytes = reference.peak_bytes
-        if case.memory_limit_of == RESERVED:
-            captured = subject.captured.original
-            original_bytes = reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
-        limit = share_of(case.memory_ratio, original_bytes)
-        if case.strategy in PLANS:
-            candidate = self._plan_candidate(table, limit, original_ns, reference)
-        else:
-            candidate = make_candidate(subject, self._strategy)
-        if measured is not None:
-            outcome = self._run_both(candidate, measured)
-        else:
-            outcome = self._run_only_optimized(candidate, refusal)
-        return self._assemble(candidate, outcome, limit, original_ns)
+            subject, case = self.subject, self.case
+            self.progress("capturing")
+            _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
+            original_ns = subject.latency_ns(subject.captured.original.graph)
+            if subject.kind == "cpu":
+                self.progress("timing one step")
+            measured, refusal = None, ""
+            if subject.runs:
+                self.progress("measuring the original")
+                measured = attempt(lambda: subject.original_measured)
+                refusal = "" if measured else ran_out(subject)
+            elif not subject.simulated_only:  # where there is nothing to say
+                refusal = subject.too_slow or too_large(subject)
+            reference = measured or subject.original
+            table = planning_workspaces(subject, stored, expected_graph)
+            original_bytes = reference.peak_bytes
+            if case.memory_limit_of == RESERVED:
+                captured = subject.captured.original
+                original_bytes = (
+                    reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
+                )
+            limit = case.memory_limit or share_of(case.memory_ratio, original_bytes)
+            if case.strategy in PLANS:
+                candidate = self._plan_candidate(table, limit, original_ns, reference)
+            else:
+                candidate = make_candidate(subject, self._strategy)
+            if measured is not None:
+                outcome = self._run_both(candidate, measured)
+            else:
+                outcome = self._run_only_optimized(candidate, refusal)
+            return self._assemble(candidate, outcome, limit, original_ns)
 
     def _plan_candidate(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
@@ -172,10 +171,10 @@ class CaseRun:
         if limit is not None and table is not None and case.memory_limit_of != RESERVED:
             # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
             stored = subject.original_with(table) if subject.kind == "cpu" else reference
-            target = share_of(case.memory_ratio, stored.peak_bytes)
+            target = case.memory_limit or share_of(case.memory_ratio, stored.peak_bytes)
         latency_limit = share_of(case.latency_ratio, original_ns)
         if target is None and latency_limit is None:
-            raise UsageError("a magis case needs a memory ratio or a latency ratio")
+            raise UsageError("a magis case needs a memory limit or a latency ratio")
 
         def search(nbytes: int | None, seconds: float | None, stored: Mapping[str, int] | None = table) -> Plan:
             return plan(
@@ -389,7 +388,7 @@ def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:
 def check_amounts(case: Case) -> None:
     """Raise UsageError for a limit, a budget or a cap of the case that is not above 0, or a seed below it."""
     amounts = {"memory ratio": case.memory_ratio, "latency ratio": case.latency_ratio, "budget": case.budget}
-    amounts["cap in seconds"] = case.seconds
+    amounts |= {"memory limit": case.memory_limit, "cap in seconds": case.seconds}
     for name, amount in amounts.items():
         if amount is not None and not 0 < amount < math.inf:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
@@ -397,7 +396,7 @@ def check_amounts(case: Case) -> None:
         raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
     if case.search != SEARCHES[0] and case.strategy not in PLANS:
         raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
-    if case.memory_ratio is not None:
+    if case.limits_memory:
         check_limit_of(case.memory_limit_of, case.strategy, case.device)
     if not 0 <= case.slack <= Case.MOST_SLACK:
         raise UsageError(f"the slack of a case must be a number from 0 to {Case.MOST_SLACK}, not {case.slack}")

@@ -2,7 +2,8 @@
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
 the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
-columns after them name their unit, and every ratio says that it is optimized / original (opt/ori).
+columns after them name their unit, and every ratio says that it is optimized / original (opt/ori). A file has those
+that a user needs most (`SHORT_COLUMNS`), or all of them (`--magis-csv-full`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _OWN_CELLS: Mapping[str, Column] = {
     "ori reserved bytes (predicted)": lambda r: r.original.reserved_bytes,
     "opt reserved bytes (measured)": lambda r: r.optimized.measured_reserved_bytes,
     "ori reserved bytes (measured)": lambda r: r.original.measured_reserved_bytes,
-    "memory limit of": lambda r: None if r.case.memory_ratio is None else r.case.memory_limit_of,
+    "memory limit of": lambda r: r.case.memory_limit_of if r.case.limits_memory else None,
     "memory limit bytes": lambda r: r.memory_limit_bytes,
     "lower bound bytes": lambda r: r.lower_bound_bytes,
     "persistent bytes": lambda r: r.persistent_bytes,
@@ -115,6 +116,12 @@ _OWN_CELLS: Mapping[str, Column] = {
 
 SEED_COLUMNS, OWN_COLUMNS = tuple(_SEED_CELLS), tuple(_OWN_CELLS)
 COLUMNS = SEED_COLUMNS + OWN_COLUMNS
+SHORT_COLUMNS = (
+    *SEED_COLUMNS, "device", "preset", "dtype", "strategy", "search", "memory limit of",
+    "memory ratio reached (opt/ori)", "latency ratio reached (opt/ori)", "opt peak bytes", "ori peak bytes",
+    "verdict", "note",
+)  # fmt: skip
+"""Columns of a file for which no others are asked: those that tell cases apart are among them."""
 
 
 def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None = None) -> dict[str, Cell]:
@@ -123,10 +130,14 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
     return row | {"verdict": verdict, "note": result.note if note is None else note}
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
-    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last. Raises
-    UsageError for a path that cannot be written; the old file is then untouched."""
-    columns = tuple(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
+def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]], *, full: bool = False) -> None:
+    """Replace `path` by a header and `rows`, in one step: with the columns that a user needs most, or with all.
+
+    Columns that are not ours come last. Raises UsageError for a path that cannot be written; the old file is then
+    untouched.
+    """
+    further = dict.fromkeys(column for row in rows for column in row if column not in COLUMNS)
+    columns = (*(COLUMNS if full else SHORT_COLUMNS), *further)
     write_text_atomically(path, _to_csv(rows, columns, header=True))
 
 
@@ -150,7 +161,7 @@ def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
     except (OSError, io.UnsupportedOperation):
         empty = True  # a pipe: nobody has written to this end of it before
     if empty:
-        stream.write(_to_csv(rows, COLUMNS, header=True))
+        stream.write(_to_csv(rows, SHORT_COLUMNS, header=True))
     else:
         columns, ends_with_newline = _existing_header(stream)
         stream.write(("" if ends_with_newline else "\n") + _to_csv(rows, columns, header=False))
@@ -293,7 +304,7 @@ def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
     """Return the columns of the file behind `stream` (ours if there is none), and True if its last line is complete."""
     name = getattr(stream, "name", None)
     if not isinstance(name, str) or not Path(name).is_file():
-        return list(COLUMNS), True
+        return list(SHORT_COLUMNS), True
     stream.flush()
     with Path(name).open("rb") as existing:
         first = existing.readline().decode("utf-8", errors="replace")
@@ -353,7 +364,12 @@ def merge_results(paths: Sequence[Path]) -> Merged:
         for row in rows:
             if not row["verdict"].startswith((*RED, *GREEN)):
                 raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
-            key = (*(row[column] for column in CASE), *(row.get(column) or usual for column, usual in LATER.items()))
+            limit = row["memory limit ratio"] or row.get("memory limit", "")
+            key = (
+                limit,
+                *(row[column] for column in CASE),
+                *(row.get(column) or usual for column, usual in LATER.items()),
+            )
             known, first = found.setdefault(key, (row, path))
             if _filled_cells(known) != _filled_cells(row):
                 where = f"{first} and {path}" if first != path else f"{path} twice"

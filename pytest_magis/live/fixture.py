@@ -15,18 +15,24 @@ from magis.strategies.strategy_names import BLOCK
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
 from pytest_magis.harness import forget
-from pytest_magis.judged_case import GatedTest, report_lines, run_and_judge, search_and_write_front, verdict_on
+from pytest_magis.judged_case import (
+    failure,
+    refused_in_one_line,
+    report_lines,
+    run_and_judge,
+    search_and_write_front,
+    verdict_on,
+)
 from pytest_magis.live.asked_options import (
     cases_here,
     check_claim,
     check_name,
-    failure,
     read_asked,
-    refused_in_one_line,
     started_gate,
 )
 from pytest_magis.live.gated_tests import claim_name, name_of, node_id
-from pytest_magis.option_values import share
+from pytest_magis.option_values import SHARE
+from pytest_magis.options import tolerances_of
 from pytest_magis.run_plan import FRONT, Outcome, PlannedCase, add, forget_outcomes
 
 if TYPE_CHECKING:
@@ -61,9 +67,10 @@ class MagisFixture:
         all: a tuple of them, a Workload, or a function without arguments that returns what a marked test may, which is
         called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
 
-        By name, everything that the mark takes: `memory_ratios`, `memory_limit_of`, `latency_ratios`, `strategies`,
-        `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`, `memory_tolerance`, `latency_tolerance`, `required`,
-        and the `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
+        By name, everything that the mark takes: limits (`memory_ratios`, `memory_limit="2 GiB"`, `latency_ratios`,
+        `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`,
+        `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label ("eager",
+        "magis-mem0.8").
         """
         from magis.models.step_parts import recipe_of
 
@@ -79,15 +86,14 @@ class MagisFixture:
             _, make = recipe_of("magis.check", module, batch, loss, wanted.optimizer, name=name)
             if make is None:
                 raise UsageError("magis.check: a name is no module", hint="--magis-models takes names")
-        live = GatedTest(make, settings.tolerances, node_id(item))
         try:
-            for each in planned:
+            for each in (replace(case, make=make, where=node_id(item)) for case in planned):
                 if each.label == FRONT:
                     with refused_in_one_line():
-                        add(search_and_write_front(item.config, gate, each, live), item.user_properties)
+                        add(search_and_write_front(item.config, gate, each), item.user_properties)
                     continue
                 with suppress(pytest.skip.Exception):  # a strategy of a pattern that does not fit this network
-                    for outcome in run_and_judge(item.config, gate, each, live):
+                    for outcome in run_and_judge(item.config, gate, each):
                         add(outcome, item.user_properties)
                         outcomes.append(outcome)
         finally:
@@ -119,8 +125,9 @@ class PeakGate:
         __tracebackhide__ = True
         gate = started_gate(self._item.config)
         with refused_in_one_line():
-            allowed = share(f"{PEAK}: tolerance", str(tolerance))
-            tolerances = replace(gate.settings.tolerances, memory=max(allowed, gate.settings.tolerances.memory))
+            allowed = SHARE.read(f"{PEAK}: tolerance", str(tolerance))
+            tolerances = tolerances_of(gate.settings)
+            tolerances = replace(tolerances, memory=max(allowed, tolerances.memory))
             outcomes = [self._judge(peak, name, gate, tolerances) for name, peak in peaks.items()]
         _fail_if_red(outcomes, gate, self._item.config)
 
@@ -135,7 +142,7 @@ class PeakGate:
         if other is not None:
             raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
         result = peak.result(test)
-        verdict = verdict_on(gate, PlannedCase(test, label, result.case), result, tolerances)
+        verdict = verdict_on(gate, PlannedCase(test, label, result.case, tolerances), result)
         outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
         add(outcome, item.user_properties)
         return outcome

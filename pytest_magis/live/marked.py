@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,17 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from pytest_magis.harness import builder, forget
-from pytest_magis.judged_case import GatedTest, report_lines, run_and_judge, search_and_write_front
+from pytest_magis.judged_case import failure, refused_in_one_line, run_item
 from pytest_magis.live.asked_options import (
     AskedOptions,
     cases,
     cases_here,
     check_claim,
-    failure,
     read_asked,
-    refused_in_one_line,
     started_gate,
 )
 from pytest_magis.live.gated_tests import MARK, PARAM, label_of, name_of, node_id
 from pytest_magis.options import anywhere
-from pytest_magis.run_plan import FRONT, leave
 
 if TYPE_CHECKING:
     from magis.api import Workload
@@ -70,15 +68,7 @@ def run_marked(item: pytest.Function) -> None:
         check_claim(SHOWN, item, name)
         settings = asked.over(gate.settings)
         planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
-    live = GatedTest(_maker(item, name, asked), settings.tolerances, node_id(item))
-    if label == FRONT:
-        with refused_in_one_line():
-            leave(search_and_write_front(item.config, gate, planned, live), item.user_properties)
-        return
-    for outcome in run_and_judge(item.config, gate, planned, live):
-        leave(outcome, item.user_properties)
-    if not outcome.verdict.passed:
-        raise failure("\n".join(report_lines(outcome, gate, item.config)))
+    run_item(item, gate, replace(planned, make=_maker(item, name, asked), where=node_id(item)))
 
 
 def free_network(config: pytest.Config) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from magis.errors import UsageError
 from magis.printable import printable
 from magis.results import CaseResult
 from pytest_magis.run_plan import PREFIX, PROPERTY, Outcome
@@ -56,7 +54,7 @@ def figures(outcome: Outcome) -> Iterator[tuple[str, object]]:
         "strategy": case.shown,
         "device": case.device,
         "memory_ratio_limit": case.memory_ratio,
-        "memory_limit_of": None if case.memory_ratio is None else case.memory_limit_of,
+        "memory_limit_of": case.memory_limit_of if case.limits_memory else None,
         "latency_ratio_limit": case.latency_ratio,
         "verdict": outcome.verdict.label,
         "passed": str(outcome.verdict.passed).lower(),
@@ -95,13 +93,12 @@ _COMPARING = "benchmark_compare"
 class BenchmarkRows:
     """Adds cases to pytest-benchmark's session, in the process that has the terminal."""
 
-    def __init__(self, config: pytest.Config, json: Path | None) -> None:
-        self._config, self._json = config, json
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
 
     def put(self, outcome: Outcome) -> None:
         """Add a case that has a latency; it replaces an earlier run of the same case."""
         session: Any = vars(self._config)["_benchmarksession"]  # which is made after the gate
-        session.json = self._json or session.json
         session.benchmarks[:] = [row for row in session.benchmarks if row.fullname != f"{PREFIX}{outcome.name}"]
         if outcome.result is None:
             return
@@ -111,20 +108,10 @@ class BenchmarkRows:
             session.benchmarks.append(_row(outcome, outcome.result, times))
 
 
-def benchmark_rows(config: pytest.Config, json: Path | None) -> BenchmarkRows | None:
-    """Return the rows of pytest-benchmark's session; None if no option asks for them.
-
-    `json` is a file for them, as `--benchmark-json` gives one. Raises UsageError with that option, or if the plugin is
-    not loaded.
-    """
-    if config.getoption(_COMPARING, default=None) is None:  # the option's default is an empty list
-        if json is not None:
-            raise UsageError("--magis-benchmark-json: pytest-benchmark is not loaded", hint="leave out -p no:benchmark")
-        return None
-    if json is not None and config.getoption("benchmark_json"):
-        raise UsageError("--magis-benchmark-json and --benchmark-json are one option", hint="give one of them")
-    asked = json is not None or any(map(config.getoption, (*_ASKING, _COMPARING)))
-    return BenchmarkRows(config, json) if asked else None
+def benchmark_rows(config: pytest.Config) -> BenchmarkRows | None:
+    """Return the rows of pytest-benchmark's session; None if no option asks for them, or the plugin is not loaded."""
+    asked = any(config.getoption(name, default=None) for name in (*_ASKING, _COMPARING))
+    return BenchmarkRows(config) if asked else None
 
 
 def _row(outcome: Outcome, result: CaseResult, times_ms: Sequence[float]) -> Any:

@@ -12,7 +12,7 @@ from magis.errors import UsageError
 from magis.printable import printable
 from magis.report import write_text_atomically
 from pytest_magis.findings import accept_case
-from pytest_magis.options import Settings
+from pytest_magis.flags import Settings
 from pytest_magis.run_plan import Outcome
 from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 

@@ -178,7 +178,7 @@ def test_compare_names_what_differs(bench: Bench) -> None:
         (dataclasses.replace(case(), latency_ratio=float("inf")), "latency ratio of a case .* not inf"),
         (dataclasses.replace(case(), seed=-1), "seed of a case must not be negative"),
         (dataclasses.replace(case(), slack=0.95), "slack of a case must be a number from 0 to 0.9, not 0.95"),
-        (dataclasses.replace(case(), memory_ratio=None), "needs a memory ratio or a latency ratio"),
+        (dataclasses.replace(case(), memory_ratio=None), "needs a memory limit or a latency ratio"),
     ],
 )
 def test_bad_requests_get_one_line(request_: Case, message: str) -> None:

@@ -28,6 +28,7 @@ from magis.results import (
     StepFigures,
     Timelines,
 )
+from magis.units import in_one_word
 
 DEVICES = ("cpu", "sim:rtx3090")
 
@@ -62,6 +63,8 @@ def pytest_magis_devices():
 
 
 def label_of(case):
+    if case.memory_limit is not None:
+        return f"{case.strategy}-mem{in_one_word(case.memory_limit)}"
     if case.memory_ratio is not None:
         suffix = "-reserved" if case.memory_limit_of == "reserved" else ""
         return f"{case.strategy}-mem{case.memory_ratio:.12g}{suffix}"
@@ -122,7 +125,7 @@ def make_result(case, figure):
     original = Memory(int(base * figure["ori_tensor"]) // 4 * 4, int(base * figure["ori_tensor"]) // 4 * 4 + 4096)
     held = int(original.peak_bytes * figure["ori_reserved"]) or None
     limited = held or original.peak_bytes if case.memory_limit_of == "reserved" else original.peak_bytes
-    limit = None if case.memory_ratio is None else int(case.memory_ratio * limited)
+    limit = case.memory_limit if case.memory_ratio is None else int(case.memory_ratio * limited)
     eager = case.strategy == "eager"
     share = {"eager": 1.0, "checkpoint": 0.7}.get(case.strategy, 0.99 * (case.memory_ratio or 0.9))
     tensors = original.tensor_bytes if eager else int(share * base * figure["opt_tensor"]) // 4 * 4

@@ -114,17 +114,17 @@ def test_names_of_files(name, expected):
 def test_long_names_fit_a_file_system(tmp_path):
     names = [f"{'module.' * 60}:{letter}" for letter in "ab"]
     for name in names:
-        write_baseline(baseline_path(tmp_path, "cpu", name), ModelBaseline(name, "cpu"))
+        write_baseline(baseline_path(tmp_path, "cpu", name), ModelBaseline(name, "cpu", {}))
     assert len(list((tmp_path / "cpu").iterdir())) == 2
     assert [read_baseline(baseline_path(tmp_path, "cpu", name), name, "cpu") for name in names] == [
-        ModelBaseline(name, "cpu") for name in names
+        ModelBaseline(name, "cpu", {}) for name in names
     ]
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "cpu").write_text("in the way")
     with pytest.raises(BaselineError, match=r"cannot make directory .*cpu: File exists"):
-        write_baseline(tmp_path / "cpu" / "bert.json", ModelBaseline("bert", "cpu"))
+        write_baseline(tmp_path / "cpu" / "bert.json", ModelBaseline("bert", "cpu", {}))
 
 
 GIVEN = (

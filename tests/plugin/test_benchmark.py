@@ -48,7 +48,7 @@ def test_only_benchmarks_are_the_cases_and_none_is_skipped_with_them(accepted):
 
 def test_rounds_and_bytes_are_those_of_the_rows(accepted):
     accepted.fake(**{"bert[magis-mem0.6]": {"raise": "no"}})
-    accepted(*RUN, "--magis-benchmark-json=latencies.json")
+    accepted(*RUN, "--benchmark-json=latencies.json")
     eager, optimized = json.loads((accepted.root / "latencies.json").read_text())["benchmarks"]
     row = accepted.rows()[1]
     assert (eager["name"], optimized["fullname"]) == ("bert[eager]", "magis::bert[magis-mem0.8]")
@@ -73,13 +73,10 @@ def test_its_comparison_finds_cases_that_got_slower(accepted, milliseconds, red)
     assert ("Performance has regressed" in result.stdout.str() + result.stderr.str()) is red
 
 
-def test_a_file_without_the_plugin_is_refused(gate):
-    assert "pytest-benchmark is not loaded" in gate.refuses("--magis-models=bert", "--magis-benchmark-json=x.json")
-
-
-def test_two_files_for_one_thing_are_refused(gate):
-    options = (*RUN, "--magis-benchmark-json=a.json", "--benchmark-json=b.json")
-    assert "are one option; give one of them" in gate.refuses(*options)
+@pytest.mark.parametrize("models", [("--magis-models=bert",), ()])
+def test_the_second_name_of_the_file_is_answered_by_the_first(gate, models):
+    line = gate.refuses(*models, "--magis-benchmark-json=x.json")
+    assert line == "ERROR: --magis-benchmark-json is gone; give --benchmark-json"
 
 
 def test_marked_tests_count_as_benchmarks(gate, monkeypatch):
@@ -106,7 +103,7 @@ def test_a_case_that_ran_again_is_one_row():
     result = made(strategy="eager")
     outcome = Outcome("bert", "eager", result.case, Verdict(passed=True, label="pass"), result)
     session = SimpleNamespace(json=None, benchmarks=[])
-    rows = BenchmarkRows(SimpleNamespace(_benchmarksession=session), None)
+    rows = BenchmarkRows(SimpleNamespace(_benchmarksession=session))
     for _ in range(2):
         rows.put(outcome)
     assert [row.fullname for row in session.benchmarks] == ["magis::bert[eager]"]

@@ -261,11 +261,11 @@ def test_a_version_without_the_case_is_left_out(gate, capsys):
 
 SAYS_ITS_PROFILES = """
 from pathlib import Path
-from pytest_magis.options import read_profiles
+from pytest_magis.options import anywhere
 
 def pytest_sessionfinish(session):
     with Path({!r}).open("a") as stream:
-        stream.write(f"{{read_profiles(session.config)[1]}}\\n")
+        stream.write(f"{{anywhere(session.config).profiles}}\\n")
 """
 INI = "[pytest]\naddopts = -p no:cacheprovider\nmagis_baselines = stored\nmagis_report = all.html\n"
 
@@ -282,7 +282,7 @@ def test_runs_on_versions_leave_nothing_and_have_the_prices_of_here(
     root = written(gate, MADE_UP, 3, planted=2, ini=INI)
     before = gate.files()
     files = ("report.xml", "benchmark.json", "report.html")
-    written_by = ("--junitxml", "--magis-benchmark-json", "--magis-report")
+    written_by = ("--junitxml", "--benchmark-json", "--magis-report")
     given = [f"{option}={root / name}" for option, name in zip(written_by, files, strict=True)]
     assert main(["bisect", first, last, *ARGS, *given]) == code
     left = {name for name in gate.files() if name not in before and not name.startswith(".")}  # rustup's, in a home

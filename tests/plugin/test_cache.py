@@ -13,7 +13,13 @@ from own_nets import nn, workload
 def net():
     return workload(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))), 32)
 """
-RUN = ("--magis-models=gated:net", "--magis-device=sim:h200", "--magis-memory-ratios=0.8", "--magis-budget=200")
+RUN = (
+    "--magis-models=gated:net",
+    "--magis-device=sim:h200",
+    "--magis-memory-ratios=0.8",
+    "--magis-budget=200",
+    "--magis-csv-full",
+)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from magis.report import COLUMNS
+from magis.report.results_table import SHORT_COLUMNS
 
 
 def test_the_default_is_in_the_directory_of_the_call(gate, workers, monkeypatch):
@@ -31,8 +32,20 @@ def test_rows_are_those_of_this_run_in_the_order_of_the_plan(gate, workers):
     assert [(row["name"], row["strategy"], row["memory limit ratio"]) for row in rows] == [
         (name, *case) for name in ("vit", "bert", "mlp") for case in (("eager", ""), ("magis", "0.8"), ("magis", "0.6"))
     ]
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == SHORT_COLUMNS
+    assert len(SHORT_COLUMNS) <= 17 + 12
     assert not [name for name in gate.files() if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("given", [["--magis-csv-full"], ["-o", "magis_csv_full=true"]])
+def test_all_columns_are_written_where_they_are_asked_for(gate, given):
+    gate.extend_conftest("def pytest_magis_columns(config):\n    return {'mine': lambda result: 3}\n")
+    gate("--magis-models=bert", "--magis-csv=short.csv")
+    gate("--magis-models=bert", *given)
+    short, full = gate.rows("short.csv"), gate.rows()
+    assert tuple(short[0]) == (*SHORT_COLUMNS, "mine")
+    assert tuple(full[0]) == (*COLUMNS, "mine")
+    assert short == [{column: row[column] for column in short[0]} for row in full]
 
 
 def test_runs_agree_byte_for_byte(gate):

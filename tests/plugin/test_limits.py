@@ -6,7 +6,7 @@ import pytest
 
 
 def test_rows_hold_ratio_and_limit(gate):
-    gate("--magis-models=bert", "--magis-memory-ratios=0.8,0.3")
+    gate("--magis-models=bert", "--magis-memory-ratios=0.8,0.3", "--magis-csv-full")
     eager, first, second = gate.rows()
     assert (eager["memory limit ratio"], eager["memory limit"]) == ("", "")
     assert (first["memory limit ratio"], second["memory limit ratio"]) == ("0.8", "0.3")
@@ -29,7 +29,7 @@ def test_a_peak_above_the_limit_is_red_and_nothing_accepts_it(gate):
 
 def test_an_infeasible_limit_must_be_accepted_once(gate):
     gate.fake(**{"bert[magis-mem0.2]": {"feasible": False}})
-    arguments = ("--magis-models=bert", "--magis-memory-ratios=0.2")
+    arguments = ("--magis-models=bert", "--magis-memory-ratios=0.2", "--magis-csv-full")
     result = gate(*arguments)
     result.stdout.fnmatch_lines(["note: infeasible, proven: the lower bound * exceeds the limit *"])
     result.assert_outcomes(failed=2)

@@ -111,32 +111,6 @@ def test_marks_of_classes_own_parameters_and_names(gate):
     ]
 
 
-@pytest.mark.parametrize(
-    ("mark", "message"),
-    [
-        ("(memory_ratio=0.8)", "@pytest.mark.magis takes no 'memory_ratio'; did you mean memory_ratios"),
-        ("([0.8])", "@pytest.mark.magis takes names only, as in @pytest.mark.magis(memory_ratios=[0.8])"),
-        ("(memory_ratios=[1.5])", "@pytest.mark.magis: memory_ratios: '1.5' is not a number above 0 and at most 1"),
-        ("(memory_ratios='')", "@pytest.mark.magis: memory_ratios: empty item in ''"),
-        ("(latency_ratios=0.9)", "@pytest.mark.magis: latency_ratios: '0.9' is not a number that is at least 1"),
-        ("(strategies='fast')", "strategies: unknown strategy 'fast'; choose from all, eager, magis, magis+amp"),
-        ("(budget=0)", "@pytest.mark.magis: budget: '0' is not a whole number that is at least 1; or name one: quick"),
-        ("(dtype='int8')", "@pytest.mark.magis: dtype: unknown dtype 'int8'"),
-        ("(name='../x')", "@pytest.mark.magis: name: '../x' cannot be a name"),
-        ("(name='bert')", "@pytest.mark.magis: name: magis has a model called 'bert' already"),
-        ("(seed=-1)", "@pytest.mark.magis: seed: '-1' is not a whole number that is at least 0"),
-        ("(memory_tolerance=-1)", "@pytest.mark.magis: memory_tolerance: '-1' is not a share such as 0.05"),
-    ],
-)
-def test_a_wrong_mark_is_one_line_of_collection(gate, mark, message):
-    (gate.root / "test_memory.py").write_text(f"import pytest\n@pytest.mark.magis{mark}\ndef test_net(): ...\n")
-    result = gate()
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert lines(result, f"test_memory.py::test_net: {message}"), result.stdout.str()
-    assert "Traceback" not in result.stdout.str()
-    assert "another exception" not in result.stdout.str()
-
-
 LATE = """
 import unittest
 import pytest

@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 MODEL = "gpt_neo"
-RUN = (f"--magis-models={MODEL}", "--magis-memory-ratios=0.8", "--magis-strategies=magis", "--magis-device=cpu")
+RUN = (
+    f"--magis-models={MODEL}",
+    "--magis-memory-ratios=0.8",
+    "--magis-strategies=magis",
+    "--magis-device=cpu",
+    "--magis-csv-full",
+)
 MACHINES = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "DEFAULT": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},

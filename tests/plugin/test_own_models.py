@@ -158,7 +158,7 @@ def pytest_magis_run_case(case):
 def test_an_operator_that_nobody_declared_runs(gate, workers):
     gate.use_real_core()
     arguments = ("--magis-models=own_nets:undeclared", "--magis-memory-ratios=0.8", "--magis-budget=500", *ON_CPU)
-    gate(*arguments, workers=workers).assert_outcomes(passed=2)
+    gate(*arguments, "--magis-csv-full", workers=workers).assert_outcomes(passed=2)
     eager, optimized = gate.rows()
     assert eager["name"] == "own_nets:undeclared"
     assert optimized["numbers"] == "bit-identical"
@@ -177,7 +177,7 @@ def test_a_factory_may_convert_its_module(gate):
 def test_a_model_is_gated_in_the_data_type_that_it_was_built_with(gate, name):
     gate.use_real_core()
     arguments = (f"--magis-models=own_nets:{name}", "--magis-memory-ratios=0.9", "--magis-budget=300", *ON_CPU)
-    gate(*arguments).assert_outcomes(passed=2)
+    gate(*arguments, "--magis-csv-full").assert_outcomes(passed=2)
     assert {row["dtype"] for row in gate.rows()} == {"bfloat16" if name == "in_bfloat16" else "float32"}
     assert gate.rows()[1]["numbers"] == "bit-identical"
     assert gate.rows()[1]["opt-memory"] == gate.rows()[1]["opt-simul-memory"]
@@ -216,7 +216,7 @@ def test_optimizers_of_any_class_are_gated_like_any_other(gate):
     gate.use_real_core()
     (gate.root / "test_memory.py").write_text(OPTIMIZERS)
     gate.accept()
-    gate("--magis-csv=rows.csv").assert_outcomes(passed=4)
+    gate("--magis-csv=rows.csv", "--magis-csv-full").assert_outcomes(passed=4)
     rows = gate.rows("rows.csv")
     assert [row["numbers"] for row in rows] == ["bit-identical"] * 4
     for row in rows:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from magis.cli.main import main
-from pytest_magis.live.asked_options import AskedOptions
+from pytest_magis.flags import MARK_ARGUMENTS
 from pytest_magis.option_values import BUDGETS, CACHES
 
 PYTEST = re.compile(r"^\$ (pytest .*)$", re.MULTILINE)
@@ -46,7 +46,7 @@ def test_the_example_of_limits_works(gate, repository):
 
 def test_it_names_all_that_a_mark_takes(repository):
     text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
-    for name in AskedOptions.__dataclass_fields__:
+    for name in MARK_ARGUMENTS:
         assert f"`{name}`" in text
 
 

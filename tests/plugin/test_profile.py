@@ -16,6 +16,7 @@ RUN = (
     "--magis-device=sim:h200",
     "--magis-strategies=eager",
     "--magis-update=new",
+    "--magis-csv-full",
 )
 
 

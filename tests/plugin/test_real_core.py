@@ -27,7 +27,13 @@ def net():
 NET, CUSTOM = "gated:net", "own_nets:undeclared"
 IDS = [f"magis::{model}[{label}]" for model in (NET, CUSTOM) for label in ("eager", "magis-mem0.8")]
 # steps of a millisecond on a busy machine: their latency ratio says nothing, and other tests gate it
-OPTIONS = ("--magis-memory-ratios=0.8", "--magis-device=cpu", "--magis-budget=500", "--magis-latency-tolerance=100")
+OPTIONS = (
+    "--magis-memory-ratios=0.8",
+    "--magis-device=cpu",
+    "--magis-budget=500",
+    "--magis-latency-tolerance=100",
+    "--magis-csv-full",
+)
 RUN = (f"--magis-models={NET},{CUSTOM}", *OPTIONS)
 KINDS = ("new: ", "better: ", "worse: ", "broken: ")
 
@@ -239,7 +245,13 @@ def test_plans_that_need_five_percent_more_are_red(accepted, node_ids):
     assert listed(gate, node_ids, *RUN, "--lf") == [IDS[1], IDS[3]]
 
 
-SIMULATED = ("--magis-models=mlp", "--magis-device=sim:rtx3090", "--magis-preset=small", "--magis-budget=20")
+SIMULATED = (
+    "--magis-models=mlp",
+    "--magis-device=sim:rtx3090",
+    "--magis-preset=small",
+    "--magis-budget=20",
+    "--magis-csv-full",
+)
 
 
 def test_a_simulated_run_is_accepted_and_comes_again(gate):

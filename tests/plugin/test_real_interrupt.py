@@ -12,7 +12,13 @@ import time
 import pytest
 
 MODEL = "own_nets:sound"
-RUN = (f"--magis-models={MODEL}", "--magis-memory-ratios=0.8", "--magis-device=cpu", "--magis-budget=500")
+RUN = (
+    f"--magis-models={MODEL}",
+    "--magis-memory-ratios=0.8",
+    "--magis-device=cpu",
+    "--magis-budget=500",
+    "--magis-csv-full",
+)
 BASELINE = "baselines/cpu/own_nets%3Asound.json"
 PATIENCE = 60
 
@@ -90,7 +96,7 @@ def while_searching(shown, told):
     return False
 
 
-ENDLESS = (*RUN[:-1], f"--magis-budget={10**12}")
+ENDLESS = (*RUN[:-2], f"--magis-budget={10**12}", "--magis-csv-full")
 """Searches for much longer than until the interrupt."""
 
 

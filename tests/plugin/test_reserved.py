@@ -7,7 +7,7 @@ import json
 import pytest
 
 SIM = ("--magis-models=bert", "--magis-device=sim:rtx3090", "--magis-memory-ratios=0.8")
-RESERVED = (*SIM, "--magis-memory-limit-of=reserved")
+RESERVED = (*SIM, "--magis-memory-limit-of=reserved", "--magis-csv-full")
 LABEL = "magis-mem0.8-reserved"
 HELD = {"ori_reserved": 1.5, "opt_reserved": 1.25}
 MARKED = """

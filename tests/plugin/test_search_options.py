@@ -33,7 +33,7 @@ def test_the_command_that_accepts_a_case_names_its_search(gate):
 def test_a_row_that_was_stopped_says_so_and_is_not_gated(gate):
     gate.accept("--magis-models=bert")
     gate.fake(**{"bert[magis-mem0.8]": {"stopped": True, "opt_tensor": 1.005, "latency": 3}})
-    result = gate("--magis-models=bert", "--magis-seconds=9")
+    result = gate("--magis-models=bert", "--magis-seconds=9", "--magis-csv-full")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["*stopped by the cap in seconds: the optimized step is not gated"])
     assert [row["verdict"] for row in gate.rows()] == ["pass", "not gated", "pass"]

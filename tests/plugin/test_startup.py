@@ -15,7 +15,7 @@ def test_an_idle_plugin_loads_none_of_the_gate(fresh_python):
     loaded = fresh_python(program).split()
     assert [name for name in loaded if not name.startswith("__editable__")] == [
         "pytest_magis", "pytest_magis.flags", "pytest_magis.hookspecs", "pytest_magis.lazy_activation",
-        "pytest_magis.live", "pytest_magis.live.gated_tests", "pytest_magis.plugin",
+        "pytest_magis.live", "pytest_magis.live.gated_tests", "pytest_magis.option_values", "pytest_magis.plugin",
     ]  # fmt: skip
 
 

@@ -108,12 +108,18 @@ def test_eager_and_magis_alone_need_no_second_table(gate):
 
 
 def test_the_csv_says_ranks_and_whether_figures_are_predicted(gate):
-    gate("--magis-models=bert", "--magis-strategies=ddp,amp", "--magis-ranks=2", "--magis-device=sim:rtx3090")
+    gate(
+        "--magis-models=bert",
+        "--magis-strategies=ddp,amp",
+        "--magis-ranks=2",
+        "--magis-device=sim:rtx3090",
+        "--magis-csv-full",
+    )
     rows = {row["strategy"]: row for row in gate.rows()}
     assert rows["ddp"]["ranks"] == "2"
     assert rows["amp"]["ranks"] == "1"
     assert {row["figures"] for row in rows.values()} == {"predicted"}
-    gate("--magis-models=bert", "--magis-strategies=amp")
+    gate("--magis-models=bert", "--magis-strategies=amp", "--magis-csv-full")
     assert gate.rows()[0]["figures"] == "measured"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from magis.errors import UsageError
 from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_results, row_from_result, write_csv
-from magis.report.results_table import merge_results
+from magis.report.results_table import SHORT_COLUMNS, merge_results
 from magis.results import CaseResult, Memory, RankMemory, StepFigures, Term
 
 SEED = (
@@ -158,7 +158,7 @@ def test_an_unknown_type_is_refused(measured):
 
 def test_the_file_keeps_every_digit(tmp_path, measured, simulated):
     path = tmp_path / "results.csv"
-    write_csv(path, [row_from_result(measured), row_from_result(simulated)])
+    write_csv(path, [row_from_result(measured), row_from_result(simulated)], full=True)
     with path.open(newline="") as stream:
         first, second = csv.DictReader(stream)
     assert float(first["ori-memory"]) == 5250.5
@@ -171,8 +171,8 @@ def test_the_file_keeps_every_digit(tmp_path, measured, simulated):
 def test_files_are_read_back_with_types_and_units(tmp_path, measured, simulated):
     rows = [row_from_result(measured, verdict="pass"), row_from_result(simulated) | {"mine": 3}]
     paths = [tmp_path / "before.csv", tmp_path / "after.csv"]
-    write_csv(paths[0], rows)
-    write_csv(paths[1], rows[1:])
+    write_csv(paths[0], rows, full=True)
+    write_csv(paths[1], rows[1:], full=True)
     frame = read_results(str(paths[0]))
     assert tuple(frame.columns) == (*COLUMNS, "mine")
     assert list(frame["ori peak bytes"]) == [10_501, 2**60 + 8]
@@ -196,6 +196,18 @@ def test_files_are_read_back_with_types_and_units(tmp_path, measured, simulated)
     assert units["ori memory error % (of measured)"] == "%"
     assert units["latency ratio low (opt/ori)"] == "opt/ori"
     assert not {"name", "feasible", "ranks", "peak bytes of each rank"} & units.keys()
+
+
+def test_short_rows_are_read_with_the_types_of_full_ones(tmp_path, measured, simulated):
+    rows = [row_from_result(measured, verdict="pass"), row_from_result(simulated, verdict="pass")]
+    for name, full in (("short.csv", False), ("full.csv", True)):
+        write_csv(tmp_path / name, rows, full=full)
+    short, full = read_results(tmp_path / "short.csv"), read_results(tmp_path / "full.csv")
+    assert short.equals(full[list(SHORT_COLUMNS)])
+    assert len(merge_results([tmp_path / "short.csv"]).rows) == 2
+    with (tmp_path / "new.csv").open("a") as stream:
+        append_rows(stream, rows)
+    assert (tmp_path / "new.csv").read_text() == (tmp_path / "short.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -246,19 +258,20 @@ def test_whatever_the_path_is_of_it_is_one_line(tmp_path, read):
         assert str(caught.value).isprintable(), path
 
 
-def test_further_columns_come_last(tmp_path, measured):
+@pytest.mark.parametrize(("full", "ours"), [(False, SHORT_COLUMNS), (True, COLUMNS)])
+def test_further_columns_come_last(tmp_path, measured, full, ours):
     path = tmp_path / "results.csv"
     row = row_from_result(measured)
-    write_csv(path, [row, row | {"mine": 3}, row | {"theirs": 'x,"y"\nz'}])
+    write_csv(path, [row, row | {"mine": 3}, row | {"theirs": 'x,"y"\nz'}], full=full)
     with path.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert list(rows[0]) == [*COLUMNS, "mine", "theirs"]
+    assert list(rows[0]) == [*ours, "mine", "theirs"]
     assert [(row["mine"], row["theirs"]) for row in rows] == [("", ""), ("3", ""), ("", 'x,"y" z')]
 
 
 def test_no_rows_are_a_header(tmp_path):
     write_csv(tmp_path / "results.csv", [])
-    assert (tmp_path / "results.csv").read_text() == ",".join(COLUMNS) + "\n"
+    assert (tmp_path / "results.csv").read_text() == ",".join(SHORT_COLUMNS) + "\n"
 
 
 def test_appending_writes_the_header_once(tmp_path, measured, simulated):

@@ -104,7 +104,7 @@ def test_the_page_sets_measured_figures_beside_the_papers(
         "opt memory error % (of measured)": 0.5, "opt latency error % (of measured)": -4.0, "verdict": "pass",
     }  # fmt: skip
     other = {**row, "memory limit ratio": None, "latency limit ratio": 1.1, "opt-is-prof-result": False}
-    write_csv(tmp_path / "memory-bert.csv", [row, other])
+    write_csv(tmp_path / "memory-bert.csv", [row, other], full=True)
     _load(repository, "report").main(str(tmp_path), "cpu")
     page = (tmp_path / "results-cpu.md").read_text()
     assert "| bert | float32 | memory 0.4 | 0.390 | 1.030 | 1.15 latency | 0.500 | -4.000 | pass |" in page

@@ -103,6 +103,7 @@ def _pieces(out: Path, profile: Path, device: str, preset: str, models: Sequence
                 f"--magis-preset={preset}",
                 f"--magis-models={model}",
                 f"--magis-csv={out / name}.csv",
+                "--magis-csv-full",
             )
             strategies = "eager,magis" if limit == "memory-0.8" else "magis"
             given = (f"--magis-{kind}-ratios={ratio}", f"--magis-strategies={strategies}")
@@ -110,7 +111,8 @@ def _pieces(out: Path, profile: Path, device: str, preset: str, models: Sequence
     for dtype in DTYPES if device != "cpu" else ("bfloat16",):
         small = (*case, where, "--magis-preset=small", f"--magis-models={','.join(models)}", f"--magis-dtype={dtype}")
         yield Piece(
-            f"dtypes-{dtype}", (*small, "--magis-memory-ratios=0.6", f"--magis-csv={out / f'dtype-{dtype}.csv'}")
+            f"dtypes-{dtype}",
+            (*small, "--magis-memory-ratios=0.6", f"--magis-csv={out / f'dtype-{dtype}.csv'}", "--magis-csv-full"),
         )
     yield Piece("oom", (sys.executable, str(TOOLS / "out_of_memory.py"), models[0], device, preset))
     yield Piece("trace", (sys.executable, str(TOOLS / "timeline.py"), models[0], device, preset, str(out)))

@@ -1,7 +1,7 @@
 """Versions of the code under test: revisions of a project, releases of its dependencies; a run of the gate on one."""
 
 from magis.extensions.versions.environments import environment_of, is_requirement
-from magis.extensions.versions.gate_run import GatedCase, GateRun, run_gate
+from magis.extensions.versions.gate_run import GatedCase, GateRun, run_gate, without_flag
 from magis.extensions.versions.revisions import checkout, repository, resolved
 from magis.extensions.versions.scratch_folders import scratch_folder
 
@@ -15,4 +15,5 @@ __all__ = [
     "resolved",
     "run_gate",
     "scratch_folder",
+    "without_flag",
 ]

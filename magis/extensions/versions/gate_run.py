@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,8 @@ def run_gate(
     variables.pop("GITHUB_ACTIONS", None)  # its red cases are no annotations of ours
     written = (f"--magis-csv={run.csv}", f"--magis-markdown={folder / 'run.md'}")
     update = ("--magis-update=new",) if stores else ()
-    command = [str(python or sys.executable), "-m", "pytest", *arguments, *written, *update]
+    asked = without_flag(arguments, "--benchmark-json")  # another run's file, which pytest-benchmark empties at once
+    command = [str(python or sys.executable), "-m", "pytest", *asked, *written, *update]
     done = run_bound(command, cwd=start, env=variables)
     if run.strays.exists():
         first = run.strays.read_text(encoding="utf-8").splitlines()[0]
@@ -152,6 +153,16 @@ def run_gate(
     if done.returncode not in RAN and not any(line.startswith(NO_FILE) for line in errors):
         raise UsageError(f"the run of {name} ended with exit code {done.returncode}: {' '.join(errors[:1])}")
     return run
+
+
+def without_flag(arguments: Iterable[str], flag: str) -> Iterator[str]:
+    """Yield arguments without an option and its value."""
+    skip = False
+    for argument in arguments:
+        if skip or argument == flag:
+            skip = not skip
+        elif not argument.startswith(f"{flag}="):
+            yield argument
 
 
 def _python_path(root: Path, tree: Path) -> str:

@@ -15,8 +15,9 @@ from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
 from pytest_magis.explain import module_name, operator_at
-from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
+from pytest_magis.findings import accept_all, accept_case
 from pytest_magis.gate import Run
+from pytest_magis.option_values import PERMISSIONS
 from pytest_magis.outputs.html.curves import Curves
 from pytest_magis.outputs.html.page_parts import Commit, element, embedded, history, table, text
 from pytest_magis.run_plan import Outcome
@@ -131,7 +132,13 @@ def _history(outcome: Outcome, result: CaseResult, run: Run, commits: Sequence[C
     """Yield the table of stored bytes by commit, and of this run."""
     path = baseline_path(run.settings.baselines, outcome.case.device, outcome.model)
     stored = stored_case(run.baselines.get(path), outcome.label, outcome.case)
-    rows = list(_commits(outcome, commits))
+    rows: list[tuple[str, ...]] = []
+    before: CaseBaseline | None = None
+    for commit in reversed(commits):  # oldest first, those that changed the case's bytes
+        then = stored_case(commit.baseline, outcome.label, outcome.case)
+        if then is not None and (before is None or _bytes(then) != _bytes(before)):
+            rows.append((commit.date, commit.name, commit.subject, *_bytes(then)))
+        before = then
     if stored is not None:
         rows.append(("", "stored", "", *_bytes(stored)))
     if not rows:
@@ -140,16 +147,6 @@ def _history(outcome: Outcome, result: CaseResult, run: Run, commits: Sequence[C
     yield "<h3>Tensor bytes over time</h3>"
     cells = ([text(cell) for cell in row] for row in rows)
     yield table(("date", "commit", "subject", "original", "optimized"), cells, (0, 1, 2), class_="history")
-
-
-def _commits(outcome: Outcome, commits: Sequence[Commit]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of commits that changed the case's bytes, oldest first."""
-    before: CaseBaseline | None = None
-    for commit in reversed(commits):
-        stored = stored_case(commit.baseline, outcome.label, outcome.case)
-        if stored is not None and (before is None or _bytes(stored) != _bytes(before)):
-            yield commit.date, commit.name, commit.subject, *_bytes(stored)
-        before = stored
 
 
 def _bytes(stored: CaseBaseline) -> tuple[str, str]:
@@ -230,17 +227,13 @@ def _verdicts(run: Run) -> str:
 def _fronts(run: Run) -> Iterator[str]:
     """Yield the pictures of --magis-pareto as images, in which no script can run."""
     for model, path in run.fronts:
-        picture = _picture(path)
-        if picture is not None:
+        try:
+            content = path.read_bytes()
+        except OSError:  # removed meanwhile: the report has no picture
+            continue
+        if len(content) <= LARGEST_PICTURE:
+            picture = b64encode(content).decode("ascii")
             yield f"<section><h2>{text(model)}: memory against latency</h2>"
             alt = text(f"Pareto front of {model}: peak memory against latency")
             image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{picture}"/>'
             yield f'<div class="wide" role="group" tabindex="0" aria-label="{alt}">{image}</div></section>'
-
-
-def _picture(path: Path) -> str | None:
-    try:
-        content = path.read_bytes()
-    except OSError:  # removed meanwhile: the report has no picture
-        return None
-    return b64encode(content).decode("ascii") if len(content) <= LARGEST_PICTURE else None
