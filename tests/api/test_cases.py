@@ -6,10 +6,8 @@ import dataclasses
 
 import pytest
 
-from magis.cases.comparison import compare
 from magis.cases.run_case import run_case
-from magis.errors import CaptureError, UsageError
-from magis.planner.bench import Bench, check_device, default_device
+from magis.planner.bench import Bench
 from magis.results import Case, CaseResult
 
 BLOCKS = "tests.api.nets:few_blocks"
@@ -122,11 +120,6 @@ def test_a_limit_that_a_baselines_workspaces_miss_is_met_by_this_machines(share:
     assert found.portable or found.memory == own.memory
 
 
-def test_workspaces_of_another_graph_are_ignored(bench: Bench, own: CaseResult) -> None:
-    odd = run_case(case(), cache=bench, planning_workspaces={"nonsense": 1}, expected_graph="0" * 16)
-    assert odd.memory == own.memory
-
-
 def test_simulated_devices_swap_and_run_nothing() -> None:
     result = run_case(case(device="sim:rtx3090", memory_ratio=0.5))
     assert not result.optimized.is_measured
@@ -151,48 +144,3 @@ def test_a_seconds_cap_that_ends_the_search_is_said(bench: Bench) -> None:
     result = run_case(hungry, cache=bench)
     assert result.search.stopped_by_seconds
     assert result.numbers == "bit-identical"
-
-
-def test_compare_names_what_differs(bench: Bench) -> None:
-    subject = bench.subject(case())
-    eager, other = subject.eager(), subject.eager()
-    next(other.module.parameters()).data.view(-1)[0] += 1.0
-    assert compare(eager, other, 0).startswith("differs: loss of step 1")
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (case("fly"), "unknown strategy 'fly'"),
-        (case("magis+pp2+zb"), r"ranks of pp2\+zb run no plans"),
-        (case(model="nosuch"), "nosuch"),
-        (case(device="sim:abacus"), "unknown device 'sim:abacus'"),
-        (case("checkpoint", model="tests.api.nets:no_blocks"), "names no blocks to checkpoint"),
-        (case(dtype="int3"), "unknown data type 'int3'"),
-        (dataclasses.replace(case(), preset="huge"), "unknown preset 'huge'"),
-        (dataclasses.replace(case(), budget=0), "budget of a case must be a number above 0, not 0"),
-        (dataclasses.replace(case(), budget=-1), "budget of a case must be a number above 0, not -1"),
-        (dataclasses.replace(case(), seconds=0.0), "cap in seconds of a case must be a number above 0, not 0.0"),
-        (dataclasses.replace(case(), seconds=float("nan")), "cap in seconds of a case .* not nan"),
-        (dataclasses.replace(case(), memory_ratio=-0.5), "memory ratio of a case .* not -0.5"),
-        (dataclasses.replace(case(), latency_ratio=float("inf")), "latency ratio of a case .* not inf"),
-        (dataclasses.replace(case(), seed=-1), "seed of a case must not be negative"),
-        (dataclasses.replace(case(), slack=0.95), "slack of a case must be a number from 0 to 0.9, not 0.95"),
-        (dataclasses.replace(case(), memory_ratio=None), "needs a memory ratio or a latency ratio"),
-    ],
-)
-def test_bad_requests_get_one_line(request_: Case, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        run_case(request_)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_module_that_branches_on_data_is_refused_by_name_and_line() -> None:
-    with pytest.raises(CaptureError, match=r"depends on the data .* at nets\.py:\d+"):
-        run_case(case(model="tests.api.nets:branches"))
-
-
-def test_devices() -> None:
-    check_device(default_device())
-    check_device("cpu")
-    check_device("sim:h200")

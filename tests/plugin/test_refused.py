@@ -113,27 +113,6 @@ def test_a_place_or_a_name_that_cannot_be_is_told_in_one_line(gate, workers, opt
     assert message in gate.refuses(*plugin, "--magis-models=bert", f"--magis-{option}={given}", workers=workers)
 
 
-MARKED = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
-UNUSABLE = {
-    "device": "nope",
-    "csv": "nowhere/x.csv",
-    "markdown": "nowhere/x.md",
-    "report": "nowhere/x.html",
-    "baselines": "file",
-    "resume": "file/x",
-    "profile": "nowhere",
-    "against": "--",
-}
-
-
-@pytest.mark.parametrize("option", UNUSABLE)
-def test_what_is_of_no_use_to_a_marked_test_ends_the_run_before_it(gate, option, workers):
-    """Workers of pytest-xdist find out first: the process that has the terminal knows no test."""
-    gate.pytester.makepyfile(test_mine=MARKED)
-    (gate.root / "file").touch()
-    assert "Traceback" not in gate.refuses(f"--magis-{option}={UNUSABLE[option]}", "test_mine.py", workers=workers)
-
-
 @pytest.mark.parametrize("option", sorted(option.name for option in OPTIONS if not option.is_flag))
 def test_two_dashes_are_a_value_like_another(gate, option):
     """argparse takes them for its separator."""
