@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import Context
-
 import pytest
 import torch
 from torch import nn
@@ -172,19 +170,6 @@ def test_rows_name_modules_and_lines():
     assert "peak of tensors" in str(p)
 
 
-def test_a_module_called_outside_of_its_parents_is_called_by_its_class():
-    other = Cell(8)
-
-    class Outer(nn.Module):
-        def forward(self, x):
-            return other(x)
-
-    with magis.peak("cpu") as p:
-        kept = Outer()(torch.ones(4, 16))
-    assert {row.module for row in p.at_peak.held} >= {"Outer.Cell", "Outer.Cell.down"}
-    assert kept.shape == (4, 16)
-
-
 def test_blocks_within_blocks_and_after_errors():
     with magis.peak("cpu") as outer:
         with magis.peak("cpu") as inner:
@@ -215,23 +200,3 @@ def test_numbers_and_gradients_are_those_without_it():
     with magis.peak("cpu"):
         found = gradients()
     assert all(map(torch.equal, expected, found))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda: magis.peak("tpu"), "device 'tpu' is unknown"),
-        (lambda: magis.peak().tensor_bytes, "its block has not begun"),
-        (lambda: magis.peak("cpu").gate(), "its block has not begun"),
-    ],
-)
-def test_bad_use_is_one_line(wrong, said):
-    with pytest.raises(magis.UsageError, match=said):
-        Context().run(wrong)  # as outside of a test, where nothing gates
-
-
-def test_within_its_block_and_a_second_time():
-    with magis.peak("cpu") as p, pytest.raises(magis.UsageError, match="still running"):
-        p.kept_bytes  # noqa: B018
-    with pytest.raises(magis.UsageError, match="measures one block"):
-        p.__enter__()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from magis.cases.check import check_case
-from magis.errors import CaptureError, MagisError, UsageError
+from magis.errors import CaptureError, UsageError
 from magis.ops import fake_results
 from magis.planner.bench import Bench
 from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, seconds_on_cpu, smaller_step
@@ -69,14 +69,6 @@ def test_a_smaller_step_is_one_that_fits_and_the_module_is_whole_again(name: str
     assert [name for name, _ in subject.traced.module.named_parameters()] == before
 
 
-def test_flat_targets_and_the_sequences_they_are_of_shrink_together() -> None:
-    subject = Bench().subject(case("keeps_tables"))
-    with smaller_step(subject.traced, subject._captured) as small:
-        assert small is not None
-        (ids,), (targets,) = small.work.inputs, small.work.targets
-        assert targets.shape == (ids.numel(),)
-
-
 @pytest.mark.parametrize("device", ["sim:h200", "cpu"])
 @pytest.mark.parametrize("name", ["single_batch", "a_list", "text_for_inputs", "many_losses", "wrong_width"])
 def test_what_is_wrong_on_fake_tensors_is_not_built_for_real(name: str, device: str) -> None:
@@ -87,25 +79,6 @@ def test_what_is_wrong_on_fake_tensors_is_not_built_for_real(name: str, device: 
     assert "\n" not in str(caught.value)
     assert [name] == bounded_nets.MADE
     assert told == []
-
-
-def test_what_fails_on_fake_tensors_alone_is_built_for_real_and_says_so() -> None:
-    told: list[str] = []
-    check_case(case("reads_its_numbers"), progress=told.append)
-    (line,) = told
-    assert line.startswith("building it fails on fake tensors (tests.api.bounded_nets:reads_its_numbers: the factory")
-    assert line.endswith("building it on real ones")
-
-
-def test_shapes_that_hang_on_data_of_a_step_too_large_to_run_are_refused_in_one_line() -> None:
-    def make() -> tuple[object, ...]:
-        net, ids, targets, loss = bounded_nets.language(bounded_nets.Decoder(), 512, 1024)
-        return net, ids, targets, lambda logits, targets: loss(logits[targets > 3], targets[targets > 3])
-
-    from magis.models import from_function
-
-    with pytest.raises(MagisError, match=r"shapes hang on data, and running the step .* choose a smaller batch"):
-        check_case(case("long"), make=from_function("masked", make))
 
 
 @pytest.mark.parametrize(("batch", "length"), [(64, 300), (200, 40), (130, 130)])

@@ -122,11 +122,6 @@ def test_a_limit_that_a_baselines_workspaces_miss_is_met_by_this_machines(share:
     assert found.portable or found.memory == own.memory
 
 
-def test_workspaces_of_another_graph_are_ignored(bench: Bench, own: CaseResult) -> None:
-    odd = run_case(case(), cache=bench, planning_workspaces={"nonsense": 1}, expected_graph="0" * 16)
-    assert odd.memory == own.memory
-
-
 def test_simulated_devices_swap_and_run_nothing() -> None:
     result = run_case(case(device="sim:rtx3090", memory_ratio=0.5))
     assert not result.optimized.is_measured

@@ -75,17 +75,6 @@ def test_what_only_the_real_kernels_refuse_is_found_where_steps_run(monkeypatch:
     check_case(case("mixed_norm"))
 
 
-def test_a_factory_that_fails_only_for_real_is_found_where_steps_run() -> None:
-    with pytest.raises(UsageError, match="own_nets:raises_for_real: the factory failed: OSError: no such data"):
-        check_case(case("raises_for_real"))
-    check_case(case("raises_for_real", "sim:rtx3090"))
-
-
-def test_data_types_that_eager_mixes_are_no_mistake() -> None:
-    for device in EVERYWHERE:
-        check_case(case("embeds", device))
-
-
 @pytest.mark.parametrize("device", EVERYWHERE)
 def test_a_model_keeps_the_data_types_that_it_was_built_with(device: str) -> None:
     for preset in ("small", "paper"):
@@ -123,17 +112,6 @@ def test_what_only_real_tensors_can_do_is_done_on_them(device: str, name: str, d
     assert subject.source.dtype == dtype
     assert {type(p) for p in subject.workload.module.parameters()} == {torch.nn.Parameter}
     assert checked(case("reads_data", device, dtype="bfloat16")).source.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("device", EVERYWHERE)
-def test_inference_needs_no_parameters(device: str) -> None:
-    assert checked(case("inference", device)).captured.parameters == ()
-
-
-def test_blocks_must_be_named_where_they_are_wrapped() -> None:
-    check_case(case("tests.api.nets:blocks", strategy="checkpoint"))
-    with pytest.raises(UsageError, match="no_blocks' names no blocks to checkpoint; list them in"):
-        check_case(case("tests.api.nets:no_blocks", strategy="checkpoint"))
 
 
 def test_the_data_type_asked_for_is_the_one_that_must_run() -> None:

@@ -89,16 +89,6 @@ def test_remedies_are_cases_of_the_gate() -> None:
         assert remedy.latency_ratio > 0
 
 
-def test_what_needs_as_much_is_no_remedy() -> None:
-    """A step below the 2 MiB that the allocator takes first reserves as much under any plan."""
-    net = nn.Sequential(Block(), Block())
-    found = magis.estimate(
-        net, (torch.randn(8, 16), torch.randn(8, 16)), nn.functional.mse_loss, "sgd", device=DEVICE, memory_limit=2**20
-    )
-    assert found.needed_bytes == 2 * 2**20
-    assert found.remedies == ()
-
-
 def test_why_one_step_needs_more_than_another(step: magis.api.Estimate) -> None:
     lean = magis.estimate(blocks, device=DEVICE)
     frozen, batch, loss, _ = blocks()
@@ -143,36 +133,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         re.fullmatch(r"checkpoint: .*does not fit, \d\.\d\d times the time \(checkpoint each.*", line) for line in out
     )
     assert out[-1] == "largest batch that fits: none"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([NAME, "--device", "sim:h1000"], "unknown device 'sim:h1000'"),
-        ([NAME, "--memory-limit", "much"], "'much'"),
-        (["bertt"], "bertt"),
-        (["no_such_package:make"], "no_such_package"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", *arguments]) == 4
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ERROR: ")
-    assert said in line
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ((nn.Linear(2, 2),), "a module needs a batch"),
-        ((3,), "a int is no module"),
-        (("bert", None, None, "adamw"), "brings its own optimizer"),
-        ((blocks, torch.ones(2)), "brings its own batch"),
-    ],
-)
-def test_bad_arguments_are_one_line(given: tuple[object, ...], said: str) -> None:
-    with pytest.raises(magis.UsageError, match=said):
-        magis.estimate(*given)  # type: ignore[arg-type]
 
 
 def test_the_example_of_the_page_runs(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import pytest
 
-import magis
-from magis.errors import CaptureError, UsageError
+from magis.errors import CaptureError
 from magis.frontends.fitting import Fit, _Sizes, fit
 from magis.planner.bench import Bench
 from magis.planner.planning import plan
@@ -94,21 +92,6 @@ def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> N
     assert sizes[0] >= sizes[1] >= 8
 
 
-def test_a_keyword_finds_what_resizing_finds(peaks: dict[int, int]) -> None:
-    asked = partial(fit_here, STACK, memory_limit=peaks[10], budget=5, precision=0.3, most=12)
-    resized, keyword = asked(), asked(keyword="batch_size")
-    assert (resized.what, keyword.what) == ("dimension 0", "batch_size")
-    assert dataclasses.replace(keyword, what="dimension 0") == resized
-
-
-def test_sizes_that_the_model_does_not_take_do_not_fit() -> None:
-    sizes = eager_peaks(NORMED, 6)
-    assert min(sizes) == 2  # batch statistics of one row
-    found = fit_here(NORMED, memory_limit=sizes[2], budget=10, most=6)
-    assert found.eager is not None
-    assert found.eager.size == 2
-
-
 def test_a_sequence_grows_until_the_model_refuses() -> None:
     found = fit_here(TOKENS, memory_limit="1 GiB", dim=1, budget=2)
     assert found.eager is not None
@@ -116,11 +99,6 @@ def test_a_sequence_grows_until_the_model_refuses() -> None:
     assert (found.eager.size, found.magis.size, found.bound) == (24, 24, 24)
     assert "positions" not in found.refused
     assert "24" in found.refused
-
-
-def test_nothing_fits_below_what_stays() -> None:
-    found = magis.fit(STACK, memory_limit="1 KiB", device=DEVICE, budget=10)
-    assert (found.eager, found.magis, found.bound) == (None, None, None)
 
 
 def test_answers_are_measured_where_that_is_asked_for() -> None:
@@ -137,29 +115,6 @@ def test_a_registered_network_is_resized() -> None:
     found = fit("mlp", memory_limit=own, device=DEVICE, preset="small", budget=10, precision=0.5, most=5000)
     assert found.eager is not None
     assert found.eager.size == 4096
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"memory_limit": "8 G"}, "not an amount of memory: '8 G'"),
-        ({"memory_limit": 0}, "the memory limit is 0"),
-        ({"dim": -1}, "the dimension is -1"),
-        ({"dim": 3}, "has nothing along dimension 3"),
-        ({"latency_ratio": 0.9}, "the latency ratio is 0.9"),
-        ({"latency_ratio": float("nan")}, "the latency ratio is nan"),
-        ({"most": 0}, "the largest size is 0"),
-        ({"precision": 1.0}, "the precision is 1.0"),
-        ({"budget": 0}, "the budget is 0"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"keyword": "batch"}, "takes no keyword 'batch'; it takes batch_size"),
-        ({"module": "bert", "keyword": "batch_size"}, "bert takes no keyword 'batch_size'; leave it out"),
-        ({"module": "brt"}, "unknown model 'brt'"),
-    ],
-)
-def test_mistakes_are_one_line(asked: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        fit(**{"module": STACK, "memory_limit": "1 MiB", "device": DEVICE} | asked)  # type: ignore[arg-type]
 
 
 def test_a_factory_that_reads_its_data_is_built_on_real_tensors() -> None:

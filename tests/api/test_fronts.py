@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
 import magis
 from magis.cases.comparison import compare_by_kind
-from magis.errors import UsageError
 from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 from magis.graph import Graph, verify
 from magis.planner import planning
@@ -120,23 +118,3 @@ def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:
     leanest = front.best(latency_ratio=3.0)
     assert leanest is not None
     assert leanest.fission
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"device": "sim:none"}, "sim:none"),
-        ({"preset": "huge"}, "huge"),
-        ({"dtype": "int8"}, "int8"),
-        ({"preset": ""}, "preset"),
-        ({"points": 1}, "points is 1"),
-        ({"budget": 0}, "budget is 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seconds": 0.0}, "seconds is 0.0"),
-        ({"seconds": float("nan")}, "seconds is nan"),
-        ({"seconds": "5"}, "seconds is '5'"),
-    ],
-)
-def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        magis.pareto(BLOCKS, **{"device": "cpu", **changes})

@@ -18,7 +18,6 @@ import torch
 from magis.cases.kept_results import KeptResults
 from magis.cases.run_case import CaseRun, run_case
 from magis.graph import digest, dump
-from magis.models import from_function
 from magis.planner import planning
 from magis.planner.bench import Bench
 from magis.planner.kept_plans import KeptPlans
@@ -180,39 +179,6 @@ def test_the_unchanged_text_is_taken(shelf: Shelf) -> None:
         found = shelf.load(shelf.text)
     assert found is not None
     assert dump(found.graph) == shelf.text.partition("\n")[2]
-
-
-MOVED = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.up(x))
-        return self.down(torch.sin(hidden))
-
-def make():
-    return Net(), (torch.randn(512, 64), torch.randn(512, 64)), nn.functional.mse_loss
-"""
-
-
-@pytest.mark.parametrize("keep_results", [False, True], ids=["plans", "results"])
-def test_lines_are_those_of_now(keep_results: bool, tmp_path: Path) -> None:
-    file, found = tmp_path / "net.py", []
-    for text, kept in ((MOVED, "one"), (f"\n\n\n{MOVED}", "one"), (f"\n\n\n{MOVED}", "other")):
-        names: dict[str, Any] = {"__name__": "net"}
-        exec(compile(text, str(file), "exec"), names)
-        bench = Bench(kept=tmp_path / kept, keep_results=keep_results)
-        found.append(run_case(GPU, cache=bench, make=from_function(GPU.model, names["make"])))
-    before, after, truth = (result.optimized.at_peak for result in found)
-    assert before is not None
-    assert before.line.endswith("net.py:12")
-    assert after == truth != before
-    assert timeless(found[1]) == timeless(found[2])
 
 
 def test_a_plan_of_another_step_is_none(shelf: Shelf, tmp_path: Path) -> None:

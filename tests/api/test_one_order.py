@@ -121,16 +121,6 @@ def test_old_orders_work_with_one_line(door: str, old: Callable[..., tuple[tuple
     assert figure(door, made) == called(door, *parts())
 
 
-def test_old_orders_without_a_loss_or_an_optimizer() -> None:
-    module, (inputs, targets), loss, _ = parts()
-    with pytest.warns(DeprecationWarning, match="the order is"):
-        step = magis.optimize(module, loss, None, (inputs, targets), memory_ratio=0.95, budget=10)  # type: ignore[arg-type]
-    step(inputs, targets)
-    assert all(parameter.grad is not None for parameter in module.parameters())
-    with pytest.warns(DeprecationWarning, match="the order is"):
-        magis.optimize(module, None, None, {"x": inputs, "labels": targets}, memory_ratio=0.95, budget=10)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from magis.cases.run_case import run_case
-from magis.errors import UsageError
 from magis.extensions.ranks.rank_cases import OFF_BY, _distinct_ranks
 from magis.planner.bench import Bench
 from magis.results import Case
@@ -81,12 +80,6 @@ def test_compiled_code_is_measured_where_it_runs(bench: Bench) -> None:
     result = run_case(case("compile"), cache=bench)
     assert result.optimized.is_measured
     assert result.numbers.startswith("another compiler, other random numbers: loss within ")  # of its dropout
-
-
-@pytest.mark.parametrize("name", ["amp+amp-float16", "no-such", "checkpoint+selective-checkpoint"])
-def test_unknown_and_contradictory_strategies_are_refused(bench: Bench, name: str) -> None:
-    with pytest.raises(UsageError, match="strategy"):
-        run_case(case(name), cache=bench)
 
 
 def test_a_world_of_ranks_is_predicted_where_there_is_none() -> None:
@@ -170,16 +163,6 @@ def test_under_autocast_a_strategy_is_compared_with_eager_under_autocast(bench: 
     assert result.numbers == "bit-identical"
     assert result.optimized.measured is not None
     assert result.optimized.simulated.tensor_bytes == result.optimized.measured.tensor_bytes
-
-
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [("amp", "bfloat16"), ("amp+ddp", "bfloat16"), ("half+ddp", "float64"), ("ddp", "amp-bfloat16"), ("ort", "tf32")],
-)
-def test_precision_is_said_once(bench: Bench, strategy: str, dtype: str) -> None:
-    device = "sim:a100" if dtype == "tf32" else "cpu"
-    with pytest.raises(UsageError, match=f"strategy '{strategy.replace('+', '.')}'.*leave out the data type"):
-        run_case(Case(BLOCKS, strategy, device, "small", dtype, ranks=2), cache=bench)
 
 
 def test_a_network_that_exists_already_is_predicted_and_left_as_it_is() -> None:

@@ -197,10 +197,3 @@ def test_what_cannot_be_is_refused_in_one_line(made: Made, message: str) -> None
         check_case(Case("net", "magis", "cpu", "small", memory_ratio=0.9), make=maker(made))
     assert isinstance(caught.value, (UsageError, CaptureError))
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ort"])
-def test_strategies_that_write_the_update_out_refuse_it(strategy: str) -> None:
-    pytest.importorskip("onnxruntime" if strategy == "ort" else "torch")
-    with pytest.raises(UsageError, match=f"{strategy} updates by SGD, Adam or AdamW; the optimizer of net is RMSprop"):
-        result_of(maker(optim.RMSprop), strategy=strategy, memory_ratio=None)

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import magis
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
 from magis.extensions.models.network_names import GATE_NAMES
 from magis.planner.bench import Bench, check_device, products_of
 from magis.report import row_from_result
 from magis.results import Case
-from magis.testing import nn, run_optimization, setup_training_graph
 
 NET = "tests.api.nets:{}"
 
@@ -68,12 +66,6 @@ def test_the_rules_of_a_gpu_make_another_step_than_the_cpus() -> None:
     assert gpu.original.simulated.peak_bytes < plain.original.simulated.peak_bytes
 
 
-def test_simulated_devices_have_one_price_for_float32_and_tf32() -> None:
-    found = [run_case(case("transformer", dtype, "sim:h200", "eager")) for dtype in ("float32", "tf32")]
-    assert found[0].original == found[1].original
-    assert [each.dtype for each in found] == ["float32", "tf32"]
-
-
 def settings() -> list[Any]:
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return [cuda.allow_tf32, cudnn.allow_tf32, cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
@@ -90,39 +82,3 @@ def test_tf32_is_allowed_inside_only() -> None:
     for dtype in ("float32", "bfloat16", "amp-bfloat16"):
         with products_of(dtype):
             assert settings() == before
-
-
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "text"),
-    [
-        ("tf32", "cpu", "data type 'tf32' does nothing on device 'cpu'; use float32, or a GPU (sim:<name>)"),
-        (
-            "fp16",
-            "cpu",
-            "unknown data type 'fp16'; choose from float32, tf32, bfloat16, float16, float64, amp-bfloat16",
-        ),
-        ("Amp-BFloat16", "cpu", "unknown data type 'Amp-BFloat16'; did you mean amp-bfloat16? choose from float32, "),
-        *(
-            pytest.param("float32", device, text, marks=NO_GPU)
-            for device, text in (
-                ("cuda", "device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>"),
-                ("sim:H200", "unknown device 'sim:H200'; did you mean sim:h200? choose from cpu, sim:"),
-                ("sim:h20", "unknown device 'sim:h20'; did you mean sim:h200"),
-            )
-        ),
-    ],
-)
-def test_a_type_or_device_that_cannot_be_is_one_line_everywhere(dtype: str, device: str, text: str) -> None:
-    graph = setup_training_graph(*nn.mlp(batch_size=8))
-    runs = [
-        lambda: run_case(case("tied", dtype, device)),
-        lambda: magis.pareto(NET.format("tied"), device=device, dtype=dtype),
-        lambda: run_optimization(graph, "x", mem_limit_ratio=0.8, dtype=dtype, device=device),
-    ]
-    for run in runs if device == "cpu" else [*runs, lambda: check_device(device)]:
-        with pytest.raises(UsageError) as error:
-            run()
-        assert str(error.value).startswith(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from magis.cases.run_case import run_case
 from magis.cost.profile_store import Entry, Profile, ProfileError, save
@@ -16,7 +15,6 @@ from magis.runtime.measure import device_identity
 from magis.runtime.profiler import schema_of
 
 H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0"}
-OTHER_CPU = {"device": "cpu", "instruction set": "AVX2", "threads": "4"}
 MM = "aten.mm.default(float32[64,64]{64,1}, float32[64,64]{64,1})"
 
 
@@ -89,12 +87,6 @@ def test_products_in_tf32_are_priced_by_a_profile_of_tf32_alone(tmp_path: Path) 
     assert recording_identity("cpu", "tf32") == {**device_identity("cpu"), "products": "tf32"}
 
 
-def test_models_of_a_process_ask_the_same_prices(tmp_path: Path) -> None:
-    bench = Bench(profiles=Profiles(file=written(tmp_path / "h200.json", H200)))
-    first, second = (bench.subject(Case(model, "eager", "sim:h200", "small")) for model in ("mlp", "vit"))
-    assert first.predicting.prices is second.predicting.prices
-
-
 def test_operators_that_changed_are_named_and_left_out(tmp_path: Path) -> None:
     changed = {"aten.mm.default": "aten::mm(Tensor self) -> Tensor"}
     path = written(tmp_path / "h200.json", H200, schemas=changed)
@@ -117,18 +109,6 @@ def test_another_torch_version_prices_all_the_same(tmp_path: Path) -> None:
     found = Profiles(file=written(tmp_path / "cpu.json", identity)).pricing("cpu")
     assert found.source.endswith("threads, torch 2.11.0)")
     assert refused(Profile(identity), "cpu") == ""
-
-
-def test_files_are_named_after_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile_file(tmp_path, "cpu") == tmp_path / "cpu.json"
-    assert profile_file(tmp_path, "sim:rtx3090") == tmp_path / "rtx3090.json"
-    for gpu, name in (
-        ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("NVIDIA L4", "nvidia-l4"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
-        assert profile_file(tmp_path, "cuda") == tmp_path / f"{name}.json"
 
 
 def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) -> None:

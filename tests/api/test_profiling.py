@@ -9,7 +9,6 @@ import pytest
 
 from magis.cost.operator_latency import signatures_of
 from magis.cost.profile_store import Entry, Profile, ProfileError, load, save
-from magis.errors import UsageError
 from magis.frontends import profiling
 from magis.frontends.profiling import record_profile, signatures_of_model
 from magis.planner.bench import Bench
@@ -88,14 +87,6 @@ def test_two_recordings_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest
     assert set(others) <= set(load(path).entries)
 
 
-def test_tf32_has_a_file_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="tf32 beside other data types; record it by itself"):
-        record_profile(tmp_path / "x.json", ["mlp"], device="sim:h200", preset="small", dtypes=("float32", "tf32"))
-    with pytest.raises(UsageError, match="data type 'tf32' does nothing on device 'cpu'"):
-        recorded(tmp_path / "x.json", dtypes=("tf32",))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_seconds_end_it_and_the_rest_is_named(tmp_path: Path) -> None:
     found = recorded(tmp_path / "cpu.json", seconds=1e-9)
     assert not found.in_time
@@ -111,17 +102,6 @@ def test_another_devices_file_is_left_alone(tmp_path: Path, other: dict[str, str
     with pytest.raises(ProfileError, match=r"profiles of different devices: .*keep one file per device"):
         recorded(path)
     assert path.read_bytes() == before
-
-
-def test_a_truncated_file_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.json"
-    recorded(path)
-    path.write_bytes(path.read_bytes()[:-20])
-    before = path.read_bytes()
-    with pytest.raises(ProfileError, match="is corrupt: no JSON"):
-        recorded(path)
-    assert path.read_bytes() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["cpu.json"]
 
 
 @pytest.mark.parametrize(("model", "ratio"), [("seed-bert", 0.4), ("seed-unet", 0.5)])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from magis.cases.run_case import CaseRun
-from magis.errors import UsageError
 from magis.planner.bench import Bench
 from magis.planner.planning import plan, within_reserved
 from magis.planner.subject import Subject
@@ -87,16 +86,3 @@ def test_of_plans_that_miss_the_limit_alike_the_fastest_is_taken() -> None:
     found = within_reserved(subject, limit, None, lambda _target, _left: next(plans))
     assert found.latency_ns == fast.latency_ns
     assert not found.feasible
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (replace(CASE, device="cpu"), "a CPU has no caching allocator"),
-        (replace(CASE, memory_limit_of="held"), "a memory limit of 'held'"),
-        (replace(CASE, strategy="checkpoint"), "no memory limit of reserved bytes"),
-    ],
-)
-def test_what_cannot_be_is_one_line(case: Case, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        run(replace(case, memory_ratio=0.8))

@@ -16,8 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-import magis
-from magis.errors import UsageError, VerifyError
 from magis.planner.bench import Bench
 from magis.planner.shared_searches import Sharing
 from magis.planner.subject import Subject
@@ -217,18 +215,6 @@ def test_a_damaged_file_is_made_again(
     assert path.read_bytes() == whole
 
 
-def _halved(plan: list[Any]) -> list[Any]:
-    return [*plan[:2], plan[2] // 2, plan[3]]
-
-
-def test_findings_that_claim_too_much_are_refused(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
-    front(subject, kept(tmp_path, pieces))
-    for path in [*tmp_path.iterdir()]:
-        forge(path, lambda found: [found[0], [(*point[:2], _halved(point[2]), point[3]) for point in found[1]]])
-    with pytest.raises(VerifyError, match=r"findings of another step.*delete the folder"):
-        front(subject, kept(tmp_path, pieces))
-
-
 def test_other_costs_are_other_findings(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
     front(subject, kept(tmp_path, pieces))
     other = Bench().subject(Case(PROJECTED, "magis", "sim:h200", "small"))
@@ -236,15 +222,3 @@ def test_other_costs_are_other_findings(subject: Subject, pieces: list[Findings]
     hasty = front(other, lambda *_: (each for each in ())).states
     assert front(other, empty).states == hasty + len(pieces)
     assert len(list(tmp_path.iterdir())) == 2 * len(pieces)
-
-
-def test_wrong_requests_are_refused(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="processes is 0"):
-        magis.pareto(PROJECTED, device="sim:rtx3090", preset="small", processes=0)
-    with pytest.raises(UsageError, match="at least 1 process"):
-        Bench(processes=-1)
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match=r"cannot read .*file/place-"):
-        front(subject, kept(tmp_path / "file", pieces))
-    with pytest.raises(UsageError, match=r"cannot write /proc/nowhere: "):
-        front(subject, kept(Path("/proc/nowhere"), pieces))

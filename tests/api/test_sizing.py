@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.workload import fake_tensors
-from magis.errors import UsageError
-from magis.frontends.fitting import extent, largest, resized
+from magis.frontends.fitting import largest, resized
 
 
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(1, 250))
@@ -24,13 +22,6 @@ def test_the_answer_is_that_of_looking_at_every_size(limit: int, start: int, mos
 
     assert largest(fits, start, most) == (min(limit, most) or None)
     assert len(asked) == len(set(asked)) <= 20
-
-
-@given(st.integers(1, 5000), st.integers(1, 300), st.floats(0.0, 0.5))
-def test_a_coarser_answer_fits_and_is_as_close_as_promised(limit: int, start: int, precision: float) -> None:
-    found = largest(lambda size: size <= limit, start, 1 << 20, precision=precision)
-    assert found is not None
-    assert found <= limit <= found + max(1.0, precision * found)
 
 
 def work(*shapes: tuple[int, ...]) -> Workload:
@@ -52,9 +43,3 @@ def test_fake_batches_are_resized_without_memory() -> None:
     with fake_tensors():
         found = resized(work((2, 3), (2,)), 0, 1 << 40)
     assert found.inputs[0].shape == (1 << 40, 3)
-
-
-@pytest.mark.parametrize(("shapes", "dim"), [(((2, 3), (2,)), 2), (((0, 3), (0,)), 0), (((2,),), 0)])
-def test_a_batch_without_that_dimension_is_refused(shapes: tuple[tuple[int, ...], ...], dim: int) -> None:
-    with pytest.raises(UsageError, match=f"has nothing along dimension {dim}"):
-        extent(work(*shapes), dim)

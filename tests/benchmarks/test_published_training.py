@@ -8,9 +8,7 @@ import pytest
 
 from benchmarks.lib.published_training import (
     CLASSES,
-    calls,
     cells,
-    predicted_ms,
     product_ratio,
     product_rows,
     queued_ns,
@@ -38,16 +36,6 @@ def test_every_class_of_devices_has_cells_for_fitting_and_as_many_for_judging() 
 )
 def test_the_queue(issues: list[tuple[int, int]], wait_at: int | None, expected: int) -> None:
     assert queued_ns(issues, wait_at) == expected
-
-
-def test_a_step_of_few_pictures_takes_as_long_in_half_precision() -> None:
-    """Of the host's time, which knows no precision; the published ones are within a fifth of each other, too."""
-    found = [cell for cell, half in cells() if half == "host" and cell.model == "resnet34"]
-    device = find_device("sim:a100")
-    single, half = (
-        predicted_ms(cell, calls(cell.key), device) for cell in sorted(found, key=lambda c: c.precision)[::-1]
-    )
-    assert half == pytest.approx(single, rel=0.05)
 
 
 def test_products_of_every_size_are_within_a_third() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.lib.decoder_budgets import by_magis, by_torch, decoder
-from benchmarks.lib.request_curves import HEADING, Row, Scale, curves, curves_svg, joined, rises, rows_of, summary
+from benchmarks.lib.request_curves import Row, Scale, curves, curves_svg, rises, rows_of, summary
 from magis.report.axes import overlap, text_box
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,23 +26,6 @@ ROWS = [
     *(row("dp", request, peak) for request, peak in ((1.0, 1000), (0.1, 500), (0.5, 700), (0.3, 400))),
     *(row("magis", request, peak) for request, peak in ((1.0, 1000), (0.5, 600), (0.3, 440), (0.1, 400))),
 ]
-
-
-def test_a_request_takes_its_share_off_the_peak() -> None:
-    assert [SCALE.limit_bytes(request) for request in (1.0, 0.5, 0.0)] == [1000, 600, 200]
-    assert [SCALE.share(peak) for peak in (1000, 600, 200)] == [1.0, 0.5, 0.0]
-    assert SCALE.least == pytest.approx(0.2)
-
-
-def test_rows_are_read_as_they_are_printed() -> None:
-    lines = ["# a head", HEADING, *map(str, ROWS), *summary(ROWS)]
-    assert rows_of(lines) == [
-        Row(**{**vars(each), "reached": round(each.reached, 3), "least": round(each.least, 3)}) for each in ROWS
-    ]
-    assert list(joined([*lines[:6], *summary(ROWS[:4]), *lines[6:]])) == lines
-    again = row("dp", 1.0, 900)
-    assert rows_of([*lines, str(again)])[0].peak_bytes == 900
-    assert len(rows_of([*lines, str(again)])) == len(ROWS)
 
 
 def test_rises_and_broken_requests_are_counted_where_a_request_can_be_kept() -> None:

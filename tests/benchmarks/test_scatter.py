@@ -39,8 +39,3 @@ def test_published_marks_are_hollow_and_words_do_not_lie_on_each_other() -> None
     heights = [float(each) for each in re.findall(r'y="([\d.]+)"[^>]*>m\d</text>', text)]
     assert len(heights) == 6
     assert min(abs(a - b) for i, a in enumerate(heights) for b in heights[:i]) >= 11.9
-
-
-def test_nothing_to_draw_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one mark"):
-        scatter_svg("t", [])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from magis import CaptureError, optimize, run_case
+from magis import optimize, run_case
 from magis.api import Bench
 from magis.capture import OptimizerSpec, capture, python_state
 from magis.cases.check import check_case
 from magis.models import from_function
 from magis.results import Case
-from tests.training.loops import Loops, batch, loss_of, net
+from tests.training.loops import batch, loss_of, net
 
 
 class Waves(nn.Module):
@@ -35,13 +34,6 @@ class Positioned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x + self.waves(*x.shape))
-
-
-class Marking(Positioned):
-    """Writes to the table."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x + self.waves(*x.shape).mul_(2))
 
 
 def test_a_capture_leaves_nothing_in_caches() -> None:
@@ -78,10 +70,6 @@ def test_no_object_is_looked_at_where_nothing_is_left(monkeypatch: pytest.Monkey
     assert len(looks) == 1
 
 
-def test_steps_read_the_table_as_eager_does() -> None:
-    Loops(Positioned(), partial(SGD, lr=0.1)).agree()
-
-
 def test_the_gate_counts_the_table() -> None:
     case = Case("cached", "magis", "cpu", "small", memory_ratio=0.95, budget=100, timing_rounds=1)
     make, bench = from_function("cached", lambda: (Positioned(), batch(), loss_of)), Bench()
@@ -91,22 +79,3 @@ def test_the_gate_counts_the_table() -> None:
     for step in (result.original, result.optimized):
         assert step.measured is not None
         assert step.simulated.peak_bytes == step.measured.peak_bytes
-
-
-def test_a_table_that_the_step_changes_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"cached:0|takes the tensor|every forward"):
-        optimize(Marking(), batch(), loss_of, None, memory_ratio=1.0, budget=1)
-
-
-class Truncated(Positioned):
-    """Built by numbers that nothing without contents has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.trunc_normal_(self.body[0].weight, generator=None)
-        assert self.body[0].weight.abs().sum().item() > 0
-
-
-def test_a_user_may_read_numbers_while_building() -> None:
-    case = Case("built", "magis", "cpu", "small", memory_ratio=1.0, budget=1, timing_rounds=1)
-    check_case(case, cache=Bench(), make=from_function("built", lambda: (Truncated(), batch(), loss_of)))

@@ -44,13 +44,6 @@ def test_attention_is_fused_as_the_device_does_it() -> None:
         assert {FLASH, FLASH.replace("attention.", "attention_backward.")} <= names(on("cuda", attention(half)))
 
 
-def test_explicit_attention_stays_explicit() -> None:
-    for device in ("cpu", "cuda"):
-        found = names(on(device, NETS["attention-explicit"]))
-        assert any(name.startswith(("aten._softmax.", "aten._safe_softmax.")) for name in found)
-        assert not [name for name in found if "attention" in name]
-
-
 @pytest.mark.parametrize("boolean", [False, True])
 def test_a_mask_becomes_a_bias(boolean: bool) -> None:
     def run(block: nn.Module, x: Tensor) -> object:
@@ -82,14 +75,6 @@ def test_dropout_is_one_operator_on_a_gpu() -> None:
     assert len([op for op in graph.ops if op.target == "aten.native_dropout.default"]) == 2
     assert len([op for op in graph.ops if op.random]) == 2
     assert "aten.native_dropout_backward.default" in names(graph)
-
-
-@pytest.mark.parametrize(
-    "module", [nn.Dropout(0.0), nn.Dropout(1.0), nn.Dropout(0.5).eval(), nn.Dropout(0.5, inplace=True)]
-)
-def test_dropouts_that_are_none_of_that(module: nn.Module) -> None:
-    net = Net(lambda: nn.Sequential(nn.Linear(4, 4), module), rows(3, 4), rows(3, 4))
-    assert "aten.native_dropout.default" not in names(on("cuda", net))
 
 
 def test_attention_dropout_draws_random_numbers() -> None:

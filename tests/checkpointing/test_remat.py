@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis import UsageError, checkpoint_policy
-from magis.extensions.compile import RegionPolicies
-from magis.extensions.compile.checkpointing.policy import CheckpointedRegion
+from magis import checkpoint_policy
 from magis.rewrite.realize import GENERATOR_BYTES
 from tests.checkpointing.test_policy import made, peak, step
 from tests.compile.tag_nets import Decoder, Squeezed
@@ -25,7 +22,6 @@ from tests.compile.tag_nets import Decoder, Squeezed
 needs_library = pytest.mark.skipif(
     not any((Path(place) / "torch_remat").is_dir() for place in sys.path), reason="torch_remat is not installed"
 )
-WRITTEN = RegionPolicies((CheckpointedRegion("layers.0", modules=frozenset({"up"})),), 4, 3, 1.5, "torch_remat")
 
 
 class Decoders(nn.Module):
@@ -90,27 +86,3 @@ def test_what_is_kept_does_not_run_again() -> None:
         step(module, batch)
     assert 1 in expected.values()
     assert ran == expected
-
-
-def test_a_file_of_its_own_version(tmp_path: Path) -> None:
-    path = tmp_path / "policy.json"
-    WRITTEN.save(path)
-    assert RegionPolicies.load(path) == WRITTEN
-    assert "1 sub-modules" in str(WRITTEN)
-    data = json.loads(path.read_text(encoding="utf-8"))
-    for wrong in ({"version": 1}, {"library": "torch"}, {"library": ["x"]}, {"regions": [{"path": "a", "saved": []}]}):
-        path.write_text(json.dumps(data | wrong), encoding="utf-8")
-        with pytest.raises(UsageError, match=r"is of version|is corrupt"):
-            RegionPolicies.load(path)
-
-
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, batch = made()
-    settings: dict[str, Any] = {"memory_ratio": 0.8}
-    with pytest.raises(UsageError, match="library='other'"):
-        checkpoint_policy(module, batch, F.mse_loss, library="other", **settings)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"has no context_fn.*apply\(\)"):
-        WRITTEN.context_fn("layers.0", module)
-    monkeypatch.setitem(sys.modules, "torch_remat", None)
-    with pytest.raises(UsageError, match="torch_remat is not installed"):
-        checkpoint_policy(module, batch, F.mse_loss, library="torch_remat", **settings)

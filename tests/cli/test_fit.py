@@ -47,28 +47,6 @@ def test_every_option_is_in_the_page(page: str, capsys: pytest.CaptureFixture[st
     assert options <= set(re.findall(r"--[a-z-]+", rows))
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magis.progress.SILENCE_S", 0.0)
-    monkeypatch.setattr("magis.progress.LOGGED_S", 0.0)
-    options = ["--device", "sim:h200", "--budget", "20", "--most", "16", "--precision", "0.5"]
-    assert main(["fit", STACK, "--memory-limit", "70 KiB", *options]) == 0
-    out = capsys.readouterr()
-    head, names, eager, optimized, *_ = out.out.splitlines()
-    assert head == f"{STACK} on sim:h200, float32, dimension 0, at most 70.00 KiB"
-    assert names.split() == ["strategy", "size", "peak", "measured", "step", "latency", "ratio"]
-    assert (eager.split()[0], optimized.split()[0]) == ("eager", "magis")
-    assert int(eager.split()[1]) <= int(optimized.split()[1])
-    assert "magis: fit: eager at 6 (" in out.err
-
-
-def test_where_nothing_fits_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", STACK, "--memory-limit", "1 KiB", "--device", "sim:h200"]) == 1
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "eager     none     -         -     -              -",
-        "magis     none     -         -     -              -",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

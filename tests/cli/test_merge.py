@@ -55,11 +55,6 @@ def test_a_merged_file_can_take_the_place_of_an_input(tmp_path: Path) -> None:
     assert [each["name"] for each in read(Path(first))] == ["bert", "vit"]
 
 
-@pytest.mark.parametrize("verdict", ["pass", "accepted new", "infeasible, proven", "not gated", "pass, better"])
-def test_what_is_not_red(tmp_path: Path, verdict: str) -> None:
-    assert main(["merge", write(tmp_path / "1.csv", row("bert", verdict))]) == 0
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["merge", *arguments]) == USAGE_ERROR
     (line,) = capsys.readouterr().err.splitlines()
@@ -100,20 +95,6 @@ def test_what_is_no_results_file_is_refused(
     line = refused(capsys, str(path))
     assert str(path) in line
     assert said in line
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = write(tmp_path / "1.csv", row("bert"))
-    assert "cannot write" in refused(capsys, first, "-o", str(tmp_path / "none" / "all.csv"))
-
-
-def test_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "arguments are required: FILE" in refused(capsys)
-
-
-def test_an_unknown_verdict_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, write(tmp_path / "1.csv", row("bert", "nonsense")))
-    assert "the case bert[magis mem 0.6] has no verdict but 'nonsense'" in line
 
 
 def test_searches_tell_cases_apart_and_earlier_files_are_of_ours(

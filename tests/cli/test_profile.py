@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from magis.cli.main import UNFINISHED, USAGE_ERROR, main
-from magis.cost.profile_store import Profile, load, save
-from magis.runtime.measure import device_identity
+from magis.cost.profile_store import load
 
 
 def test_profile_measures_and_goes_on(
@@ -76,28 +73,3 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert len(said) == 1
     assert message in said[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_of_another_device_and_a_truncated_one_are_untouched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "cpu.json"
-    save(Profile({**device_identity("cpu"), "threads": "77"}), path)
-    for text in (path.read_bytes(), path.read_bytes()[:40]):
-        path.write_bytes(text)
-        assert main(["profile", "--device", "cpu", "--models", "mlp", "--out", str(path)]) == USAGE_ERROR
-        assert path.read_bytes() == text
-        assert capsys.readouterr().err.count("ERROR: ") == 1
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path, tmp_path / "file" / "cpu.json"):
-        assert main(["profile", "--device", "cpu", "--models", "mlp", "--out", str(out)]) == USAGE_ERROR
-        assert "the operator profile" in capsys.readouterr().err
-
-
-def test_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "magis", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "profile" in done.stdout

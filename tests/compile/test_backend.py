@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from magis.errors import UsageError
-from magis.extensions.compile.compile_options import DEFAULT_RATIO, CompileReport, as_options
+from magis.extensions.compile.compile_options import CompileReport
 from magis.extensions.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
 from magis.runtime.measure import window_peak
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
@@ -82,13 +81,6 @@ def test_batch_norms_and_dropouts_are_recomputed_with_their_first_numbers() -> N
     again = targets_of(twins.reports[0].recomputed)
     assert {"native_dropout", "native_batch_norm"} <= again
     assert not twins.reports[0].feasible
-
-
-def test_every_shape_is_planned() -> None:
-    twins = Twins(chain(8, 2), F.mse_loss, memory_ratio=0.95, budget=20)
-    for seed, count in enumerate((64, 65, 66, 65)):
-        twins.step(seed, rows(count, 8), rows(count, 8, seed=2))
-    assert [report.fallback for report in twins.reports] == [""] * 3
 
 
 def test_shapes_beyond_a_bound_run_in_eager_mode() -> None:
@@ -243,33 +235,6 @@ def test_other_graphs_are_partitioned_by_torch_with_a_warning() -> None:
     assert "not planned" in str(twins.reports[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"memory_rato": 0.6}, "did you mean memory_ratio"),
-        ({"memory_ratio": 1.5}, "a share above 0"),
-        ({"memory_ratio": True}, "a share above 0"),
-        ({"latency_ratio": 0.5}, "at least 1"),
-        ({"memory_ratio": 0.5, "memory_limit": 10}, "memory_ratio and memory_limit"),
-        ({"memory_limit": "8 G"}, "not an amount of memory"),
-        ({"memory_limit": -1}, "above 0"),
-        ({"budget": 0.5}, "whole number"),
-        ({"seconds": 0}, "above 0"),
-        ({"report": 3}, "a function"),
-    ],
-)
-def test_bad_options_are_one_line(options: dict[str, Any], cause: str) -> None:
-    compiled = torch.compile(chain(), backend=magis, options=options)
-    with pytest.raises(UsageError, match=cause) as caught:
-        compiled(rows())
-    assert str(caught.value).startswith("backend magis")
-
-
-def test_a_mode_is_refused() -> None:
-    with pytest.raises(UsageError, match="no mode 'max-autotune'"):
-        magis(torch.fx.symbolic_trace(chain()), [rows()], mode="max-autotune")
-
-
 def test_inputs_and_buffers_that_change_are_those_of_eager() -> None:
     class Remembering(nn.Module):
         def __init__(self) -> None:
@@ -305,13 +270,6 @@ def test_a_limit_of_latency() -> None:
     assert report.latency_ratio <= 1.05
     assert report.planned_bytes < report.original_bytes
     assert report.limit_bytes is None
-
-
-def test_limits_in_bytes_and_the_default() -> None:
-    assert as_options({"memory_limit": "300 KiB"}).limits.memory_bytes == 300 * 1024
-    assert as_options({"memory_limit": 300}).limits.memory_bytes == 300
-    assert as_options(None).limits.memory_ratio == DEFAULT_RATIO
-    assert as_options({"latency_ratio": 1.1}).limits.memory_ratio is None
 
 
 def test_the_entry_point_names_the_backend(repository: Path) -> None:

@@ -7,28 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from magis.cost.shapes import describe
 from magis.cost.signature import parse as parse_call
 from magis.cost.signature import signature
-from magis.errors import CaptureError, VerifyError
-from magis.extensions.paper.interim_rules import rule
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph, Op, Ref, Storage, Value, dump, parse, verify
 from magis.graph.hazards import fills
 from magis.ops.fake_results import bits_of
 from magis.ops.splits import splits
-from magis.rewrite.functionalize import functionalize
-from magis.rewrite.rules.rule_table import matches
-from magis.runtime.codegen import compile_step
 from magis.runtime.double_precision import closeness, gradient_values
-from magis.runtime.scratch import make_tensors
 from magis.simulate.compiled_problem import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history
-from tests.rewrite.alike import merge
 
 COMPLEX = torch.complex64
 
@@ -48,36 +40,6 @@ def net(run: Callable[..., Tensor], inputs: Callable[[], tuple[Tensor, ...]] | N
     )
 
 
-STEPS: dict[str, Callable[..., Tensor]] = {
-    "product with a conjugate": lambda block, z: z @ block.w.conj(),
-    "conjugate transpose": lambda block, z: (z @ block.w).mH @ z,
-    "batched": lambda block, z: torch.bmm(z.expand(3, 4, 6), block.w.mH.expand(3, 6, 6)),
-    "dot": lambda block, z: torch.dot(z[0].conj(), block.w[0]),
-    "negative part": lambda block, z: (z @ block.w).conj().imag * 2.0,
-    "copy of a conjugate": lambda block, z: (z @ block.w).conj().clone() * z,
-    "written through a conjugate": lambda block, z: _written(z @ block.w),
-    "pairs": lambda block, z: torch.view_as_real(z @ block.w)[..., 1] * 3.0,
-    "complex rotation": lambda block, z: torch.view_as_complex(torch.view_as_real(z @ block.w) * 0.5) * z,
-    "number": lambda block, z: (z @ block.w) * (1 + 2j) / (0.5 - 1j),
-    "numbers made a tensor": lambda block, z: (z @ block.w) * torch.tensor([1j, 2, 0, 1 - 1j, -1j, 1]),
-    "transform": lambda block, z: torch.fft.irfft(torch.fft.fft(z @ block.w)[:, :4], n=6) * z.real,
-}
-
-
-def _written(made: Tensor) -> Tensor:
-    made.conj().mul_(0.5 + 1j)
-    return made
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_captured_step_computes_eagers_numbers(name: str) -> None:
-    step = net(STEPS[name]).build()
-    graph = captured(step).graph
-    verify(graph)
-    assert parse(dump(graph)) == graph
-    assert differences(history(eager_step(step)), history(graph_step(graph, step))) == []
-
-
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in ("none", "gradients")])
 def test_complex_weights_beside_real_ones_are_updated_as_torch_does(kind: str) -> None:
     def run(block: Block, x: Tensor) -> Tensor:
@@ -87,12 +49,6 @@ def test_complex_weights_beside_real_ones_are_updated_as_torch_does(kind: str) -
         lambda: Block(run, real=nn.Linear(6, 6), **weights(w=(4, 4))), rows(5, 6), rows(5, 6), rule=OPTIMIZERS[kind]
     ).build()
     assert differences(history(eager_step(step)), history(graph_step(captured(step).graph, step))) == []
-
-
-def test_a_complex_loss_is_refused() -> None:
-    step = replace(net(lambda block, z: z @ block.w), loss_fn=lambda made: made.mean())
-    with pytest.raises(CaptureError, match="the loss is a complex number"):
-        captured(step.build())
 
 
 def test_a_conjugate_batch_is_fed_as_the_step_takes_it() -> None:
@@ -123,24 +79,6 @@ def test_bits_and_complex_numbers_are_written_down() -> None:
     call = signature(op, values)
     assert call.startswith("aten.f.default(complex64[2,3]{3,1}~conj, 1.0+2.0j, [")
     assert signature(*parse_call(call)) == call
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"), [("float32", ("conj",)), ("bool", ("neg",)), ("complex64", ("neg", "conj"))]
-)
-def test_bits_that_no_tensor_has_are_refused(dtype: str, bits: tuple[str, ...]) -> None:
-    values = {0: replace(CONJ, dtype=dtype, bits=bits)}
-    with pytest.raises(VerifyError, match=" ".join(bits)):
-        verify(Graph({0: Storage(0, 48, "batch")}, values, (), (0,), ()))
-
-
-def test_made_up_tensors_have_the_bits() -> None:
-    op, values = parse_call("aten.mm.default(complex64[2,3]{3,1}~conj, complex64[3,2]{1,3})")
-    assert [bits_of(tensor) for tensor in make_tensors(op, values).values()] == [("conj",), ()]
-    op, values = parse_call("aten.transpose.int(complex64[2,3]{3,1}~conj, 0, 1)")
-    (made,) = describe(op, values)
-    assert made is not None
-    assert (made.bits, made.base) == (("conj",), 0)
 
 
 def test_offsets_count_elements_of_their_own_type() -> None:
@@ -181,29 +119,10 @@ def test_products_of_complex_numbers_take_no_memory_over(
     assert reusable(graph, op) == expected
 
 
-def test_products_in_place_stay_in_place() -> None:
-    step = net(lambda block, z: (z @ block.w).mul_(1j).add_(z)).build()
-    targets = [op.target for op in functionalize(captured(step).graph).ops if op.phase == "forward"]
-    assert "aten.mul_.Tensor" in targets
-
-
 def test_a_conjugate_does_not_fill_its_memory() -> None:
     storage = Storage(0, 48, "temporary")
     assert fills(replace(CONJ, bits=()), storage)
     assert not fills(CONJ, storage)
-
-
-def test_conjugate_weights_are_not_merged() -> None:
-    values = [Value(n, (4, 4), (4, 1), "complex64", n, 0, f"parameter:{n}", ("conj",)) for n in (0, 1)]
-    storages = {n: Storage(n, 128, "parameter") for n in (0, 1)}
-    assert merge(Graph(storages, dict(enumerate(values)), (), (0, 1), ()), values, 0) is None
-
-
-def test_rules_leave_complex_products_alone() -> None:
-    for dtype, count in (("float32", 1), ("complex64", 0)):
-        graph, op = pair("aten.mul.Tensor", dtype, Ref(1))
-        graph = replace(graph, inputs=(0, 1), outputs=(), ops=(replace(op, reads=((0, 0), (1, 0))),))
-        assert len(list(matches(rule("mul-swap"), graph))) == count
 
 
 def test_a_region_does_not_write_what_others_have_made() -> None:
@@ -236,14 +155,3 @@ def test_gradients_are_found_behind_the_views_of_an_update() -> None:
     graph = captured(step).graph
     (value,) = gradient_values(graph).values()
     assert (graph.values[value].dtype, graph.values[value].shape) == ("complex64", (6, 6))
-
-
-def test_complex_literals_run() -> None:
-    op, values = parse_call("aten.mul.Tensor(complex64[2]{1}, -0.0+2.0j)")
-    value = Value(1, (2,), (1,), "complex64", 1)
-    op = replace(op, outputs=(1,), reads=((0, 0),))
-    storages = {0: Storage(0, 16, "batch"), 1: Storage(1, 16, "temporary")}
-    graph = Graph(storages, {**values, 1: value}, (op,), (0,), (1,))
-    (found,) = compile_step(graph)([torch.ones(2, dtype=COMPLEX)], {})
-    assert torch.equal(found, torch.full((2,), 2j, dtype=COMPLEX))
-    assert F.relu(found.real).sum() == 0

@@ -41,15 +41,6 @@ def test_a_kernel_takes_so_many_tensors_and_pieces(target: str, sizes: list[int]
     assert tensors_and_kernels(op, values) == (len(sizes), kernels)
 
 
-def test_counters_of_steps_are_numbers_not_operands() -> None:
-    """Four lists of 36 are one kernel, five of 30 would be."""
-    op, values = on("_fused_adamw_.default", [8] * 36, 4)
-    first = len(values)
-    values |= {first + at: Value(first + at, (), (), "float32", first + at) for at in range(36)}
-    op = Op(0, op.target, (*op.args, (), tuple(Ref(first + at) for at in range(36))), (), ())
-    assert tensors_and_kernels(op, values) == (36, 1)
-
-
 def test_one_call_on_a_list_moves_what_single_calls_move_but_launches_less() -> None:
     many, values = on("_foreach_add_.List", [1 << 20] * 8, 2)
     one, alone = on("_foreach_add_.List", [1 << 20], 2)

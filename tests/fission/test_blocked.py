@@ -8,27 +8,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from magis.fission.loss_suffix import blocked
-from magis.graph import Graph, parse
+from magis.graph import Graph
 from magis.ops.splits import splits, why_not
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle
-from tests.nets import NETS, Block, Net, labels, mlp, rows
+from tests.nets import NETS, Block, Net, labels, rows
 from tests.oracles import captured
 
 
 def form(net: Net) -> Graph:
     """The step in the form that fission works on."""
     return untangle(functionalize(captured(net.build()).graph))
-
-
-def trained(batch: int) -> Net:
-    return Net(mlp(), rows(batch, 12), labels(batch, 5), F.cross_entropy)
-
-
-@pytest.mark.parametrize("name", ["conv-group-norm", "batch-norm-evaluated", "embedding"])
-def test_nothing_is_said_where_nothing_is_in_the_way(name: str) -> None:
-    assert blocked(form(NETS[name])) == ""
 
 
 def test_a_norm_over_the_batch_is_named_with_its_calls() -> None:
@@ -51,40 +42,12 @@ def test_those_that_stand_in_the_way_most_often_come_first() -> None:
     assert found.count(" calls: ") == 3
 
 
-def test_a_softmax_over_the_batch_is_not_cut_along_it() -> None:
-    net = Net(lambda: nn.Sequential(nn.Linear(6, 8), nn.Softmax(0), nn.Linear(8, 3)), rows(4, 6), rows(4, 3))
-    assert blocked(form(net)).startswith("_softmax (1 calls: every result depends on ")
-
-
 def test_random_numbers_are_drawn_whole_and_in_nobodys_way() -> None:
     """The mask of a dropout stays outside of the region, which takes it in stretches."""
     net = Net(NETS["dropout"].module, rows(40, 9), labels(40, 9), F.cross_entropy)
     graph = form(net)
     assert any(op.random for op in graph.ops)
     assert blocked(graph) == ""
-
-
-@pytest.mark.parametrize(("batch", "words"), [(1, "a batch of 1 has no parts"), (2, ""), (7, "")])
-def test_batches(batch: int, words: str) -> None:
-    """Seven parts of one row are parts."""
-    assert blocked(form(trained(batch))) == words
-
-
-def test_sizes_without_a_common_number_of_parts() -> None:
-    net = Net(
-        lambda: Block(lambda m, x, y: m.a(x).sum() + m.a(y).sum(), a=nn.Linear(6, 3)),
-        lambda: (torch.randn(3, 6), torch.randn(4, 6)), loss_fn=None,
-    )  # fmt: skip
-    assert blocked(form(net)) == "a batch of 3 or 4 has no equal parts with the other sizes of the step"
-
-
-def test_a_step_without_batch() -> None:
-    graph = parse(
-        "magis graph 1\nstorage 1 parameter 16\nstorage 2 temporary 16\n"
-        'value 1 @1 float32 [4] {1} +0 "parameter:w"\nvalue 2 @2 float32 [4] {1} +0\ninput 1\n'
-        "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward\noutput 2\n"
-    )
-    assert blocked(graph) == "no input has a batch dimension"
 
 
 @pytest.mark.parametrize(

@@ -84,27 +84,6 @@ def test_what_leaves_by_a_view_is_opened_again_behind_the_loop() -> None:
     assert found.ops[0].made() == (2, 3)
 
 
-def test_views_alone_are_no_region() -> None:
-    graph = step(
-        *PRODUCT,
-        "value 4 @1 float64 [4, 4] {1, 4} +0",
-        "op 0 %4 = aten.t.default(%1) phase forward",
-        "op 1 %3 = aten.relu.default(%4) reads 1:0 phase forward",
-        "output 3",
-        "output 4",
-    )
-    assert reasons(graph, cut(graph, 2, op0=0)) == ["the region computes nothing: its operators are views"]
-
-
-@pytest.mark.parametrize(
-    "split",
-    [Split((), (0,), (), 4), Split((0, 0), (0,), (), 4), Split((0,), (), (), 4), Split((0,), (0, 0), (), 4)],
-)
-def test_a_split_of_another_operator_is_no_crash(split: Split) -> None:
-    graph = step(*PRODUCT, "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward", "output 2")
-    assert reasons(graph, Region({0: split}, 2)) == ["operator 0 (aten.exp.default): cannot be cut: not in that way"]
-
-
 @pytest.mark.parametrize(
     ("cuts", "parts", "message"),
     [
@@ -291,14 +270,3 @@ def test_what_others_overwrite_does_not_leave() -> None:
     ]
     found = looped(graph, cut(graph, 2, op0=0, op1=0))
     assert "aten.neg_" in dump(found)
-
-
-def test_a_step_may_hold_several_loops() -> None:
-    graph = step(*CHAIN)
-    first = looped(graph, cut(graph, 2, op0=0))
-    at = next(p for p, op in enumerate(first.ops) if op.target == "aten.mul.Tensor")
-    both = expand(first, Region({at: splits(first.ops[at], first.values)[1]}, 4))
-    assert len(loops(both)) == 2
-    inside = Region({0: Split((0,), (0,), (), 4)}, 2)
-    assert reasons(first, inside)[0] == "operator 0 (magis.loop): is split already"
-    check_same(graph, both, 3)

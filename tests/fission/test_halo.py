@@ -18,7 +18,7 @@ from magis.fission.region import Region, region_problems
 from magis.graph import Graph, Loop, Op, Ref, Value, dump, parse, verify
 from magis.graph.hazards import dependency_graph
 from magis.graph.loop_rules import JOIN, PART
-from magis.ops.splits import Halo, How, Overlap, Split, splits
+from magis.ops.splits import Halo, Overlap, Split, splits
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import generate
 from magis.simulate.simulator import replay
@@ -181,14 +181,6 @@ def test_a_region_grows_from_a_picture_into_the_convolution_that_takes_it_and_no
     check(graph, Region(connected(graph, cuts)[0], 4))
 
 
-def test_regions_around_a_convolution_have_halos() -> None:
-    graph = form("super-resolution")
-    for at in found(graph, CONVOLUTION, BACKWARD):
-        around = regions_around(graph, at, most=64)
-        with_rows = [cuts for cuts in around if haloed(cuts[at])]
-        assert max(len(cuts) for cuts in with_rows) > 1
-
-
 @pytest.mark.parametrize("name", NETS)
 def test_random_regions_compute_the_same_in_the_bytes_said(name: str) -> None:
     graph = form(name)
@@ -306,9 +298,3 @@ def with_rows(value: Value, dim: int, more: int) -> Value:
     for at in reversed(range(len(shape))):
         stride[at], step = step, step * shape[at]
     return replace(value, shape=shape, stride=tuple(stride))
-
-
-def test_how_is_one_of_its_kinds() -> None:
-    """Taken with a halo is never made with one: the two are told apart wherever they meet."""
-    kinds: set[How | Halo] = {Halo(2, 1, 1), Overlap(2, 1, 1), 2, "sum"}
-    assert len(kinds) == 4

@@ -233,12 +233,6 @@ def test_a_tensor_that_somebody_looks_at_later_by_a_view_is_left_alone() -> None
     assert_apart(graph, rows(graph, 2))
 
 
-@pytest.mark.parametrize("returned", [2, 3])
-def test_what_is_returned_has_memory_of_its_own(returned: int) -> None:
-    graph = step(*HEAD, MADE, PRODUCT, SUMMED, "output 4", f"output {returned}")
-    assert_apart(graph, rows(graph, 1))
-
-
 @pytest.mark.parametrize("kind", ["batch", "parameter", "buffer", "state"])
 def test_memory_of_the_caller_is_left_alone(kind: str) -> None:
     head = (line.replace("storage 1 batch", f"storage 1 {kind}") for line in HEAD)
@@ -249,77 +243,6 @@ def test_memory_of_the_caller_is_left_alone(kind: str) -> None:
         "output 4",
     )
     assert_apart(graph, rows(graph, 0))
-
-
-def test_other_strides_are_no_match() -> None:
-    transposed = (line.replace(f"value 2 @2 {SQUARE}", "value 2 @2 float64 [4, 4] {1, 4} +0") for line in HEAD)
-    graph = step(
-        *transposed,
-        "value 5 @1 float64 [4, 4] {1, 4} +0",
-        "op 0 %5 = aten.t.default(%1) phase forward",
-        "op 1 %2 = aten.exp.default(%5) reads 1:0 phase forward",
-        "op 2 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward",
-        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
-        "output 4",
-    )
-    assert_apart(graph, rows(graph, 2))
-
-
-def test_another_dimension_is_no_match() -> None:
-    """Columns are read where rows are written: the second part would find the first one's rows."""
-    graph = step(
-        *HEAD,
-        "value 5 @2 float64 [4, 4] {1, 4} +0",
-        MADE,
-        "op 1 %5 = aten.t.default(%2) phase forward",
-        "op 2 %3 = aten.mm.default(%5, %1) reads 1:0 2:0 phase forward",
-        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
-        "output 4",
-    )
-    assert_apart(graph, rows(graph, 1, 2))
-
-
-def test_a_tensor_taken_whole_too_is_left_alone() -> None:
-    product = PRODUCT.replace("(%2, %1) reads 1:0 2:0", "(%2, %2) reads 2:0")
-    graph = step(*HEAD, MADE, product, SUMMED, "output 4")
-    assert_apart(graph, rows(graph, 1))
-
-
-def test_another_data_type_is_no_match() -> None:
-    """As many bytes, even."""
-    graph = step(
-        *(line.replace(f"value 3 @3 {SQUARE}", "value 3 @3 int64 [4, 4] {4, 1} +0") for line in HEAD[:7]),
-        "input 1",
-        MADE,
-        "op 1 %3 = aten._to_copy.default(%2, dtype=<dtype int64>) reads 2:0 phase forward",
-        f"storage 5 temporary 128\nvalue 5 @5 {SQUARE.replace('float64', 'int64')}",
-        "op 2 %5 = aten.neg.default(%3) reads 3:0 phase forward",
-        "output 5",
-    )
-    assert_apart(graph, rows(graph, 1))
-
-
-def test_a_part_of_a_storage_is_no_match() -> None:
-    graph = step(
-        "storage 1 batch 256",
-        "storage 2 temporary 256",
-        "storage 3 temporary 128",
-        "storage 4 temporary 32",
-        "value 1 @1 float64 [8, 4] {4, 1} +0",
-        "value 2 @2 float64 [8, 4] {4, 1} +0",
-        f"value 3 @3 {SQUARE}",
-        "value 4 @4 float64 [4] {1} +0",
-        f"value 5 @2 {SQUARE}",
-        "value 6 @1 float64 [4, 4] {4, 1} +16",
-        "input 1",
-        MADE,
-        "op 1 %5 = aten.slice.Tensor(%2, 0, 0, 4) phase forward",
-        "op 2 %6 = aten.slice.Tensor(%1, 0, 4, 8) phase forward",
-        "op 3 %3 = aten.mm.default(%5, %6) reads 1:0 2:0 phase forward",
-        "op 4 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
-        "output 4",
-    )
-    assert_apart(graph, rows(graph, 3))
 
 
 TWO = (

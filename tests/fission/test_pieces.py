@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from magis.fission.candidates import connected, most_parts
-from magis.fission.loss_suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
-from magis.fission.ways import ways
+from magis.fission.loss_suffix import axes, heaviest, own_bytes, pieces, places, suffix
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
-from magis.ops.splits import splits
-from magis.planner.bench import Bench
-from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search.fission_pareto import numbers_of_parts
 from tests.nets import ADAMW, FORWARD, Net, rows
@@ -114,20 +110,3 @@ def test_one_picture_is_cut_along_either_side() -> None:
     graph = untangle(functionalize(captured(net.build()).graph))
     numbers = {tuple(numbers_of_parts(most_parts(piece.cuts))) for piece in pieces(graph)}
     assert {(7,), (2, 4, 8, 16, 32)} <= numbers
-
-
-def test_stretches_between_dropouts_are_left_out() -> None:
-    subject = Bench().subject(Case("bert", "magis", "sim:rtx3090", "small"))
-    graph = subject.untangled
-    whole = subject.original.peak_bytes
-    found = pieces(graph)
-    assert found
-    assert all(piece.nbytes * LEAST >= 0.9 * whole for piece in found)
-    (axis,) = axes(graph)
-    assert len(found) < len(places(graph, axis, 8))
-
-
-@pytest.mark.parametrize("model", ["bert", "resnet50"])
-def test_calls_that_look_alike_can_be_cut_in_the_same_ways(model: str) -> None:
-    graph = Bench().subject(Case(model, "magis", "sim:rtx3090", "small")).untangled
-    assert all(ways(op, graph.values) == splits(op, graph.values) for op in graph.ops)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,16 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.graph import Arg, Const, Graph, GraphTextError, Op, Ref, Scalar, Storage, Value, digest, dump, parse
+from magis.graph import Const, Graph, GraphTextError, Op, Ref, Scalar, Storage, Value, digest, dump, parse
 from tests.nets import NETS
 from tests.oracles import captured
 from tests.strategies import examples, written_graphs, written_ops
 
 HEADER = "magis graph 1\n"
-
-
-def op_with(arg: Arg) -> Graph:
-    return Graph({}, {}, (Op(0, "aten.f.default", (arg,), (), (1,)),), (), ())
 
 
 @pytest.mark.parametrize("name", ["tied", "batch-norm", "dropout", "attention-explicit", "slice-writes", "constants"])
@@ -53,12 +48,6 @@ def test_the_form_is_the_documented_one() -> None:
         'reads 2:0 3:1 writes 3:2 random phase forward module "layers.0" origin 4\n'
         "output 40\n"
     )
-
-
-def test_every_float_survives() -> None:
-    numbers = (math.inf, -math.inf, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 0.1, math.nan, 1)
-    (op,) = parse(dump(op_with(numbers))).ops
-    assert repr(op.args[0]) == repr(numbers)
 
 
 @examples(40)
@@ -170,29 +159,10 @@ def test_a_wrong_line_is_named(line: str, message: str) -> None:
     assert message in refuse(HEADER + line + "\n")
 
 
-@pytest.mark.parametrize("text", ["", "\n", "magis graph 2\n", "magis graph 1 \n", " magis graph 1", "\x00", "[]"])
-def test_another_header_is_refused(text: str) -> None:
-    assert "not 'magis graph 1'; save the graph again" in refuse(text)
-
-
-def test_lists_may_be_nested_twenty_deep() -> None:
-    deep: Arg = 1
-    for _ in range(20):
-        deep = (deep,)
-    graph = op_with(deep)
-    assert parse(dump(graph)) == graph
-    refuse(dump(op_with((deep,))))
-
-
 @given(st.text(max_size=200))
 def test_any_text_is_a_graph_or_one_line(text: str) -> None:
     survive(text)
     survive(HEADER + text)
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_graph_or_one_line(data: bytes) -> None:
-    survive(HEADER + data.decode("latin-1"))
 
 
 def test_damaged_graphs_are_graphs_or_one_line() -> None:
@@ -204,9 +174,3 @@ def test_damaged_graphs_are_graphs_or_one_line() -> None:
         at, end = sorted(rng.sample(range(len(text)), 2))
         damage = rng.choice(["", "%", "[", "]", "(", ")", '"', "\\", "9" * 30, "-", ":", "\x00", "é", "nan", "_", "\n"])
         survive(text[:at] + damage + text[at + rng.choice([0, 1, min(end - at, 9)]) :])
-
-
-@pytest.mark.parametrize("unit", ["%1 ", "[1] ", '"a" ', "a=1 ", "<dtype x> ", "1e5 ", "reads 1:1 ", ", ", '"\\\\" '])
-def test_long_lines_are_refused_like_others(unit: str) -> None:
-    refuse(HEADER + "op 0 %1 = aten.f.default(" + unit * 20_000)
-    refuse(HEADER + '"' + unit * 20_000)

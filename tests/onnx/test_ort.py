@@ -148,16 +148,6 @@ def test_half_precision_has_the_gradients_of_float32(name: str) -> None:
         assert (gradient - wanted).norm() <= 0.1 * wanted.norm() + 0.01 * largest, key
 
 
-def test_inference_is_the_forward_in_evaluation_mode() -> None:
-    work = NETWORKS["resnet"]()
-    step = in_ort(work, inference=True)
-    found = step.run()
-    assert work.module.training
-    with torch.no_grad():
-        torch.testing.assert_close(found, work.module.eval()(*work.inputs), rtol=1e-4, atol=1e-4)
-    assert step.state() == {}
-
-
 @pytest.mark.parametrize(("name", "optimized"), [("gpt", True), ("gpt", False), ("resnet", True)])
 def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized: bool) -> None:
     work = NETWORKS[name]()
@@ -183,23 +173,6 @@ def test_prediction_needs_no_real_tensor() -> None:
     assert there == not_there
     with pytest.raises(UsageError, match="gpt: ONNX Runtime cannot run a step on fake tensors"):
         in_ort(fake)
-
-
-def test_bfloat16_is_refused_with_the_operator() -> None:
-    with pytest.raises(UsageError, match=r"gpt: ONNX Runtime [\d.]+ has no kernel for \w+ in a data type .*float16"):
-        in_ort(NETWORKS["gpt"](), precision="amp-bfloat16")
-
-
-def _sorted_sum(output: Tensor) -> Tensor:
-    return output.sort(dim=1).values[:, 0].sum()
-
-
-def test_what_has_no_onnx_form_is_refused_with_the_operator() -> None:
-    work = Workload("sorted", nn.Linear(4, 4), (torch.randn(3, 4),), (), _sorted_sum, OptimizerSpec("sgd"))
-    with pytest.raises(UsageError, match=r"^sorted: ONNX Runtime cannot run its step: no ONNX form of aten\.sort"):
-        in_ort(work)
-    with pytest.raises(UsageError, match="unknown precision 'amp' for ort; choose one of float32, amp-float16, "):
-        in_ort(work, precision="amp")
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

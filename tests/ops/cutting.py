@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from magis.graph import Arg, Op, Ref, Value
+from magis.cost.signature import signature
+from magis.graph import Arg, Graph, Op, Ref, Value
 from magis.ops.call import call, to_torch
 from magis.ops.fake_results import with_bits
 from magis.ops.operators import name_of
-from magis.ops.splits import Cut, Halo, How, Overlap, Split, part, splits
+from magis.ops.splits import COMBINATIONS, Cut, Halo, How, Overlap, Split, dimension, part, splits
 from magis.runtime.double_precision import wide, widened
 from tests.ops.kernels import KERNELS
 
@@ -268,3 +270,38 @@ def _close(found: Tensor, expected: Tensor) -> bool:
         return torch.equal(found, expected)
     scale = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
     return torch.allclose(found, expected, rtol=1e-9, atol=1e-10 * max(scale, 1.0), equal_nan=True)
+
+
+def distinct(found: Iterable[Graph]) -> dict[str, Case]:
+    """One call for each signature."""
+    cases: dict[str, Case] = {}
+    for graph in found:
+        for op in graph.ops:
+            cases.setdefault(signature(op, graph.values), Case(op, graph.values))
+    return cases
+
+
+def malformed(case: Case, split: Split) -> str:
+    """Say what breaks the contract of Split, whatever the call computes."""
+    taken = [case.values[number] for number in case.op.inputs()]
+    made = [None if number is None else case.values[number] for number in case.op.outputs]
+    if len(split.inputs) != len(taken) or len(split.outputs) != len(made):
+        return "not one entry per tensor"
+    sizes = []
+    if any(isinstance(how, Overlap) for how in split.inputs) or any(isinstance(how, Halo) for how in split.outputs):
+        return "a halo is taken, rows that overlap are made"
+    for value, how in zip((*taken, *made), (*split.inputs, *split.outputs), strict=True):
+        dim = dimension(how)
+        if dim is not None:
+            if value is None or not 0 <= dim < len(value.shape):
+                return "no such dimension"
+            sizes.append(value.shape[dim])
+    owners = {value.storage for value in taken}
+    for value, how in zip(made, split.outputs, strict=True):
+        if (value is None) != (how is None):
+            return "an output without a way to combine it, or the other way round"
+        if isinstance(how, str) and (how not in COMBINATIONS or (value and value.numel and value.storage in owners)):
+            return "an unknown combination, or one on memory that the parts share"
+    if all(how in (None, "same") for how in split.outputs):
+        return "every part does everything"
+    return "" if split.extent > 1 and gcd(*sizes) % split.extent == 0 else "the extent divides not every size"

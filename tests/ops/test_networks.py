@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from magis.capture import Workload, capture
-from magis.cost.signature import signature
 from magis.graph import Graph
 from magis.models import get, resolve
 from magis.ops.optimizers import OptimizerSpec
 from magis.ops.splits import splits, why_opaque
 from magis.rewrite.functionalize import functionalize
-from tests.nets import NETS
-from tests.ops.cutting import Case, problems
-from tests.oracles import captured
+from tests.ops.cutting import Case, distinct, problems
 
 SGD = OptimizerSpec("sgd", lr=0.01)
 ADAMW = OptimizerSpec("adamw", weight_decay=0.01)
@@ -42,27 +39,6 @@ def graphs(name: str, rule: OptimizerSpec, device: str = "cpu", dtype: str = "fl
     ).graph  # fmt: skip
     yield graph
     yield functionalize(graph)
-
-
-def distinct(found: Iterable[Graph]) -> dict[str, Case]:
-    """One call for each signature."""
-    cases: dict[str, Case] = {}
-    for graph in found:
-        for op in graph.ops:
-            cases.setdefault(signature(op, graph.values), Case(op, graph.values))
-    return cases
-
-
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
-def test_parts_give_the_whole_in_small_networks(step: int) -> None:
-    """Networks with one odd trait each (`tests/nets.py`): groups, indices, recurrences, norms, losses."""
-    cases = distinct(form for net in [*NETS.values()][::step] for form in both(captured(net.build()).graph))
-    assert unexplained(cases) == []
-    assert [line for case in cases.values() for line in problems(case, largest=8)] == []
-
-
-def both(graph: Graph) -> tuple[Graph, Graph]:
-    return graph, functionalize(graph)
 
 
 def unexplained(cases: dict[str, Case]) -> list[str]:

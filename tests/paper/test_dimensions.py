@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 
 from magis.extensions.paper.dgraph import (
-    Vertex,
     components,
     depends_on_inputs,
     dominators,
     flow,
-    heat,
     scores,
-    vertices_of,
 )
-from magis.ops.splits import Split
 from tests.fission.rows import step
 from tests.paper.trees import axes, learner, random_graph, reached, score, strictly_dominated
 
 SEEDS = range(60)
-
-
-def dims(*pairs: tuple[int, int]) -> set[Vertex]:
-    return {Vertex("dim", value, dim) for value, dim in pairs}
 
 
 def test_the_axes_of_a_learner() -> None:
@@ -42,12 +34,6 @@ def test_the_axes_of_a_learner() -> None:
         frozenset([*(("dim", v, d) for v, d in pairs), *(("axis", at, -1) for at in reduced)])
         for pairs, reduced in expected
     }
-
-
-def test_the_operators_of_an_axis() -> None:
-    graph = learner()
-    members = {frozenset(each.cuts) for each in components(graph)}
-    assert members == {frozenset(s) for s in ({0, 1, 2, 4, 5, 6, 7}, {0, 6, 7}, {0, 1, 2, 3, 4, 5, 7}, {2, 3, 4})}
 
 
 def test_an_operator_with_two_ways_along_one_axis_is_no_part_of_it() -> None:
@@ -71,45 +57,10 @@ def test_an_operator_with_two_ways_along_one_axis_is_no_part_of_it() -> None:
     assert len(axis.vertices) == 8
 
 
-def test_what_every_part_gives_whole_is_no_reduction() -> None:
-    graph = learner()
-    found = [vertices_of(graph, 0, 0, Split((0, None), (how,)))[1] for how in ("same", "sum", "max", 1)]
-    assert found == [[], [Vertex("axis", 0, 0)], [Vertex("axis", 0, 0)], [Vertex("dim", 4, 1)]]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_components_by_brute_force(seed: int) -> None:
     graph = random_graph(seed)
     assert {each.vertices for each in components(graph)} == axes(graph)
-
-
-def test_what_depends_on_the_input() -> None:
-    """All but the transposed weight."""
-    assert depends_on_inputs(learner()) == {0, 1, 2, 4, 5, 6, 7}
-
-
-def test_dominators_of_a_learner() -> None:
-    """The gradient of the activation is dominated by the activation, that of the weight by the input only."""
-    graph = learner()
-    rows = next(each for each in components(graph) if 6 in each.cuts and 2 in each.cuts)
-    tree = dominators(graph, rows.cuts, depends_on_inputs(graph))
-    assert tree.positions == (0, 1, 2, 4, 5, 6, 7)
-    parent = {tree.positions[i - 1]: p for i, p in enumerate(tree.parents) if i}
-    assert {at: -1 if p == 0 else tree.positions[p - 1] for at, p in parent.items()} == {
-        0: -1, 1: 0, 2: 1, 4: 2, 5: 1, 6: -1, 7: -1
-    }  # fmt: skip
-
-
-def test_scores_of_a_learner() -> None:
-    """Twice the bytes that two parts save: half of both activations if all is cut; the product alone saves nothing and
-    keeps 96 bytes more."""
-    graph = learner()
-    rows = next(each for each in components(graph) if 6 in each.cuts and 2 in each.cuts)
-    tree = dominators(graph, rows.cuts, depends_on_inputs(graph))
-    hot = {4: 384, 5: 384}
-    named = dict(zip(("root", *tree.positions), scores(graph, tree, hot).tolist(), strict=True))
-    assert named == {"root": 768, 0: 384, 1: 0, 2: -192, 4: 0, 5: 0, 6: 0, 7: 0}
-    assert heat(tree, hot).tolist()[:2] == [768, 384]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

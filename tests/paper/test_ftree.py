@@ -23,9 +23,9 @@ from magis.extensions.paper.ftree import (
     mutate,
     mutations,
 )
-from magis.extensions.paper.nested_loops import Refusal, loops_for_tree
+from magis.extensions.paper.nested_loops import loops_for_tree
 from magis.fission.region import Region, region_problems
-from magis.graph import Graph, every_op
+from magis.graph import Graph
 from magis.graph.hazards import lifetimes
 from magis.simulate.simulator import replay
 from tests.fission.cutout import check_same, leaving, loops, stand_alone
@@ -63,18 +63,6 @@ def test_the_tree_of_a_learner() -> None:
     check_golden("ftree_learner.txt", describe(tree, graph))
 
 
-def test_no_heat_no_candidate() -> None:
-    assert Analysis(learner()).tree({}) == FTree()
-
-
-def test_levels_of_heat() -> None:
-    """With one level only what is hottest."""
-    analysis = Analysis(learner())
-    assert [len(node.positions) for node in analysis.tree(HOT, levels=1).nodes] == [7]
-    (rows,) = (i for i, each in enumerate(analysis.components) if len(analysis.trees[i].positions) == 7)
-    assert hottest_nodes(analysis.graph, analysis.trees[rows], HOT, 4) == [1, 0]
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_levels_by_definition(seed: int) -> None:
     """Per level the nodes with a score in its range of which no descendant is one."""
@@ -90,15 +78,6 @@ def test_levels_by_definition(seed: int) -> None:
             below = {n: {tree.positions.index(p) + 1 for p in tree.below(n)} for n in within}
             expected += [n for n in within if not below[n] & set(within)]
         assert hottest_nodes(graph, tree, hot, 4) == expected
-
-
-def test_kept_nodes_stay_and_are_enabled_once() -> None:
-    analysis = Analysis(learner())
-    tree = analysis.tree(HOT)
-    on = tree.with_parts({1: 3})
-    again = analysis.tree(HOT, kept=[node for node in on.nodes if node.enabled])
-    assert again == on
-    assert arranged([*tree.nodes, *on.nodes]) == on
 
 
 @functools.cache
@@ -172,14 +151,6 @@ def test_which_nodes_the_rules_take() -> None:
     assert names(enable(nested)) == []  # 6 rows are used up; node 1 is no leaf and its child has an enabled ancestor
 
 
-def test_a_lifted_node_starts_anew_where_its_parts_do_not_divide_the_parent() -> None:
-    """4 parts of a dimension of 8 inside of one of 6: two parts, and the child is off."""
-    _, tree = three_levels()
-    inner = replace(tree.nodes[1], extent=8, parts=4)
-    (found,) = lift(FTree((tree.nodes[0], inner), (-1, 0)))
-    assert [node.parts for node in found.tree.nodes] == [2, 1]
-
-
 def test_enabled_siblings_do_not_overlap() -> None:
     """Two candidates that share an operator: with one enabled the other is not offered."""
     graph = learner()
@@ -228,24 +199,6 @@ def check(graph: Graph, tree: FTree, count: int) -> None:
 def test_enabled_trees_compute_the_same(parts: dict[int, int]) -> None:
     graph, tree = three_levels()
     check(graph, tree.with_parts(parts), len(parts))
-
-
-def test_bodies_name_the_operators_of_the_step() -> None:
-    graph, tree = three_levels()
-    found = loops_for_tree(graph, tree.with_parts({0: 2, 2: 3}))
-    inside = [op for op, _ in every_op(found) if op.origin is not None]
-    assert sorted(op.origin for op in inside if op.origin is not None) == [0, 1, 2, 4, 5, 6, 7]
-    assert all(op.target == graph.ops[op.origin].target for op in inside if op.origin is not None)
-
-
-def test_two_regions_that_wait_for_each_other() -> None:
-    """{0, 3} and {1, 2} of 0 -> 1, 2 -> 3 cannot both be loops, though neither overlaps the other: the rules say so."""
-    graph, tree = three_levels()
-    node = tree.nodes[0]
-    apart = replace(node, positions=(0, 1, 5, 7), cuts={p: node.cuts[p] for p in (0, 1, 5, 7)}, parts=2)
-    between = replace(node, positions=(2, 4), cuts={p: node.cuts[p] for p in (2, 4)}, parts=2)
-    with pytest.raises(Refusal, match="depends on an operator that needs the region's result"):
-        loops_for_tree(graph, arranged([apart, between]))
 
 
 @pytest.mark.parametrize("name", ["seed-vit", "seed-unetpp", "gpt_neo"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from magis.extensions.paper.incremental_schedule import full_order, incremental_order, intervals, splice
 from magis.extensions.paper.stretch_order import best_order, floor_of, peak_of
 from magis.extensions.paper.stretches import Steps, cuts, stretch
-from magis.extensions.paper.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
+from magis.extensions.paper.waists import NARROW, core, in_parts, precedence, waists
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import KEEP, Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer, unet
@@ -95,26 +95,6 @@ def test_the_core_has_the_longest_path_and_what_lies_between_its_ends(problem: P
     assert inside == {v for v in before[end] | {end} if v == start or start in before[v]}
 
 
-def test_more_nodes_than_a_word_has_bits() -> None:
-    problem, _ = transformer(4, batch=2)
-    before = above(problem)
-    found = waists(precedence(problem), np.ones(problem.n_nodes, dtype=np.bool_))
-    below = [0] * problem.n_nodes
-    for each in before:
-        for v in each:
-            below[v] += 1
-    assert problem.n_nodes > 124
-    assert found.beside.tolist() == [problem.n_nodes - len(before[v]) - below[v] - 1 for v in range(problem.n_nodes)]
-
-
-def test_weight_gradients_and_constants_hide_no_waist() -> None:
-    # 0 -> 1 -> 2 -> 5 -> 6 is the core; 3 (a gradient) and 4 (a constant) hang on it
-    problem = chained((), (0,), (1,), (1,), (), (2, 4), (5,))
-    found = waists(precedence(problem))
-    assert np.flatnonzero(found.core).tolist() == [0, 1, 2, 5, 6]
-    assert found.narrowness().tolist() == [0, 0, 0, OUTSIDE, OUTSIDE, 0, 0]
-
-
 @examples(60)
 @given(problems(14))
 def test_parts_are_legal_and_end_at_waists(problem: Problem) -> None:
@@ -151,21 +131,6 @@ def test_a_stretch_counts_bytes_as_the_evaluator_does(plan: tuple[Problem, Int32
     made = stretch(Steps(problem), order, position, 0, len(order), {})
     assert peak_of(made, np.arange(len(order))) + problem.persistent_bytes == peak(problem, order)
     assert floor_of(made) <= peak_of(made, whole(problem, order))
-
-
-@examples(40)
-@given(problems(10), st.integers(1, 3))
-def test_few_sets_still_make_a_legal_order_that_is_no_worse(problem: Problem, most: int) -> None:
-    order = full_order(problem, most=most)
-    check_order(problem, order)
-    assert peak(problem, order) <= peak(problem, program(problem))
-
-
-def test_large_inner_tensors_of_two_branches_are_not_there_together() -> None:
-    problem = chained((), (0,), (0,), (1,), (2,), (3, 4), sizes=(1, 100, 100, 1, 1, 1))
-    order = full_order(problem)
-    assert order.tolist() == [0, 1, 3, 2, 4, 5]
-    assert peak(problem, order) == 102
 
 
 def test_real_steps_keep_their_hazards_in_full() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis import UsageError, run_case
+from magis import run_case
 from magis.cases.check import check_case
 from magis.models import from_function
 from magis.planner.bench import Bench
@@ -67,8 +67,3 @@ def test_a_cap_on_seconds_ends_it(bench: Bench) -> None:
     case = dataclasses.replace(CASE, memory_ratio=0.5, budget=10**6, seconds=1e-6)
     result = run_case(case, cache=bench, make=from_function("own", chain), rough=True)
     assert result.search.stopped_by_seconds
-
-
-def test_an_unknown_search_is_one_line() -> None:
-    with pytest.raises(UsageError, match=r"unknown search 'theirs'; choose from magis, paper"):
-        run_case(dataclasses.replace(CASE, memory_ratio=0.5, search="theirs"), make=from_function("own", chain))

@@ -12,7 +12,6 @@ import pytest
 from torch import Tensor, nn
 
 from magis.cost.cost_model import RooflineCosts, device_model
-from magis.errors import UsageError
 from magis.extensions.paper.coordinated_search import PaperSearch
 from magis.extensions.paper.ftree import Analysis, FTree, mutations
 from magis.extensions.paper.nested_loops import (
@@ -31,7 +30,6 @@ from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import compile_step
 from magis.search.budgeted_evaluator import Objective
 from magis.search.loop_nest import level
-from magis.simulate.evaluator import check_order
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.simulator import replay
 from tests.fission.cutout import Outcome, differences, draw, in_float64, tensors_of
@@ -173,18 +171,6 @@ def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
     assert judge(framed(result.best.tree), dict(result.best.decided), order) == result.figures
 
 
-@pytest.mark.parametrize("incremental", [True, False])
-def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: bool) -> None:
-    graph, _ = step()
-    _, latency_ns = start()
-    result = PaperSearch(graph, costs(), Objective(None, 6 * latency_ns), states=STATES, incremental=incremental).run()
-    assert result.loops
-    assert (result.best.order is not None) >= incremental  # windows make orders, too
-    if incremental:
-        level = framed(result.best.tree)
-        check_order(level.nest.compiled.problem, np.array(result.best.order, dtype=np.int32))
-
-
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
     result = found(**limit)
@@ -199,12 +185,6 @@ def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
     assert [point.seconds for point in result.curve] == sorted(point.seconds for point in result.curve)
     assert result.curve[0].figures == result.start
     assert result.curve[-1].figures == result.figures
-
-
-def test_a_loose_latency_limit_brings_loops() -> None:
-    result = found(latency="6")
-    assert result.loops
-    assert result.figures.peak < found(latency="1.05").figures.peak
 
 
 def test_the_same_again_and_no_worse_with_more_states() -> None:
@@ -233,14 +213,3 @@ def test_one_recomputation_by_brute_force() -> None:
         if storage.kind == "temporary"
     ]
     assert best == min(goal.key(f.peak, f.latency_ns) for f in (judge(whole, each) for each in every))
-
-
-@pytest.mark.parametrize(
-    ("goal", "states"),
-    [(Objective(), 10), (Objective(1, 1), 10), (Objective(memory_limit=1), 0)],
-    ids=["none", "both", "no states"],
-)
-def test_what_cannot_be_searched(goal: Objective, states: int) -> None:
-    graph, _ = step()
-    with pytest.raises(UsageError):
-        PaperSearch(graph, costs(), goal, states=states).run()

@@ -35,11 +35,6 @@ def test_its_table_has_a_row_for_each_case(accepted, workers):
     }
 
 
-def test_nothing_of_it_shows_where_nobody_asks(accepted):
-    result = accepted(*RUN)
-    assert not [line for line in result.outlines if line.startswith("Name (time in")]
-
-
 def test_only_benchmarks_are_the_cases_and_none_is_skipped_with_them(accepted):
     (accepted.root / "test_other.py").write_text("def test_other(): pass\n")
     accepted(*RUN, "test_other.py", "--benchmark-only").assert_outcomes(passed=3, skipped=1)
@@ -107,16 +102,3 @@ def test_a_case_that_ran_again_is_one_row():
     for _ in range(2):
         rows.put(outcome)
     assert [row.fullname for row in session.benchmarks] == ["magis::bert[eager]"]
-
-
-def test_no_empty_storage_is_left(accepted, workers):
-    assert accepted(*RUN, workers=workers).ret == 0
-    assert not (accepted.root / ".benchmarks").exists()
-    assert accepted(*RUN, "--benchmark-autosave", workers=workers).ret == 0
-    assert len(list(accepted.root.glob(".benchmarks/*/*.json"))) == 1
-
-
-def test_a_storage_that_was_there_stays(accepted):
-    (accepted.root / ".benchmarks").mkdir()
-    accepted(*RUN)
-    assert (accepted.root / ".benchmarks").is_dir()

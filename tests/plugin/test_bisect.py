@@ -7,17 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cli.main import main
-from magis.errors import UsageError
-from magis.extensions.versions import environment_of, is_requirement
 from magis.extensions.versions.bisection import first_bad, growths
-from magis.extensions.versions.environments import releases
 from tests.plugin.wheels import NETWORK as DEPENDENT
 from tests.plugin.wheels import git, offer
 
@@ -116,28 +112,6 @@ def test_what_cannot_be_measured_is_left_out_and_nothing_grew_is_said(history, c
     assert "  left out: the run of " in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere", "main"], "there is no such revision: nowhere; name a branch, a tag or a commit that was fetched"),
-        (["c5", "c3"], "there is no commit between c5 and c3; name the older revision first"),
-        (["c1", "torch==2.12.0"], "c1 and torch==2.12.0 are a revision and a release; give two of one kind"),
-        (["numpy==1.0", "torch==2.12.0"], "numpy==1.0 and torch==2.12.0 are two packages; give two releases of one"),
-        (
-            ["nothing-such==1.0", "nothing-such==2.0"],
-            "No matching distribution found for nothing-such; name releases that pip can install here",
-        ),
-        (["numpy>1.0", "numpy==2.0"], "numpy>1.0 names no single release; write numpy==VERSION"),
-        (["c1", "c3", "--tolerance", "much"], "--tolerance: 'much' is not a share such as 0.01"),
-        (["c1", "c3", "--tolerance", "nan"], "--tolerance: 'nan' is not a share such as 0.01"),
-    ],
-)
-def test_bad_input_is_one_line(history, monkeypatch, capsys, arguments, said):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert main(["bisect", *arguments]) == 4
-    assert capsys.readouterr().err == f"ERROR: {said}\n"
-
-
 def test_cases_have_the_names_of_a_run_and_of_its_results(history, capsys):
     for name in ("test_memory.test_net[magis-mem0.8]", "test_memory.test_net[magis mem 0.8]"):
         assert main(["bisect", "c5", "main", "--case", name, *ARGS]) == 0
@@ -163,19 +137,6 @@ def test_under_a_limit_on_reserved_bytes_these_are_compared(gate, capsys):
     assert second.endswith(", +20.0%")
 
 
-def test_a_case_that_is_not_there_is_named(history, capsys):
-    assert main(["bisect", "c1", "c3", "--case", "other[eager]", *ARGS]) == 4
-    assert "there is no case other[eager]; the run has test_memory.test_net[eager]" in capsys.readouterr().err
-
-
-def test_a_shallow_clone_says_so(history, tmp_path_factory, monkeypatch, capsys):
-    folder = tmp_path_factory.mktemp("shallow")
-    git(folder, "clone", "--quiet", "--depth=2", history.as_uri(), "clone")
-    monkeypatch.chdir(folder / "clone")
-    assert main(["bisect", "c1", "HEAD"]) == 4
-    assert "the clone is shallow: fetch its history" in capsys.readouterr().err
-
-
 @pytest.mark.soak
 def test_the_release_at_which_a_case_grew_is_named(gate, tmp_path_factory, monkeypatch, capsys):
     gate.use_real_core()
@@ -189,13 +150,6 @@ def test_the_release_at_which_a_case_grew_is_named(gate, tmp_path_factory, monke
     out, err = capsys.readouterr()
     assert out == "nothing grew between net-width==2.1 and net-width==1.1 (3 measurements)\n"
     assert err.count("installing") == 1  # those of before are kept
-
-
-def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
-    offer(tmp_path, monkeypatch, v1_0=64)
-    with pytest.raises(UsageError, match=r"No matching distribution found for net-width==3\.0"):
-        environment_of(["net-width==3.0"], lambda _text: None, tmp_path)
-    assert [path.suffix for path in (tmp_path / "environments").iterdir()] in ([], [".lock"])
 
 
 INTERRUPTED = """
@@ -229,15 +183,6 @@ def test_a_command_cleans_up_where_the_interrupt_was_sent_to_its_caller_alone(tm
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "is_release"),
-    [("torch==2.12.0", True), ("timm<1.1", True), ("numpy>=2,<3", True)]
-    + [(revision, False) for revision in ("main~2", "v1.0", "HEAD^", "origin/main", "HEAD@{1}", "main@{upstream}")],
-)
-def test_releases_are_told_from_revisions(text, is_release):
-    assert is_requirement(text) == is_release
 
 
 def test_a_last_version_that_cannot_be_measured_is_no_all_clear(history, capsys):
@@ -289,10 +234,3 @@ def test_runs_on_versions_leave_nothing_and_have_the_prices_of_here(
     assert left <= {"calls.txt"}
     places = (elsewhere / "profiles.txt").read_text().splitlines()
     assert set(places) == {str(root / "stored" / "profiles")}
-
-
-def test_pip_is_found_beside_a_distutils_of_the_standard_library(monkeypatch):
-    """Where something of this process has imported it before setuptools, which replaces it with a warning."""
-    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
-    with pytest.raises(UsageError, match=r"pip knows no releases|No matching distribution"):
-        releases("nothing-such==1", "nothing-such==2")

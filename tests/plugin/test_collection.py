@@ -42,11 +42,6 @@ def test_paths_decide_what_else_is_collected(gate, own_tests, node_ids, given, o
     assert len([line for line in result.outlines if line.startswith("checks/")]) == own
 
 
-def test_both_run_under_xdist(gate, own_tests):
-    gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "checks", workers=2).assert_outcomes(passed=5)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -63,24 +58,6 @@ def test_both_run_under_xdist(gate, own_tests):
 )
 def test_cases_are_selected_like_tests(gate, node_ids, given, expected):
     assert node_ids(gate("--magis-models=bert", "--collect-only", "-q", *given)) == expected
-
-
-def test_a_node_id_and_a_path_give_both(gate, own_tests, node_ids, workers):
-    arguments = ("--magis-models=bert", "checks/test_own.py", "magis::bert[eager]")
-    gate("--magis-models=bert", "--magis-update=new")
-    gate(*arguments, workers=workers).assert_outcomes(passed=3)
-
-
-def test_a_directory_called_magis_is_no_obstacle(gate):
-    gate.pytester.mkdir("magis").joinpath("test_it.py").write_text("def test_it(): pass\n")
-    gate.accept("--magis-models=bert", "--rootdir=.")
-    gate("--magis-models=bert", "--rootdir=.", "magis::bert[eager]").assert_outcomes(passed=1)
-    gate("--magis-models=bert", "--rootdir=.", "magis").assert_outcomes(passed=4)
-
-
-def test_a_node_id_that_is_not_there_is_refused(gate, workers):
-    message = gate.refuses("--magis-models=bert", "magis::bert[magis-mem0.7]", workers=workers)
-    assert message.startswith("ERROR: no such case: magis::bert[magis-mem0.7]; this run has bert[eager], ")
 
 
 def test_collect_only_writes_nothing(gate):
@@ -157,28 +134,6 @@ def test_a_case_that_ran_twice_counts_once(gate, workers):
     assert [row["verdict"] for row in gate.rows()] == ["pass"] * 3
 
 
-def test_stopping_at_the_first_failure(gate):
-    result = gate("--magis-models=bert", "-x")
-    result.assert_outcomes(failed=1)
-    assert len(gate.rows()) == 1
-
-
-def test_strict_markers_and_warnings_as_errors_do_not_disturb(gate):
-    gate.accept("--magis-models=bert")
-    gate.extend_conftest(
-        "import warnings\nmake = make_result\ndef make_result(case, figure):\n"
-        "    warnings.warn('torch says so')\n    return make(case, figure)\n"
-    )
-    result = gate("--magis-models=bert", "--strict-markers", "--strict-config", *gate.strict)
-    result.assert_outcomes(passed=3, warnings=3)
-
-
-@pytest.mark.parametrize("option", ["--version", "--help", "--markers", "--fixtures"])
-def test_the_other_commands_of_pytest_still_work(gate, option):
-    assert gate("--magis-models=bert", option).ret == 0
-    assert gate.calls() == []
-
-
 def test_all_cases_of_a_model_run_in_one_process(gate):
     gate("--magis-models=bert,vit,mlp", workers=2)
     processes: dict[str, set[int]] = {}
@@ -186,8 +141,3 @@ def test_all_cases_of_a_model_run_in_one_process(gate):
         processes.setdefault(name.partition("[")[0], set()).add(process)
     assert {name: len(found) for name, found in processes.items()} == {"bert": 1, "vit": 1, "mlp": 1}
     assert len(set.union(*processes.values())) == 2
-
-
-def test_other_distributions_are_left_alone(gate):
-    gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "--dist=worksteal", workers=2).assert_outcomes(passed=3)

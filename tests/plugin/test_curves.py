@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from magis.report import front_svg
-from magis.report.pictures import BOUND, DARK, EAGER, OURS, TEXT
-from magis.results import FrontPoint, Span
+from magis.results import Span
 from magis.units import MIB
 from pytest_magis.outputs.html.curves import GAP, PANEL, WIDTH, Curves
-from tests.plugin.pages import Page, in_browser, measured
-from tests.report.test_front import FRONT
+from tests.plugin.pages import Page, measured
 
 CSS = (files("pytest_magis.outputs.html") / "page.css").read_text(encoding="utf-8")
 
@@ -79,22 +76,6 @@ def test_a_picture_has_a_title_and_a_description() -> None:
     assert "of <mine> original: at most 14.00 MiB; optimized: at most 7.00 MiB; memory limit 8.00 MiB" in page.text
 
 
-def test_calls_that_do_not_say_their_kinds_make_one_area() -> None:
-    plain = Curves({"original": [replace(each, kinds=()) for each in ORIGINAL]})
-    assert plain.data()["kinds"] == {"original": []}
-    assert page_of(plain).count("path") == 1
-    assert page_of(Curves({"original": (), "optimized": ()})).count("path") == 2
-    mixed = Curves({"original": [ORIGINAL[0], replace(ORIGINAL[1], kinds=(3, 4))]})
-    assert mixed.kinds == {}
-
-
-def test_the_script_gets_what_never_changes_once() -> None:
-    data = CURVES.data()
-    assert dict(data["kinds"]["original"])["parameters"] == 4 * MIB
-    assert dict(data["kinds"]["original"])["activations"] == [MIB, 9 * MIB, 9 * MIB, 3 * MIB]
-    assert (data["end"], data["axis"], data["most"]) == (10.0, 10.0, 14 * MIB + 1)
-
-
 # --- colours ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,12 +96,6 @@ def test_words_can_be_read_on_both_grounds_in_light_and_dark(name: str) -> None:
     for mode in (0, 1):
         for ground in ("back", "panel"):
             assert contrast(colours[name][mode], colours[ground][mode]) >= 4.5
-
-
-@pytest.mark.parametrize("colour", [TEXT, OURS, EAGER, BOUND])
-def test_words_of_fronts_can_be_read_in_light_and_dark(colour: str) -> None:
-    assert contrast(colour, "#ffffff") >= 4.5
-    assert contrast(DARK[colour], DARK["white"]) >= 4.5
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
@@ -158,44 +133,9 @@ def report(gate) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("width", [320, 400, 1200])
-def test_a_page_is_as_wide_as_the_screen_and_no_label_lies_on_another(report, tmp_path, width):
-    html = report.read_text(encoding="utf-8")
-    html = html.replace("</main>", f"{CURVES.html(99, 'more')}</main>")
-    script = """
-      return {width: page.scrollingElement.scrollWidth, view: page.documentElement.clientWidth,
-              words: shown(page.querySelectorAll(".plot span")).length,
-              clashes: Array.from(page.querySelectorAll(".plot")).flatMap(
-                function (plot) { return clashes(plot.querySelectorAll("span")); })};"""
-    found = measured(html, BOXES + script, tmp_path, width)
-    assert found["width"] <= found["view"] <= width
-    assert found["words"] > 40
-    assert found["clashes"] == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("count", [2, 12, 32])
-def test_no_label_of_a_front_lies_on_another(tmp_path, count):
-    points = tuple(FrontPoint(2**30 // 4 + 2**24 * at, 10 + 8 / (at + 1), 0, 0, "") for at in range(count))
-    front = replace(FRONT, original=FrontPoint(2**30, 10.0, 0, 0, ""), points=points, lower_bound_bytes=2**28 - 2**22)
-    found = measured(front_svg(front), BOXES + TEXTS, tmp_path, 800)
-    assert found["clashes"] == []
-    assert {"256.00 MiB", "lower bound 252.00 MiB"} <= set(found["words"])
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("name", ["budget_curve", "fission", "front", "strategies"])
 def test_no_label_of_a_picture_in_the_docs_lies_on_another(tmp_path, name):
     picture = Path(__file__).parents[2] / "docs" / f"{name}.svg"
     found = measured(picture.read_text(encoding="utf-8"), BOXES + TEXTS, tmp_path, 800)
     assert len(found["words"]) > 10
     assert found["clashes"] == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("scheme", "ground"), [(0, "rgb(20, 24, 29)"), (1, "rgb(255, 255, 255)")])
-def test_the_page_is_dark_where_that_is_preferred(report, tmp_path, scheme, ground):
-    ask = "<script>document.title = getComputedStyle(document.body).backgroundColor;</script></body>"
-    report.write_text(report.read_text(encoding="utf-8").replace("</body>", ask), encoding="utf-8")
-    dom = in_browser(report, tmp_path, f"--blink-settings=preferredColorScheme={scheme}")
-    assert f"<title>{ground}</title>" in dom

@@ -22,15 +22,6 @@ def test_a_slip_of_the_hand_is_told_the_nearest_type(gate, given, meant):
     assert "choose from float32, tf32" in message
 
 
-@pytest.mark.parametrize("options", [("--magis-dtype=tf32",), ("-o", "magis_dtype=tf32")])
-def test_tf32_is_refused_on_the_cpu_where_it_does_nothing(gate, options):
-    message = gate.refuses("--magis-models=bert", "--magis-device=cpu", *options)
-    expected = "data type 'tf32' does nothing on device 'cpu'; use float32, or a GPU (sim:<name>)"
-    assert message == f"ERROR: --magis-dtype: {expected}"
-    gate("--magis-models=bert", "--magis-device=sim:rtx3090", *options).assert_outcomes(failed=3)  # no baseline
-    assert {row["dtype"] for row in gate.rows()} == {"tf32"}
-
-
 @pytest.mark.parametrize(
     ("dtype", "item_size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("amp-bfloat16", 4), ("amp-float16", 4)]
 )

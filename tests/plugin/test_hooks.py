@@ -70,23 +70,6 @@ def test_strategies(gate, node_ids):
     assert [row["strategy"] for row in gate.rows()] == ["eager", "twice", "twice"]
 
 
-def test_strategies_that_make_no_case_are_refused(gate):
-    gate.extend_conftest(STRATEGY.replace("(1, 2)", "()"))
-    message = gate.refuses("--magis-models=bert", "--magis-strategies=twice")
-    assert message.startswith("ERROR: the options leave no case to run")
-
-
-def test_a_label_that_is_used_twice_is_refused(gate):
-    gate.extend_conftest(STRATEGY.replace('f"twice-{part}"', '"twice"'))
-    message = gate.refuses("--magis-models=bert", "--magis-strategies=twice")
-    assert message == "ERROR: strategy 'twice' makes the case bert[twice] a second time"
-
-
-def test_a_strategy_called_like_ours_is_refused(gate):
-    gate.extend_conftest(STRATEGY.replace('name: str = "twice"', 'name: str = "eager"'))
-    assert gate.refuses("--magis-models=bert") == "ERROR: two strategies are called 'eager'"
-
-
 def test_columns(gate):
     gate.extend_conftest(COLUMNS)
     gate("--magis-models=bert")
@@ -95,12 +78,6 @@ def test_columns(gate):
     assert [int(row["saved bytes"]) for row in rows] == [
         int(row["ori peak bytes"]) - int(row["opt peak bytes"]) for row in rows
     ]
-
-
-def test_a_column_that_two_plugins_add_is_refused(gate):
-    gate.extend_conftest(COLUMNS)
-    (gate.root / "second.py").write_text(COLUMNS)
-    assert "two plugins add columns called 'saved bytes'" in gate.refuses("-p", "second", "--magis-models=bert")
 
 
 def test_a_core_may_leave_a_case_to_the_next(gate):

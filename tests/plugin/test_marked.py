@@ -65,18 +65,6 @@ def test_accepted_they_are_green_until_memory_grows(marked, workers):
     marked().assert_outcomes(failed=2, passed=2)
 
 
-def test_the_group_of_a_worker_is_no_part_of_the_name(marked):
-    marked.accept()
-    marked("-n2", "--dist=loadgroup").assert_outcomes(passed=4)
-
-
-def test_beside_models_of_the_command_line(marked):
-    marked.accept("--magis-models=bert", "test_memory.py")
-    marked("--magis-models=bert", "test_memory.py", "--magis-csv=rows.csv").assert_outcomes(passed=7)
-    assert [row["name"] for row in marked.rows("rows.csv")] == ["bert"] * 3 + ["test_memory.test_net"] * 3
-    marked("--magis-models=bert").assert_outcomes(passed=3)  # no paths: the gate alone
-
-
 def test_options_fill_what_the_mark_leaves_open(marked):
     (marked.root / "test_memory.py").write_text(
         "import pytest\n@pytest.mark.magis\ndef test_net(): ...\n"
@@ -152,39 +140,6 @@ def test_two_networks_of_one_name_are_red(gate, workers):
     assert not (gate.root / "baselines").exists()
 
 
-def test_options_are_checked_without_models(marked):
-    assert "--magis-budget: '0' is not a whole number" in marked.refuses("--magis-budget=0")
-    assert "--magis-device: 'cuda' needs a GPU and none was found" in marked.refuses("--magis-device=cuda")
-
-
-def test_a_device_that_is_not_there(gate):
-    (gate.root / "test_memory.py").write_text("import pytest\n@pytest.mark.magis(device='cuda')\ndef test_net(): ...\n")
-    result = gate()
-    result.assert_outcomes(failed=3)
-    assert lines(result, "device 'cuda' needs a GPU and none was found")
-
-
-def test_a_corrupt_baseline_is_one_line_and_stays(marked):
-    marked.accept()
-    path = marked.root / "baselines" / "cpu" / "test_memory.test_net.json"
-    path.write_text("{")
-    result = marked("--magis-update=new")
-    result.assert_outcomes(failed=3, passed=1)
-    assert any("not valid JSON" in line for line in result.outlines)
-    assert path.read_text() == "{"
-
-
-def test_a_core_that_fails_is_told_as_it_is(marked):
-    marked.fake(any_case={"crash": "boom"})
-    result = marked()
-    result.assert_outcomes(failed=3, passed=1)
-    assert lines(result, "E ") == ["E   RuntimeError: boom"] * 3 or any("boom" in line for line in result.outlines)
-    marked.fake(any_case={"raise": "cannot be captured"})
-    result = marked()
-    assert lines(result, "cannot be captured")
-    assert "Traceback" not in result.stdout.str()
-
-
 CHECKED = """
 import torch
 
@@ -236,24 +191,6 @@ def test_two_checked_networks_of_one_name_are_red(gate):
     result = gate.in_subprocess("--magis-update=new", "--magis-strategies=eager")
     result.assert_outcomes(passed=3, failed=1)  # with its parameters a network has a name of its own
     assert lines(result, "magis.check: the network of test_memory.test_two is called 'net' too; give each its name")
-
-
-WRONG = {
-    "torch.nn.Linear(2, 2)": "magis.check: a module needs a batch",
-    "torch.nn.Linear(2, 2), (1, 2), memory_ratios=[2]": "magis.check: memory_ratios: '2' is not a number above 0",
-    "3, (1, 2)": "magis.check: a int is no module; pass a module, a tuple",
-    "lambda: None, width=3": "magis.check takes no 'width'",
-}
-
-
-def test_a_wrong_check_is_one_line(gate):
-    tests = [f"def test_net_{number}(magis):\n    magis.check({call})\n" for number, call in enumerate(WRONG)]
-    (gate.root / "test_memory.py").write_text("import torch\n" + "".join(tests))
-    result = gate.in_subprocess()
-    result.assert_outcomes(failed=len(WRONG))
-    for message in WRONG.values():
-        assert lines(result, message), result.stdout.str()
-    assert gate.calls() == []
 
 
 REAL = """

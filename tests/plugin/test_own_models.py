@@ -38,31 +38,6 @@ def test_a_bad_model_is_one_line_and_nothing_is_written(gate, model):
     refused(gate, model)
 
 
-def test_a_script_that_exits_when_it_is_imported(gate, workers):
-    gate.use_real_core()
-    (gate.root / "script.py").write_text("import sys\n\ndef make(): ...\n\nsys.exit(0)\n")
-    line = gate.refuses("--magis-models=script:make", *ON_CPU, workers=workers)
-    assert line.startswith("ERROR: script:make: importing script called exit (SystemExit: 0); put what a script does")
-
-
-@pytest.mark.parametrize("model", ["own_nets:branches", "own_nets:mixed_norm"])
-def test_the_same_under_xdist(gate, model):
-    gate.use_real_core()
-    refused(gate, model, workers=2)
-
-
-def test_however_cases_are_distributed(gate):
-    gate.use_real_core()
-    line = gate.refuses("--magis-models=own_nets:raises", *ON_CPU, "--dist=loadgroup", workers=2)
-    assert "the factory failed" in line
-
-
-def test_blocks_to_checkpoint_must_be_named(gate):
-    gate.use_real_core()
-    line = gate.refuses("--magis-models=own_nets:sound", "--magis-strategies=eager,checkpoint", *ON_CPU)
-    assert line.startswith("ERROR: own_nets:sound: model 'own_nets:sound' names no blocks to checkpoint")
-
-
 def test_models_of_other_projects_are_looked_at_under_their_own_name(gate):
     gate.use_real_core()
     hook = "def pytest_magis_models(config):\n    return {'ours': 'own_nets:branches'}\n"
@@ -87,33 +62,6 @@ def test_a_model_that_is_not_chosen_does_no_harm(gate, choice):
     assert [row["name"] for row in gate.rows()] == ["own_nets:sound"]
 
 
-def test_listing_the_cases_builds_no_model(gate, node_ids):
-    gate.use_real_core()
-    result = gate("--magis-models=own_nets:raises", *SIMULATED, "--collect-only", "-q")
-    assert node_ids(result) == ["magis::own_nets:raises[eager]"]
-    assert result.ret == 0
-
-
-def test_a_file_that_cannot_be_collected_is_reported_first(gate):
-    gate.use_real_core()
-    (gate.root / "test_broken.py").write_text("import no_such_module\n")
-    result = gate("--magis-models=own_nets:branches", *SIMULATED, "test_broken.py")
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert "no_such_module" in result.stdout.str()
-
-
-def test_where_the_run_goes_on_after_it_models_are_looked_at(gate):
-    gate.use_real_core()
-    (gate.root / "test_broken.py").write_text("import no_such_module\n")
-    arguments = ("--continue-on-collection-errors", "test_broken.py")
-    result = gate("--magis-models=own_nets:branches", *SIMULATED, *arguments)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: own_nets:branches: the step depends on the data of a tensor *"])
-    assert not (gate.root / "results.csv").exists()
-    result = gate("--magis-models=own_nets:sound", *SIMULATED, *arguments)
-    result.assert_outcomes(passed=1, errors=1)
-
-
 def test_plain_pytest_does_not_find_a_package_in_the_current_directory(gate):
     (gate.root / "nets_here.py").write_text("def make(): ...\n")
     (gate.root / "conftest.py").unlink()
@@ -133,14 +81,6 @@ def test_plain_pytest_does_not_find_a_package_in_the_current_directory(gate):
     for way_out in (["-P", "-o", "pythonpath=."], ["-u"]):
         found = run(*way_out)
         assert "magis::nets_here:make[eager]" in found.stdout.splitlines(), found.stderr
-
-
-def test_what_is_no_bad_input_is_left_to_the_case(gate):
-    gate.use_real_core()
-    result = gate("--magis-models=own_nets:odd", *SIMULATED)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*Oddity: neither an error nor an exit*"])
-    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
 
 
 def test_another_plugin_may_run_what_magis_refuses(gate):
@@ -181,12 +121,6 @@ def test_a_model_is_gated_in_the_data_type_that_it_was_built_with(gate, name):
     assert {row["dtype"] for row in gate.rows()} == {"bfloat16" if name == "in_bfloat16" else "float32"}
     assert gate.rows()[1]["numbers"] == "bit-identical"
     assert gate.rows()[1]["opt-memory"] == gate.rows()[1]["opt-simul-memory"]
-
-
-def test_the_option_converts_it(gate):
-    gate.use_real_core()
-    gate("--magis-models=own_nets:in_bfloat16", "--magis-dtype=float32", *SIMULATED).assert_outcomes(passed=1)
-    assert [row["dtype"] for row in gate.rows()] == ["float32"]
 
 
 OPTIMIZERS = """

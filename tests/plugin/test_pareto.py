@@ -27,11 +27,6 @@ def test_a_front_of_every_model_is_written(fronts):
     assert ET.fromstring((fronts.root / "out/fronts/bert.svg").read_text()).tag.endswith("svg")
 
 
-def test_without_the_option_there_is_no_front(fronts):
-    result = fronts.run_fronts("--magis-models=bert", "--collect-only", "-q")
-    assert "pareto" not in result.stdout.str()
-
-
 def test_a_front_is_chosen_by_its_name(fronts):
     result = fronts.run_fronts("--magis-models=bert,vit", "--magis-pareto=out", "magis::bert[pareto]")
     assert result.ret == 0
@@ -85,23 +80,6 @@ def test_a_mark_takes_the_budgets_of_the_option(gate):
         assert json.loads((gate.root / f"out/test_memory.test_{name}.json").read_text())["states"] == number
 
 
-def test_a_front_of_a_test_that_cannot_be_written_is_red_in_one_line(gate):
-    (gate.root / "test_memory.py").write_text(MARKED)
-    (gate.root / "out" / "block.svg").mkdir(parents=True)
-    result = gate("--magis-pareto=out", "--magis-update=new", "-k", "blocks")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["cannot write *block.svg: it is a directory"])
-    assert "Traceback" not in result.stdout.str()
-
-
-def test_files_have_names_that_every_system_takes(gate):
-    name = "conftest:net"
-    result = gate(f"--magis-models={name}", "--magis-pareto=out", "--magis-trace=out", "--magis-update=new")
-    assert result.ret == 0, result.stdout.str()
-    assert {"conftest%3Anet.json", "conftest%3Anet.svg"} <= {path.name for path in (gate.root / "out").iterdir()}
-    assert not [path for path in gate.files() if set(path) & set('<>:"|?*\\')]
-
-
 def test_a_front_that_cannot_be_searched_is_red_in_one_line(fronts):
     (fronts.root / "fake.json").write_text(json.dumps({"vit[pareto]": {"raise": "the model branches on its data"}}))
     result = fronts.run_fronts("--magis-models=vit", "--magis-pareto=out", "magis::vit[pareto]")
@@ -109,49 +87,6 @@ def test_a_front_that_cannot_be_searched_is_red_in_one_line(fronts):
     result.stdout.fnmatch_lines(["the model branches on its data"])
     assert "Traceback" not in result.stdout.str()
     assert not (fronts.root / "out").exists()
-
-
-def test_a_place_that_cannot_be_written_ends_the_run_first(fronts):
-    (fronts.root / "file").write_text("mine")
-    for where in ("file", "file/fronts"):
-        result = fronts.run_fronts("--magis-models=bert", f"--magis-pareto={where}")
-        assert result.ret == 4
-        result.stderr.fnmatch_lines(["ERROR: *not a directory*"])
-    assert (fronts.root / "file").read_text() == "mine"
-    for where in ("", "a" * 300, "/proc/nowhere"):
-        result = fronts.run_fronts("--magis-models=bert", f"--magis-pareto={where}")
-        assert result.ret == 4
-        assert "Traceback" not in result.stderr.str()
-    (fronts.root / "there/bert.svg").mkdir(parents=True)
-    result = fronts.run_fronts("--magis-models=bert", "--magis-pareto=there")
-    assert result.ret == 4
-    result.stderr.fnmatch_lines(["ERROR: --magis-pareto: cannot write to *bert.svg*directory*"])
-
-
-def test_a_strategy_cannot_take_the_name_of_a_front(fronts):
-    fronts.extend_conftest(
-        """
-from pytest_magis.strategies import Named
-
-class Mine:
-    name = "mine"
-    def cases(self, model, grid):
-        return [("pareto", case) for _, case in Named("eager").cases(model, grid)]
-
-def pytest_magis_strategies():
-    return (Mine(),)
-"""
-    )
-    result = fronts("--magis-models=bert", "--magis-strategies=mine")
-    assert result.ret == 4
-    result.stderr.fnmatch_lines(["ERROR: strategy 'mine' makes a case bert[[]pareto[]]*"])
-
-
-def test_the_front_of_a_model_that_branches_is_refused_before_anything_runs(gate):
-    gate.use_real_core()
-    result = gate("--magis-models=own_nets:branches", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto")
-    assert result.ret == 4
-    assert not (gate.root / "out").exists()
 
 
 def test_a_real_front_is_written_and_said(gate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -23,48 +22,6 @@ RUN = (
 def kept(gate, name, device, entries=None, **more):
     save(Profile(device, entries or {MM: Entry(5, 0, 0, 9)}, **more), gate.root / name)
     return gate.root / name
-
-
-def test_a_file_that_is_not_there(gate):
-    assert re.search(
-        r"--magis-profile: there is no file .*none.json; record one with magis profile, or use none",
-        gate.refuses("--magis-models=bert", "--magis-profile=none.json"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "reason"),
-    [
-        ({**H200, "gpu": "NVIDIA A100"}, "is of NVIDIA A100, not of the GPU that sim:h200 stands for; record one"),
-        (
-            {"device": "cpu", "instruction set": "AVX2", "threads": "4"},
-            "is of a CPU with AVX2 and 4 threads, not of the GPU",
-        ),
-    ],
-)
-def test_a_profile_of_another_device(gate, device, reason):
-    gate.use_real_core()
-    kept(gate, "given.json", device)
-    line = gate.refuses(*RUN, "--magis-profile=given.json")
-    assert reason in line
-
-
-def test_a_profile_without_the_data_type(gate):
-    gate.use_real_core()
-    kept(gate, "given.json", H200)
-    line = gate.refuses(*RUN, "--magis-dtype=bfloat16", "--magis-profile=given.json")
-    assert "has no bfloat16 operators (its data types: float32)" in line
-
-
-def test_a_truncated_profile_and_one_of_another_schema(gate):
-    """Also where nobody named the file, since it is there to be used."""
-    gate.use_real_core()
-    path = kept(gate, "baselines/profiles/h200.json", H200)
-    whole = path.read_text()
-    path.write_text(whole[: len(whole) // 2])
-    assert "h200.json is corrupt: no JSON" in gate.refuses(*RUN)
-    path.write_text(whole.replace('"schema": 2', '"schema": 3'))
-    assert "h200.json has schema 3, this version reads 2; update pytest-magis" in gate.refuses(*RUN)
 
 
 def test_a_profile_in_its_place_prices_and_the_report_says_how_much(gate):

@@ -269,9 +269,3 @@ def test_a_simulated_run_is_accepted_and_comes_again(gate):
         if ratio is not None:
             assert row["feasible"] == str(int(row["opt peak bytes"]) <= ratio * int(row["ori peak bytes"]))
             assert int(row["states evaluated"]) > 0
-
-
-def test_devices_are_asked_for(gate):
-    gate.use_real_core()
-    line = gate.refuses("--magis-models=mlp", "--magis-device=sim:abacus", "--collect-only")
-    assert line.startswith("ERROR: --magis-device: unknown device 'sim:abacus'; choose from cpu")

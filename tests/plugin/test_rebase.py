@@ -144,48 +144,6 @@ def test_what_cannot_be_judged_with_the_old_release_is_left(upgraded, capsys):
     assert files(upgraded) == before
 
 
-def test_a_new_case_beside_others_is_told(upgraded, capsys):
-    assert main(["rebase", "net-width==1.0", "--", BERT, "--magis-memory-ratios=0.8,0.4"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "left bert[magis-mem0.4]: no baseline is stored" in lines
-    assert lines[-1] == "3 cases, compared with net-width==1.0: 1 updated, 1 still red"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["main", "--", BERT], "main names no release; write it as for pip: transformers==5.22.0"),
-        (["net-width==3", "--", BERT], "No matching distribution found for net-width==3; name releases"),
-        (["net-width==1.0", "--", BERT, "--magis-update=worse"], "--magis-update: what the environment moved is upd"),
-        (
-            ["net-width==1.0", "--case", "vit[eager]", "--", BERT],
-            "there is no case vit[eager]; the run has bert[eager]",
-        ),
-        (["net-width==1.0", "--", "--magis-models=vit"], "no baseline is stored of vit[eager], vit[magis-mem0.8], "),
-        (["net-width==1.0", "--", "--magis-models=nothing"], "the run of this environment ended with exit code 4: ERR"),
-        (["net-width==1.0"], "nothing was gated there; give pytest's arguments behind --"),
-        (["--", BERT], "the baselines were stored with torch 2.13.0, which is installed; name them: magis rebase "),
-        (["net-width==1.0", "--", BERT, "--magis-budget=quick", "--magis-device=sim:rtx3090"], "no baseline is stored"),
-    ],
-)
-def test_bad_input_is_one_line_and_changes_nothing(upgraded, capsys, arguments, said):
-    before = files(upgraded)
-    assert main(["rebase", *arguments]) == 4
-    (line,) = [
-        line for line in capsys.readouterr().err.splitlines() if not line.startswith(("measuring", "installing"))
-    ]
-    assert line.startswith(f"ERROR: {said}")
-    assert files(upgraded) == before
-
-
-def test_an_unreadable_baseline_is_one_line(upgraded, capsys):
-    path = upgraded.root / "baselines" / "cpu" / "bert.json"
-    path.write_text("{")
-    assert main(["rebase", "net-width==1.0", "--", BERT]) == 4
-    assert "bert.json: not valid JSON" in capsys.readouterr().err
-    assert path.read_text() == "{"
-
-
 def test_the_release_of_torch_is_the_one_that_the_baselines_name(upgraded, shelf, capsys):
     wheel_of(shelf, "1.0", 64, package="torch")
     path = upgraded.root / "baselines" / "cpu" / "bert.json"
@@ -232,16 +190,6 @@ def test_another_torch_is_another_device_and_is_measured_where_the_code_moved_no
     old, new = entries(upgraded)["eager"]["measured"].items()
     assert sorted(("torch=1.0" in key for key, _ in (old, new))) == [False, True]
     assert old[1] == new[1]
-
-
-def test_a_machine_of_which_nothing_is_stored_is_told(upgraded, capsys):
-    upgraded.fake(any_case={"identity": "avx2"})
-    before = files(upgraded)
-    assert main(["rebase", "net-width==1.0", "--", BERT, "--magis-strategies=eager"]) == 1
-    said, _ = capsys.readouterr().out.splitlines()
-    assert said.startswith("left bert[eager]: peaks not compared: the baseline has no measurement of this device with ")
-    assert said.endswith("; with net-width==1.0 neither; accept with --magis-update=new")
-    assert files(upgraded) == before
 
 
 # On the real core: a layer whose width is that of the package, one whose width is the project's, and one that has both

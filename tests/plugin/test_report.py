@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from pytest_magis.outputs.html.page_parts import MOST, history
-from tests.plugin.pages import Page, in_browser
+from tests.plugin.pages import Page
 
 EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
 HELD = {"layers.0.up": 6000, EVIL: 3000, "": 1000}
@@ -69,31 +69,6 @@ def test_the_data_of_curves_is_bounded_and_keeps_the_peak(gate):
     assert len(text) < 400_000
 
 
-def test_the_script_follows_the_curves_in_a_browser(gate, tmp_path):
-    gate.fake(any_case={"held": {EVIL: 6000, "layers.0": 1000}})
-    gate.accept("--magis-models=bert")
-    gate(*RUN).assert_outcomes(passed=3)
-    path = gate.root / "report.html"
-    drive = """<script>
-      const svg = document.querySelectorAll("svg.curve")[1];
-      svg.focus();
-      svg.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
-      document.getElementById("only-red").click();
-      document.getElementById("theme").click();
-    </script></body>"""
-    path.write_text(path.read_text(encoding="utf-8").replace("</body>", drive), encoding="utf-8")
-    dom = in_browser(path, tmp_path)
-    assert '<p id="status" role="status">3 curves: ' in dom
-    assert "<title>magis: all 3 cases green</title>" in dom
-    shown = re.findall(r'<div class="key (\w+)">([\d.]+) ms, \w+: 1.18 MiB during aten.mm.default', dom)
-    assert [name for name, _ in shown] == ["original", "optimized"]
-    assert float(shown[0][1]) == pytest.approx(900 + 9, abs=0.01)
-    assert '<main class="only-red">' in dom
-    assert re.search(r'<html lang="en" data-theme="(dark|light)">', dom)
-    assert dom.count("<script") == 3
-    assert "<img" not in dom
-
-
 def test_red_cases_of_every_kind_have_their_place(gate, workers):
     gate.accept("--magis-models=bert,vit", "--magis-strategies=eager")
     gate.fake(
@@ -114,28 +89,12 @@ def test_red_cases_of_every_kind_have_their_place(gate, workers):
     assert page.count("svg") == 0
 
 
-def test_simulated_figures_are_marked(gate):
-    gate.fake(any_case={"held": HELD})
-    gate(*RUN, "--magis-device=sim:rtx3090")
-    assert "~956.04 KiB" in page_of(gate).text
-
-
 def test_an_interrupted_run_says_so_and_shows_what_it_has(gate):
     gate.accept("--magis-models=bert")
     gate.fake(**{"bert[magis-mem0.6]": {"interrupt": True}})
     result = gate.in_subprocess(*RUN)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert "The run was interrupted: 2 of 3 cases ran." in page_of(gate).text
-
-
-def test_without_cases_nothing_is_written(gate):
-    gate(*RUN, "--collect-only")
-    assert not (gate.root / "report.html").exists()
-
-
-def test_the_ini_file_can_name_it(gate):
-    gate("--magis-models=bert", "-o", "magis_report=report.html")
-    assert page_of(gate).text.count("FAIL new") == 6
 
 
 # --- history ----------------------------------------------------------------------------------------------------------

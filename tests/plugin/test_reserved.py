@@ -97,32 +97,6 @@ def test_a_limit_of_reserved_bytes_is_a_case_of_its_own(gate, node_ids):
     )
 
 
-def test_curves_of_tensors_have_no_line_for_it(gate):
-    gate.fake(any_case=HELD | {"held": {"layers.0": 9000, "": 1000}})
-    for arguments, lines in ((SIM, True), (RESERVED, False)):
-        gate(*arguments, "--magis-report=report.html")
-        page = (gate.root / "report.html").read_text()
-        assert 'class="curve"' in page
-        assert ('class="limit"' in page) is lines
-
-
-def test_more_than_the_limit_is_red_and_nothing_accepts_it(gate):
-    gate.fake(any_case=HELD | {"opt_reserved": 2.0})
-    result = gate(*RESERVED, "--magis-update=new,better,worse")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["broken: optimized reserved bytes above the memory limit: *allowed *+*%"])
-
-
-def test_no_plan_found_counts_reserved_bytes(gate):
-    gate.fake(any_case=HELD | {"opt_reserved": 2.0, "feasible": False})
-    gate.accept(*RESERVED)
-    result = gate(*RESERVED)
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines([f"bert?{LABEL}?: no plan found: best reserved bytes *, allowed *"])
-    result = gate(*RESERVED, "--magis-strict")
-    result.stdout.fnmatch_lines(["broken: the limit is required and not met: best reserved bytes *"])
-
-
 def test_a_mark_asks_for_it(gate):
     (gate.root / "test_memory.py").write_text(
         MARKED.format(arguments="memory_limit_of='reserved', device='sim:rtx3090'")
@@ -131,27 +105,3 @@ def test_a_mark_asks_for_it(gate):
     gate.accept("test_memory.py")
     cases = gate.baseline("test_memory.test_net", "sim-rtx3090")["configurations"]["small"]["cases"]
     assert set(cases) == {LABEL}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--magis-memory-limit-of=reservd",), "unknown kind of bytes 'reservd'"),
-        (("--magis-memory-limit-of=reserved", "--magis-device=cpu"), "a CPU has no caching allocator"),
-        (("--magis-memory-limit-of=reserved", "--magis-strategies=magis+compile"), "no memory limit of reserved bytes"),
-    ],
-)
-def test_what_cannot_be_is_one_line(gate, arguments, said):
-    assert said in gate.refuses(*SIM, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("memory_limit_of='reserved'", "a CPU has no caching allocator"),
-        ("memory_limit_of=True", "magis: memory_limit_of: unknown kind of bytes 'True'"),
-    ],
-)
-def test_so_it_is_in_a_mark(gate, arguments, said):
-    (gate.root / "test_memory.py").write_text(MARKED.format(arguments=arguments))
-    assert said in gate("test_memory.py").stdout.str()

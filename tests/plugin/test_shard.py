@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,30 +32,12 @@ def test_the_shares_of_a_run_make_the_whole(gate, node_ids, workers):
     gate(models, "--magis-shard=2/3", workers=workers).assert_outcomes(passed=len(shares[1]))
 
 
-def test_an_empty_share_is_green_and_writes_an_empty_table(gate, workers):
-    result = gate("--magis-models=bert", "--magis-shard=2/2", "--magis-csv=empty.csv", workers=workers)
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["shard 2/2 has no case of this run", "results: *empty.csv (0 rows)"])
-    assert gate.rows("empty.csv") == []
-    assert "name" in (gate.root / "empty.csv").read_text().splitlines()[0]
-
-
-def test_nothing_left_by_a_selection_is_still_no_success(gate):
-    assert gate("--magis-models=bert", "-k", "nothing").ret == pytest.ExitCode.NO_TESTS_COLLECTED
-
-
 def test_commands_that_accept_name_the_case_not_the_share(gate):
     result = gate("--magis-models=bert", "--magis-shard=1/2")
     lines = [line for line in result.outlines if line.startswith("create it with")]
     assert len(lines) == 3
     assert not any("shard" in line for line in lines)
     result.stdout.fnmatch_lines(["accept everything that can be: *--magis-shard=1/2 --magis-update=new"])
-
-
-def test_the_ini_file_can_shard(gate, node_ids):
-    assert node_ids(gate("--magis-models=bert,vit", "-o", "magis_shard=1/2", "--collect-only", "-q")) == [
-        f"magis::bert[{label}]" for label in ("eager", "magis-mem0.8", "magis-mem0.6")
-    ]
 
 
 def test_merged_shares_are_the_results_of_the_whole(gate, capsys):

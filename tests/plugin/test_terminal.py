@@ -46,22 +46,6 @@ def test_the_table_fits_a_terminal(gate, monkeypatch):
     assert table[0].startswith("confte...")
 
 
-def test_simulated_figures_are_marked(gate):
-    result = gate("--magis-models=bert", "--magis-device=sim:rtx3090")
-    result.stdout.fnmatch_lines(["bert *mem 0.8 * ~956.04 KiB *0.790 * ~1.020 *not run *FAIL new"])
-
-
-def test_errors_are_in_the_table(gate):
-    gate.fake(any_case={"raise": "cannot be captured"})
-    result = gate("--magis-models=bert")
-    result.stdout.fnmatch_lines(["bert *eager * ERROR", "*FAILED magis::bert[[]eager[]] - cannot be captured"])
-
-
-def test_what_a_case_prints_does_not_disturb(gate):
-    gate.fake(any_case={"shout": "USDT: something\n"})
-    assert "USDT" not in gate("--magis-models=bert", "--magis-update=new").stdout.str()
-
-
 def on_terminal(gate, *args: str) -> str:
     """The bytes that a terminal gets."""
     controller, terminal = pty.openpty()
@@ -123,18 +107,6 @@ def test_a_terminal_shows_progress_and_nothing_stays(slow):
     assert not [line for line in screen(shown) if "searching" in line]
 
 
-def test_a_terminal_without_capture_shows_it_too(slow):
-    shown = on_terminal(slow, "--magis-models=bert", "-p", "no:capture")
-    assert "bert[eager]: searching plans (0 s)" in shown
-    assert "3 failed" in shown
-    assert "Traceback" not in shown
-
-
-def test_a_quiet_run_shows_no_progress(slow):
-    slow.fake(any_case={"says": []})  # the made-up core would fail: there is nobody to tell
-    assert "capturing" not in on_terminal(slow, "--magis-models=bert", "-q")
-
-
 def test_a_log_has_lines_of_progress(slow, workers):
     """Beside what pytest writes, which is as ever."""
     result = slow.in_subprocess("--magis-models=bert", "--magis-update=new", *(("-n", str(workers)) if workers else ()))
@@ -142,12 +114,6 @@ def test_a_log_has_lines_of_progress(slow, workers):
     said = [line for line in result.errlines if line.startswith("magis: ")]
     assert {"magis: bert[eager]: searching plans (0 s)", "magis: bert[magis-mem0.6]: capturing (0 s)"} <= set(said)
     assert not [line for line in result.outlines if "searching" in line]
-
-
-def test_a_quick_run_says_nothing(gate):
-    gate.fake(any_case={"says": ["searching"]})
-    gate.extend_conftest("import magis.progress\nmagis.progress.SILENCE_S = 1e6\n")
-    assert gate.in_subprocess("--magis-models=bert", "--magis-update=new").errlines == []
 
 
 LONG = "conftest:" + "long_name_" * 8

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magis.capture.workload import fake_tensors
-from magis.errors import UsageError
 from magis.extensions.models.building import REAL
 from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
 from magis.extensions.models.encoders import BertConfig, bert
@@ -101,15 +100,6 @@ def test_what_a_backends_thread_has_not_let_go_of_yet_does_not_count() -> None:
     del ours, following
 
 
-def test_storages_are_resized_as_before_once_nobody_watches() -> None:
-    plain = torch.UntypedStorage.resize_
-    with LiveStorage() as ledger:
-        assert torch.UntypedStorage.resize_ is not plain
-        assert ledger.alive_bytes == 0
-    assert torch.UntypedStorage.resize_ is plain
-    assert "resize_" not in vars(torch.UntypedStorage)
-
-
 def tiny(batch: int = 8, layers: int = 2) -> BertConfig:
     return BertConfig(batch, seq_len=8, layers=layers, width=16, heads=2, vocab_size=32, max_positions=8)
 
@@ -148,15 +138,3 @@ def test_a_gpu_is_predicted_at_the_sizes_of_papers() -> None:
     assert gc.get_freeze_count() == before
     weights = 2 * (50257 * 2048 + 1024 * 2048 + 2 * (12 * 2048**2 + 2048 * (4 + 1 + 1 + 4)) + 2 * 2048)
     assert parameters(found, "parameters") == pytest.approx(weights, rel=1e-3)
-
-
-def test_no_prediction_inside_a_world() -> None:
-    make = partial(bert, tiny(), REAL, "bert", 0)
-    with fake_world(2, 0), pytest.raises(UsageError, match=r"while torch\.distributed is set up"):
-        predict_rank(distributed_strategy("ddp"), make, 2, 0)
-    assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="tp2 needs a multiple of 2 ranks, there are 3"):
-        predict_rank(distributed_strategy("tp"), make, 3, 0)
-    with pytest.raises(UsageError, match="cannot be shared out evenly to 3"):
-        predict_rank(distributed_strategy("ddp"), make, 3, 0)
-    assert not dist.is_initialized()

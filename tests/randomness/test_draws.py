@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.capture.schemas import draws
-from magis.ops.splits import has_rule
 from tests.randomness.nets import DRAWS, WIDTH
 
 
@@ -63,20 +61,3 @@ def test_a_call_that_moves_the_generator_is_told(name: str) -> None:
     with torch.no_grad(), _Watched() as watched:
         DRAWS[name](x)
     assert any(watched.said)
-
-
-def test_attention_without_dropout_draws_nothing() -> None:
-    x = torch.randn(1, 1, 8, 8)
-    with torch.no_grad(), _Watched() as watched:
-        torch.nn.functional.scaled_dot_product_attention(x, x, x)
-    assert not any(watched.said)
-    assert has_rule("aten._scaled_dot_product_flash_attention_for_cpu.default")
-
-
-def test_unknown_operators_of_a_library_go_by_their_tag() -> None:
-    library = torch.library.Library("magis_tests", "FRAGMENT")
-    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-    library.define("plain(Tensor x) -> Tensor")
-    x: Tensor = torch.ones(1)
-    assert draws(torch.ops.magis_tests.noise.default, (x,), {})
-    assert not draws(torch.ops.magis_tests.plain.default, (x,), {})

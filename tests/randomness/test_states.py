@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import cProfile
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-from magis import CaptureError, UsageError, optimize
+from magis import UsageError, optimize
 from magis.capture import OptimizerSpec, capture
 from magis.capture.captured import record_eager
 from magis.graph import Graph, dump, parse, verify
-from magis.ops.generators import GET_STATE, SEED, SET_STATE, as_seed, held_generators
+from magis.ops.generators import GET_STATE, SEED, SET_STATE, held_generators
 from magis.planner.conformance import check_conforms
 from magis.results import Case
 from tests.randomness.nets import DRAWS, NETS, WIDTH, Drawing, OwnGenerators, block, rows
@@ -120,16 +118,6 @@ def test_a_checkpoint_reads_the_state_and_sets_it_twice() -> None:
     assert kinds == {"host"}  # no memory of the device
 
 
-def test_seeds_of_any_sign() -> None:
-    for seed in (0, -3, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)):
-        torch.manual_seed(seed)
-        expected = torch.rand(2)
-        torch.ops.magis.seed(as_seed(seed), device=torch.device("cpu"))
-        assert torch.equal(torch.rand(2), expected)
-    with pytest.raises(ValueError, match="64 bits"):
-        as_seed(2**64)
-
-
 def test_a_capture_leaves_every_generator_alone() -> None:
     module = nn.Sequential(NETS["states"](), OwnGenerators())
     before = [torch.get_rng_state(), *(each.get_state() for each in held_generators(module).values())]
@@ -170,22 +158,6 @@ def test_layers_that_are_left_out_by_chance_are_left_out_again() -> None:
 
 
 # --- generators of a step's own ---------------------------------------------------------------------------------------
-
-
-def test_each_generator_has_a_storage_of_its_own() -> None:
-    graph = graph_of(OwnGenerators())
-    assert sum(storage.kind == "generator" for storage in graph.storages.values()) == 3
-    text = dump(graph)
-    assert "generator=<generator noise>" in text
-    assert "<generator more.0>" in text
-
-
-def test_a_profiler_that_runs_goes_on() -> None:
-    """cProfile's is no function that could be set again."""
-    with cProfile.Profile() as profiler:
-        graph = graph_of(OwnGenerators())
-        assert sys.getprofile() is profiler
-    assert graph == graph_of(OwnGenerators())
 
 
 def test_another_generator_is_taken_up() -> None:
@@ -232,12 +204,6 @@ def test_generators_are_found_wherever_functions_hold_them() -> None:
     }  # fmt: skip
 
 
-def test_generators_are_found_however_deep_they_lie() -> None:
-    module, deep = nn.Sequential(nn.Linear(1, 1)), torch.Generator()
-    module[0].settings = {"noise": [{"kinds": ({"normal": deep},)}]}
-    assert held_generators(module) == {"0.settings.noise.0.kinds.0.normal": deep}
-
-
 def test_a_saved_plan_finds_its_generators_again(tmp_path: Any) -> None:
     module, data = OwnGenerators(), rows()
     optimize(module, data, F.l1_loss, None, memory_ratio=0.9, budget=20).save(tmp_path / "plan")
@@ -247,51 +213,6 @@ def test_a_saved_plan_finds_its_generators_again(tmp_path: Any) -> None:
     loss = again(*data)
     torch.manual_seed(1)
     assert torch.equal(loss, F.l1_loss(module(data[0]), data[1]).detach())
-
-
-class _Refused(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.how, self.noise = nn.Linear(WIDTH, WIDTH), how, torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = self.noise
-        match self.how:
-            case "seeded":
-                noise.manual_seed(3)
-            case "read":
-                noise.get_state()
-            case "by chance":
-                torch.seed()
-            case "number":
-                torch.initial_seed()
-            case "default":
-                torch.default_generator.initial_seed()
-        return self.first(x) * torch.rand(x.shape, generator=noise)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("seeded", "calls manual_seed of a generator of its own"),
-        ("read", "calls get_state of a generator of its own"),
-        ("by chance", "torch.seed"),
-        ("number", "reads the seed of the generator"),
-        ("default", "reads the seed of the generator"),
-    ],
-)
-def test_what_has_no_form_is_refused_in_one_line(how: str, said: str) -> None:
-    module = _Refused(how)
-    before = module.noise.get_state()
-    with pytest.raises(CaptureError, match=said) as caught:
-        graph_of(module)
-    assert "\n" not in str(caught.value)
-    assert torch.equal(module.noise.get_state(), before)
-
-
-def test_on_a_gpu_only_checkpointing_handles_states() -> None:
-    with pytest.raises(CaptureError, match=r"state of the CPU's generator, but runs on a GPU"):
-        graph_of(NETS["states"](), "cuda")
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

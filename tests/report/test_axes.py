@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.report import LinearScale, byte_scale, time_scale
-from magis.report.axes import Label, decimal_scale, overlap, placed, text_box
+from magis.report.axes import Label, overlap, placed, text_box
 
 
 def check(axis: LinearScale, most: float) -> None:
@@ -44,16 +44,6 @@ def test_times_have_ticks_of_1_2_or_5_times_a_power_of_ten(most: float) -> None:
     assert axis.unit == ("s" if most >= 10_000 else "ms")
 
 
-def test_what_stands_at_ticks() -> None:
-    assert [byte_scale(129 << 20).words(tick) for tick in byte_scale(129 << 20).ticks] == [
-        "0", "32 MiB", "64 MiB", "96 MiB", "128 MiB", "160 MiB",
-    ]  # fmt: skip
-    assert [byte_scale(1 << 30).number(tick) for tick in byte_scale(1 << 30).ticks] == ["0", "0.25", "0.5", "0.75", "1"]
-    assert [time_scale(0.7).words(tick) for tick in time_scale(0.7).ticks][-2:] == ["0.6 ms", "0.7 ms"]
-    assert time_scale(12_000).words(12_000) == "12 s"
-    assert decimal_scale(0).end == 1
-
-
 @given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 400), st.text("0123456789", max_size=12)), max_size=40))
 def test_no_label_lies_on_another_one_or_on_what_is_taken(marks: list[tuple[int, int, str]]) -> None:
     taken = [(x - 3.0, y - 3.0, x + 3.0, y + 3.0) for x, y, _ in marks]
@@ -70,11 +60,3 @@ def test_no_label_lies_on_another_one_or_on_what_is_taken(marks: list[tuple[int,
                 box = text_box(label.words, place)
                 outside = box[0] < 0 or box[1] < 0 or box[2] > 600 or box[3] > 400
                 assert outside or any(overlap(box, other) for other in (*taken, *boxes))
-
-
-def test_a_label_takes_the_first_place_that_is_free() -> None:
-    (first, second) = (Label(words, ((10, 20, "start"), (10, 40, "start")), "red") for words in ("one", "two"))
-    assert list(placed([first, second], (), (0, 0, 99, 99))) == [
-        (first, (10, 20, "start")),
-        (second, (10, 40, "start")),
-    ]

@@ -31,12 +31,6 @@ def test_a_file_is_replaced_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["file.txt"]
 
 
-def test_a_new_file_gets_the_usual_permissions(tmp_path):
-    (tmp_path / "usual").write_text("")
-    write_text_atomically(tmp_path / "file.txt", "")
-    assert (tmp_path / "file.txt").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "target.txt").write_text("old")
@@ -46,13 +40,6 @@ def test_a_link_stays_a_link(tmp_path):
     assert (tmp_path / "link.txt").is_symlink()
     assert (tmp_path / "there" / "target.txt").read_text() == "new"
     assert names(tmp_path / "there") == ["target.txt"]
-
-
-def test_long_names_leave_room_for_the_temporary_file(tmp_path):
-    path = tmp_path / ("x" * 250)
-    check_writable(path)
-    write_text_atomically(path, "text")
-    assert names(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +79,6 @@ def test_an_interrupt_keeps_the_old_text(tmp_path, monkeypatch):
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file.txt"]
-
-
-def test_checking_leaves_no_trace(tmp_path):
-    check_writable(tmp_path / "file.txt")
-    assert names(tmp_path) == []
 
 
 WRITER = """

@@ -51,14 +51,6 @@ def test_what_was_saved_is_loaded(kept: Kept) -> None:
     assert kept.load("plan-1", read) is None
 
 
-def test_keys_tell_all_parts_apart_and_name_nothing(kept: Kept) -> None:
-    keys = {
-        kept.key("plan", *parts) for parts in ((1, "a"), (1, "b"), ("1", "a"), ("../../etc", "\0", None), ((1, "a"),))
-    }
-    assert len(keys) == 5
-    assert all(key.startswith("plan-") and key[5:].isalnum() for key in keys)
-
-
 def damages(path: Path, content: bytes) -> dict[str, Callable[[], object]]:
     """Ways to damage a file, each done by calling it."""
 
@@ -100,22 +92,6 @@ def test_a_damaged_file_is_one_warning_and_made_again(kept: Kept, damage: str) -
     kept.save("plan-1", TEXT)
     assert kept.load("plan-1", read) == TEXT
     assert not path.is_symlink()
-
-
-def test_a_text_that_its_reader_refuses_is_damaged_too(kept: Kept) -> None:
-    kept.save("plan-1", "{" * 100_000)
-    with pytest.warns(RuntimeWarning, match="another text"):
-        assert kept.load("plan-1", read) is None
-    assert list(kept.folder.iterdir()) == []
-
-
-def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, Bounds(entry_bytes=1000))
-    kept.save("plan-1", TEXT)
-    assert list(tmp_path.iterdir()) == []  # larger than an entry may be
-    Kept(tmp_path).save("plan-1", TEXT)
-    with pytest.warns(RuntimeWarning, match=r"it has [\d,]+ bytes"):
-        assert kept.load("plan-1", read) is None
 
 
 def test_what_was_not_used_longest_goes_first(tmp_path: Path) -> None:

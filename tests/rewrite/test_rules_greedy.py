@@ -49,10 +49,6 @@ def modules(graph: Graph, target: str) -> list[str]:
     return [op.module for op in graph.ops if op.target == target and op.phase == "forward"]
 
 
-def calls(graph: Graph) -> int:
-    return len(graph.ops)
-
-
 def test_nothing_is_left_to_apply(stack: Graph) -> None:
     after, applied = aggregated(stack)
     verify(after)
@@ -74,41 +70,6 @@ def test_matches_of_different_calls_together_are_as_one_after_the_other(stack: G
     assert [op.target for op in together.ops] == [op.target for op in one_by_one.ops]
     assert len(together.storages) == len(one_by_one.storages)
     assert together.persistent_bytes() == one_by_one.persistent_bytes()
-
-
-class Nested(nn.Module):
-    """Concatenations within one another: what a match of two makes belongs to the next match."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = torch.tanh(self.product(x))
-        for _ in range(4):
-            found = torch.cat((x, found))
-        return torch.tanh(found).sum(1)
-
-
-def test_matches_that_meet_are_not_applied_together() -> None:
-    net = Net(Nested, rows(8, 6, dtype=torch.float32), rows(40, dtype=torch.float32), rule=ADAMW)
-    graph = untangle(functionalize(captured(net.build()).graph))
-    flatten = rule("flatten-cat")
-    assert len(list(matches(flatten, graph))) == 3
-    after, applied = aggregated(graph, [flatten])
-    verify(after)
-    assert applied == {"flatten-cat": 3}
-    (left,) = [op for op in after.ops if op.target == "aten.cat.default"]
-    assert len(left.inputs()) == 5
-
-
-def test_one_module_stands_apart_from_those_whose_names_begin_alike(stack: Graph) -> None:
-    after, applied = aggregated(stack, within="layers.1")
-    verify(after)
-    assert applied["merge-addmm"] == 1
-    products = modules(after, "aten.addmm.default")
-    assert products.count("layers.1") == 1
-    assert {f"layers.{number}.key" for number in range(12) if number != 1} <= set(products)
 
 
 @pytest.mark.parametrize(("share", "merged"), [(0.9, True), (0.994, True), (0.996, False), (1.0, False), (1.2, False)])
@@ -162,17 +123,3 @@ def test_what_is_overwritten_later_does_not_take_the_place_of_a_copy(module: typ
     verify(after)
     assert applied["merge-addmm"] == 1
     assert any(op.target == "aten.cat.default" and op.phase == "forward" for op in after.ops)
-
-
-def test_without_calls_that_share_an_input_nothing_is_tried(stack: Graph) -> None:
-    def never(_: Graph) -> int:
-        raise AssertionError("there is nothing to time")
-
-    net = Net(
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1), nn.Flatten(0)),
-        rows(8, 6, dtype=torch.float32),
-        rows(8, dtype=torch.float32),
-        rule=ADAMW,
-    )
-    graph = untangle(functionalize(captured(net.build()).graph))
-    assert quickest(graph, never) is graph

@@ -17,7 +17,7 @@ from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import compile_step
 from tests.golden.golden import before_and_after, check_golden
-from tests.nets import ADAMW, NETS, SGD, Block, Built, Net, labels, mlp, rows
+from tests.nets import ADAMW, NETS, SGD, Built, Net, labels, mlp, rows
 from tests.oracles import captured, differences, graph_step, history, same
 
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
@@ -90,13 +90,6 @@ def test_not_a_bit_changes(name: str) -> None:
         assert differences(expected, found) == []
 
 
-@pytest.mark.parametrize("name", ["all ignored", "bfloat16, all ignored", "pixels, all ignored"])
-def test_a_mean_of_nothing_is_no_number(name: str) -> None:
-    net, graph, after = case(name)
-    losses = [history(graph_step(each, net), 1)[0]["loss"] for each in (graph, after)]
-    assert all(torch.isnan(loss) for loss in losses)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("flat", [True, False], ids=["rows", "pixels"])
 def test_means_of_many_rows_are_the_same(dtype: torch.dtype, flat: bool) -> None:
@@ -113,20 +106,6 @@ def test_means_of_many_rows_are_the_same(dtype: torch.dtype, flat: bool) -> None
 
 
 # --- what waits for what ----------------------------------------------------------------------------------------------
-
-
-def waiting_for_the_loss(graph: Graph) -> set[str]:
-    """Operators of the backward pass that come after the loss's kernel, by data flow or order."""
-    dag = dependency_graph(graph)
-    behind = {p for at, op in enumerate(graph.ops) if op.target in NLL for p in rx.descendants(dag, at)}
-    return {graph.ops[position].target for position in behind if graph.ops[position].phase == "backward"}
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "smoothed"])
-def test_the_gradient_no_longer_waits_for_the_loss(name: str) -> None:
-    _, graph, after = case(name)
-    assert waiting_for_the_loss(graph)
-    assert waiting_for_the_loss(after) == set()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -150,34 +129,7 @@ def test_a_mean_as_a_reader_sees_it() -> None:
     check_golden("fission_untangle.txt", before_and_after(graph, untangle(graph)))
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "indexing", "gradient-penalty"])
-def test_once_is_enough(name: str) -> None:
-    _, _, after = case(name)
-    assert untangle(after) == after
-
-
 # --- what must stay ---------------------------------------------------------------------------------------------------
-
-KEPT: dict[str, Net] = {
-    "classes that weigh differently": Net(
-        lambda: Block(
-            lambda m, x, t: F.cross_entropy(m.a(x), t, weight=m.w), a=nn.Linear(12, 5), w=torch.arange(1.0, 6.0)
-        ),
-        lambda: (*rows(6, 12)(), *labels(6, 5)()), loss_fn=None,
-    ),
-    "a sum": classifier(labels(6, 5), reduction="sum"),
-    "one loss per row": Net(
-        mlp(), rows(6, 12), labels(6, 5), lambda out, t: F.cross_entropy(out, t, reduction="none").pow(2).sum()
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_other_losses_stay(name: str) -> None:
-    graph = functionalize(captured(KEPT[name].build()).graph)
-    after = untangle(graph)
-    verify(after)
-    assert [op for op in after.ops if op.target in NLL] == [op for op in graph.ops if op.target in NLL]
 
 
 LIKE = """magis graph 1
@@ -223,8 +175,3 @@ def test_a_factory_forgets_what_it_is_like(call: str, value: str, expected: str)
     results = [compile_step(each)([torch.randn(2, 3)], {})[0] for each in (graph, after)]
     assert results[0].dtype == results[1].dtype
     assert "empty" in call or same(*results)
-
-
-def test_a_factory_in_another_layout_stays() -> None:
-    graph = like("ones_like.default(%2)", "float32 [2, 3] {1, 2}")
-    assert untangle(graph) == graph

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -85,41 +84,6 @@ def line(args: tuple[Arg, ...], **more: object) -> str:
     return generate(one(args, **more)).splitlines()[3].strip()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("arg", "text"),
-    [
-        (Ref(1), "v1"), (Scalar("neg_lr"), "s0"), (Const("dtype", "float32"), "c0"),
-        (Const("device", "cuda:0"), "c0"), (3, "3"), (-0.0, "-0.0"), (1e-300, "1e-300"), (True, "True"),
-        (None, "None"), ("a'b", '"a\'b"'), ((), "[]"), ((1, (Ref(1), None)), "[1, [v1, None]]"),
-        (math.inf, "float('inf')"), (-math.inf, "float('-inf')"), (math.nan, "float('nan')"),
-        ((math.inf,), "[float('inf')]"),
-    ],
-)  # fmt: skip
-def test_arguments(arg: Arg, text: str) -> None:
-    code = generate(one((Ref(1), arg), kwargs=(("out", arg),)))
-    assert f"v2 = f0(v1, {text}, out={text})  # aten.add.Tensor" in code
-    ast.parse(code)
-
-
-def test_results() -> None:
-    assert line((Ref(1),)) == "v2 = f0(v1)  # aten.add.Tensor"
-    assert line((Ref(1),), outputs=(2,), many=True) == "(v2,) = f0(v1)  # aten.add.Tensor"
-    assert line((Ref(1),), outputs=(2, None, 3), many=True) == "(v2, none, v3,) = f0(v1)  # aten.add.Tensor"
-    assert line((Ref(1),), outputs=(None,)) == "f0(v1)  # aten.add.Tensor"
-    assert line((Ref(1),), outputs=()) == "f0(v1)  # aten.add.Tensor"
-    assert line((Ref(1),), target="magis.store") == "v2 = host.store(v1)"
-
-
-def test_a_step_without_inputs_or_outputs() -> None:
-    graph = replace(one(()), inputs=(), outputs=())
-    assert (
-        generate(graph)
-        == "def step(tensors, scalars):\n    # forward\n    v2 = f0()  # aten.add.Tensor\n    del v2\n    return ()\n"
-    )
-    assert generate(replace(graph, ops=())) == "def step(tensors, scalars):\n    return ()\n"
-    assert compile_step(replace(graph, ops=()))([], {}) == ()
-
-
 def test_a_module_name_cannot_smuggle_code() -> None:
     """Nor end the source: NUL, halves of characters and marks of direction are written down as numbers."""
     for apart in ("\n", "\r\n", "\u2028", "\x0c", "\0", "\ud800", "\u202e", "\x1a", "\ufeff", "\x85"):
@@ -127,21 +91,6 @@ def test_a_module_name_cannot_smuggle_code() -> None:
         graph = one((Ref(1), 1), module=evil)
         assert len(ast.parse(generate(graph)).body[0].body) == 3  # type: ignore[attr-defined]
         assert compile_step(graph)([torch.zeros(4)], {})[0].tolist() == [1.0] * 4
-
-
-def test_special_numbers_arrive() -> None:
-    for number in (math.inf, -math.inf, math.nan, 0.1, -0.0):
-        (found,) = compile_step(one((Ref(1), number), "aten.add.Scalar"))([torch.zeros(4)], {})
-        assert same(found, torch.zeros(4) + number)
-
-
-def test_scalars_are_looked_up_by_name() -> None:
-    graph = one((Ref(1), Scalar("b")), kwargs=(("alpha", Scalar("a")),), target="aten.add.Scalar")
-    assert generate(graph).splitlines()[2:4] == ["    s0 = scalars['b']", "    s1 = scalars['a']"]
-    (found,) = compile_step(graph)([torch.ones(4)], {"a": 2.0, "b": 3.0, "unused": 9.0})
-    assert found.tolist() == [7.0] * 4
-    with pytest.raises(KeyError):
-        compile_step(graph)([torch.ones(4)], {"a": 2.0})
 
 
 def test_constants_are_those_of_the_device() -> None:
@@ -161,16 +110,6 @@ def test_constants_are_those_of_the_device() -> None:
 def test_unknown_operators_are_refused_before_anything_runs(target: str) -> None:
     with pytest.raises(CallError):
         compile_step(one((Ref(1),), target))
-
-
-def test_steps_run_without_autograd() -> None:
-    step = compile_step(one((Ref(1), 1.0), "aten.add_.Scalar", outputs=(2,), writes=((1, 1),)))
-    weight = torch.zeros(4, requires_grad=True)
-    (found,) = step([weight], {})
-    assert not found.requires_grad or found is weight
-    assert weight.tolist() == [1.0] * 4
-    assert weight.grad_fn is None
-    assert torch.is_grad_enabled()
 
 
 @pytest.fixture

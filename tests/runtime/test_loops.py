@@ -21,7 +21,7 @@ from tests.golden.golden import HERE, before_and_after, check_golden
 from tests.graph.loop_graphs import sound
 from tests.nets import OPTIMIZERS, Net, rows
 from tests.oracles import captured, same, workspaces
-from tests.runtime.loop_graphs import COPIES, REDUCTIONS, VIEWS, Looks, Written, nested, pointwise, reduction
+from tests.runtime.loop_graphs import COPIES, REDUCTIONS, VIEWS, Written, nested, reduction
 
 COPIED = r"p\d+ = empty\("
 """How generated code copies a stretch of a tensor."""
@@ -117,13 +117,6 @@ def test_a_sum_adds_its_parts_in_order(dtype: str) -> None:
     assert same(run(graph, [x])[0], total)
 
 
-def test_the_same_is_taken_from_the_first_part() -> None:
-    """No part computes it again into the result: whatever the others say, it is not looked at."""
-    graph = reduction("same", "aten.amax.default(%3, [0])", 4, 2, "float32", torch.clone).graph
-    x = torch.randn(4, 6)
-    assert same(run(graph, [x])[0], x[:2].amax(0))
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -172,14 +165,6 @@ def test_a_reduction_takes_no_scratch(how: str, dtype: str) -> None:
     assert simulated(written.graph) == really(written.graph, written.inputs())
 
 
-def test_a_copied_stretch_is_dead_before_the_next_one_is_made() -> None:
-    """x, y; then of every part, one after another: the stretch and its negation."""
-    graph = pointwise(Looks((4, 6)), 1, 3, view=False).graph
-    assert simulated(graph) == (96 + 96 + 32 + 32, 96 + 96 + 32 + 32)
-    graph = pointwise(Looks((4, 6)), 0, 4, view=True).graph
-    assert simulated(graph) == (96 + 96 + 24, 96 + 96 + 24)
-
-
 def test_a_loop_in_a_loop_holds_what_both_hold() -> None:
     graph = nested().graph
     inputs, results = 480 + 40, 160 + 96 + 4
@@ -188,12 +173,6 @@ def test_a_loop_in_a_loop_holds_what_both_hold() -> None:
     innermost = 16 + 16 + 16  # sums of one; the stretch; its sum
     assert simulated(graph) == (inputs + results + outer + 80 + innermost,) * 2
     assert inner < 80 + innermost
-
-
-def test_rounding_counts_within_loops() -> None:
-    graph = pointwise(Looks((4, 6)), 1, 3, view=False).graph
-    profile = replay(graph, lambda op, values: 0, rounding=512)
-    assert profile.tensor_bytes == 4 * 512
 
 
 # --- a region of a network --------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,11 +17,8 @@ from magis.runtime.double_precision import (
     RELATIVE,
     closeness,
     exact,
-    furthest,
     gradient_values,
     least_error,
-    off_by,
-    same,
     with_gradients,
 )
 from tests import nets
@@ -144,12 +140,6 @@ def test_a_step_that_returns_its_gradients_computes_the_same() -> None:
         assert torch.equal(gradient, eager.gradients()[name])
 
 
-def test_a_tied_weight_has_one_gradient() -> None:
-    net = nets.Net(nets.Tied, nets.tokens(2, 4, 11), nets.labels(8, 11), None, nets.SGD).build()
-    graph = captured(replace(net, targets=(), loss_fn=lambda out: out.float().square().mean())).graph
-    assert sorted(gradient_values(graph)) == sorted(name for name, _ in net.module.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "share"),
     [
@@ -233,31 +223,6 @@ def test_a_weight_may_be_chosen_by_a_mask() -> None:
 # --- numbers that are none are equal where both are -------------------------------------------------------------------
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "equal"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], True),
-        ([1.0, NAN, INF], [1.0, NAN, INF], True),
-        ([1.0, NAN], [NAN, 1.0], False),
-        ([INF], [-INF], False),
-        ([1.0], [1.5], False),
-        ([1.0], [1.0, 1.0], False),
-    ],
-)
-def test_same(ours: list[float], theirs: list[float], equal: bool) -> None:
-    assert same(torch.tensor(ours), torch.tensor(theirs)) is equal
-    exact = torch.tensor(theirs).double()
-    if len(ours) == len(theirs):
-        assert (closeness("loss", torch.tensor(ours), torch.tensor(theirs), exact).share <= 1.0) is equal
-
-
-def test_how_far() -> None:
-    assert furthest(torch.tensor([1.0, NAN]), torch.tensor([1.5, NAN])) == 0.5
-    assert math.isnan(furthest(torch.tensor([NAN]), torch.tensor([1.0])))
-    assert (off_by(NAN, NAN), off_by(INF, INF), off_by(NAN, 1.0), off_by(INF, -INF)) == (0.0, 0.0, INF, INF)
-    assert off_by(1.1, 1.0) == pytest.approx(0.1)
 
 
 def test_no_slack_hides_behind_an_overflow() -> None:

@@ -10,9 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.errors import MagisError
 from magis.runtime.measure import window_peak
-from magis.runtime.steps import GraphStep
 from tests.nets import ADAMW, FORWARD, NETS, Attention, Block, Net, rows
 from tests.oracles import captured, eager_step, graph_step, same
 
@@ -81,13 +79,6 @@ def test_eager_attention_is_explicit_on_demand(explicit: bool) -> None:
     assert any("softmax" in name for name in targets.seen) == explicit
 
 
-def test_inference_needs_no_graph_of_autograd() -> None:
-    net = Net(lambda: nn.Linear(4, 3), rows(2, 4), loss_fn=None, rule=FORWARD).build()
-    loss = eager_step(net).run()
-    assert loss.shape == (2, 3)
-    assert not loss.requires_grad
-
-
 def test_results_are_all_that_a_step_returns() -> None:
     for name in ("returns-tuple", "returns-dict", "returns-input", "optimizer-gradients", "linear"):
         net = NETS[name].build()
@@ -109,37 +100,6 @@ def test_state_starts_at_zero_in_the_layout_of_the_parameter() -> None:
     assert set(state) == {f"{kind}:{name}" for kind in ("exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
     assert state["exp_avg:weight"].stride() == step.module.weight.stride()
     assert all(not tensor.any() and not tensor.requires_grad for tensor in state.values())
-
-
-def bound(net: Net, module: nn.Module, inputs: tuple[Tensor, ...]) -> GraphStep:
-    built = net.build()
-    return GraphStep(captured(built).graph, module, inputs, built.targets, built.rule)
-
-
-@pytest.mark.parametrize(
-    ("module", "inputs", "message"),
-    [
-        (nn.Linear(4, 3), (torch.ones(6, 4),), "input:0 is torch.float32(6, 4), the graph was captured with float32(5"),
-        (nn.Linear(4, 3).double(), (torch.ones(5, 4),), "parameter:weight is torch.float64(3, 4)"),
-        (nn.Linear(4, 3), (torch.ones(5, 4, dtype=torch.int32),), "input:0 is torch.int32(5, 4)"),
-    ],
-)  # fmt: skip
-def test_another_shape_or_type_is_refused(module: nn.Module, inputs: tuple[Tensor, ...], message: str) -> None:
-    with pytest.raises(MagisError, match="capture again for these shapes") as caught:
-        bound(NETS["linear"], module, inputs)
-    assert message in str(caught.value)
-
-
-def test_constants_are_made_in_their_type() -> None:
-    def run(block: nn.Module, x: Tensor) -> Tensor:
-        table = torch.tensor([[1, 2], [3, 4]])
-        return x.sum() * table.sum() + torch.tensor([True, False]).any() * torch.tensor(float("inf"))
-
-    net = Net(lambda: Block(run), rows(2), loss_fn=None, rule=FORWARD).build()
-    graph = captured(net).graph
-    kinds = [(graph.values[v].dtype, graph.values[v].shape) for v in graph.constants]
-    assert kinds == [("int64", (2, 2)), ("bool", (2,)), ("float32", ())]
-    assert same(graph_step(graph, net).run(), eager_step(net).run())
 
 
 def test_a_constant_is_made_afresh_in_every_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,8 @@ from torch import Tensor
 from magis.graph import Graph, parse, verify
 from magis.runtime import swap_streams as streams
 from magis.runtime.codegen import compile_step, generate
-from magis.runtime.measure import tensor_peak
-from magis.runtime.steps import GraphStep
 from magis.runtime.swap_streams import Stored, StreamHost, make_host
-from tests.oracles import differences, eager_step, graph_step, history, one_thread, same
+from tests.oracles import differences, eager_step, history, one_thread, same
 from tests.runtime.simulated_gpu import SimulatedGpu, at_random, earliest_copies, latest_copies
 from tests.runtime.swapping import plan, problem, recorded, swaps
 from tests.strategies import examples, random_flags
@@ -176,16 +173,6 @@ def test_buffers_are_made_once() -> None:
         assert gpu.pinned_bytes == made
 
 
-def test_buffers_are_none_of_the_steps_tensors() -> None:
-    with one_thread():
-        net, _ = problem("attention-dropout")
-        graph = plan("attention-dropout")
-        with SimulatedGpu() as gpu:
-            pass
-        with_streams = GraphStep(graph, copy.deepcopy(net.module), net.inputs, net.targets, net.rule, runtime=gpu)
-        assert tensor_peak(with_streams.run) == tensor_peak(graph_step(graph, net).run)
-
-
 def test_a_broken_step_leaves_no_copy_behind() -> None:
     """What it held is freed: the compute stream waits for copies that may still touch it."""
     graph = prefetched()
@@ -276,12 +263,6 @@ def test_what_was_loaded_for_nothing_is_waited_for_before_it_is_forgotten() -> N
     with gpu:
         compile_step(graph, host=make_host("cpu", gpu))([torch.ones(4)], {})
     check(gpu)
-
-
-def test_what_was_loaded_and_is_returned_is_waited_for_at_the_end() -> None:
-    kept = (line + "\n" for line in PREFETCHED.splitlines() if "%6" in line)
-    graph = changed(PREFETCHED, *((line, "") for line in kept), ("output 7", "output 4"))
-    assert lines(graph)[-2:] == ["host.ready(v4)", "return (v5, v4,)"]
 
 
 def test_parts_of_a_loop_are_swapped_as_well() -> None:

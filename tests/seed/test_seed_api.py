@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from magis.errors import UsageError
 from magis.graph import parse, verify
 from magis.results import CaseResult
 from magis.testing import nn, run_optimization, setup_training_graph
@@ -97,30 +96,3 @@ def test_inplace_lowers_a_peak_that_lies_at_a_point_wise_operator() -> None:
         result = run_optimization(graph, "net", lat_limit_ratio=1.0, device="sim:rtx3090")
         peaks.append(result.memory.tensor_bytes)
     assert peaks[1] < peaks[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "exactly one of the two limits"),
-        ({"mem_limit_ratio": 0.8, "lat_limit_ratio": 1.1}, "exactly one of the two limits"),
-        ({"mem_limit_ratio": 0}, "mem_limit_ratio=0"),
-        ({"mem_limit_ratio": float("nan")}, "mem_limit_ratio=nan"),
-        ({"mem_limit_ratio": 1.5}, "mem_limit_ratio=1.5"),
-        ({"lat_limit_ratio": 0.9}, "lat_limit_ratio=0.9"),
-        ({"mem_limit_ratio": 0.8, "time_budget": 0}, "time_budget=0"),
-        ({"mem_limit_ratio": 0.8, "dtype": "float3"}, "unknown data type 'float3'"),
-        ({"mem_limit_ratio": 0.8, "device": "tpu"}, "unknown device 'tpu'"),
-        ({"mem_limit_ratio": 0.8, "name": "../up"}, "cannot be a file name"),
-    ],
-)
-def test_bad_arguments_get_one_line(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        run_optimization(tiny(), **{"name": "bad", **arguments})  # type: ignore[arg-type]
-
-
-def test_y_must_belong_to_g() -> None:
-    graph, _ = nn.mlp()
-    _, other = nn.vgg11()
-    with pytest.raises(UsageError, match="not the output of mlp"):
-        setup_training_graph(graph, other)

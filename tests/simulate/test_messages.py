@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from magis.errors import VerifyError
 from magis.search.latency_bound import NEVER, latency_lower_bound
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand, lower_bound
 from magis.simulate.problem import (
@@ -222,17 +221,6 @@ def weights(layers: int, ns: int, message_ns: int) -> Problem:
     return build_problem(nodes, storages, blocks)
 
 
-def test_messages_hide_behind_the_layer_before_and_the_layer_after() -> None:
-    problem = weights(4, ns=100, message_ns=60)
-    order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, KEEP, dtype=np.int8)
-    roomy = replace(problem, ceiling=1 << 40)
-    computed = problem.least_ns
-    assert evaluate(roomy, order, flags).latency_ns == computed + 60, "the last one has nothing to hide behind"
-    events = expand(roomy, order, flags)
-    sent = [at for at, kind in enumerate(events.kind.tolist()) if kind == ARRIVE]
-    assert len(sent) == 8
-
-
 def test_without_room_messages_are_waited_for_at_once() -> None:
     problem = weights(4, ns=100, message_ns=60)
     order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, KEEP, dtype=np.int8)
@@ -277,20 +265,3 @@ def test_a_weight_that_is_gathered_again_is_sent_ahead() -> None:
         (FIRST, 5),
     ]  # fmt: skip
     assert evaluate(problem, np.arange(6, dtype=np.int32), flags).latency_ns == 10 + 50 + 400
-
-
-@pytest.mark.parametrize(
-    ("row", "storages", "line"),
-    [
-        (NodeRow((0, 1), (2,), 0, message_ns=1), [StorageRow(8)] * 3, "takes one storage at most"),
-        (NodeRow((0,), (2,), 5, message_ns=1), [StorageRow(8)] * 3, "takes no time of the nodes"),
-        (NodeRow((0,), (2,), 0, message_ns=1, at_once=True), [StorageRow(8)] * 3, "takes no time of the nodes"),
-        (NodeRow((0,), (2,), 0, message_ns=-1), [StorageRow(8)] * 3, "negative time of a message"),
-        (NodeRow((0,), (2,), 0, message_ns=1), [StorageRow(8, to_end=True), *[StorageRow(8)] * 2], "pinned or needed"),
-        (NodeRow((0,), (2,), 0, message_ns=1), [StorageRow(8)] * 3, "for it alone"),
-    ],
-)  # fmt: skip
-def test_what_a_message_may_not_be(row: NodeRow, storages: list[StorageRow], line: str) -> None:
-    others = [NodeRow((), (0,), 1), NodeRow((0,), (1,), 1)]
-    with pytest.raises(VerifyError, match=line):
-        build_problem([*others, row], storages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.graph import Graph, Op, Value, digest
+from magis.graph import Graph, Op, digest
 from magis.results import ModuleBytes, collapsed, is_below
-from magis.simulate import peak_breakdown
-from magis.simulate.peak_breakdown import changes, live_storages, module_table, peak_of
+from magis.simulate.peak_breakdown import live_storages, module_table, peak_of
 from magis.simulate.simulator import replay
 from magis.simulate.timeline import PLACES, held_by_kind
 from tests.graph.loop_graphs import sound
@@ -66,19 +65,6 @@ def test_every_byte_at_the_peak_has_the_owner_that_a_count_finds(name: str) -> N
         assert sum(row.nbytes for row in rows) == profile.tensors[position]
 
 
-def test_scratch_is_told_beside_the_tensors() -> None:
-    step = captured(NETS["linear"].build())
-    worst = len(step.graph.ops) - 1
-
-    def scratch(op: Op, values: Mapping[int, Value]) -> int:
-        return 10**6 if op is step.graph.ops[worst] else 0
-
-    profile = replay(step.graph, scratch, deaths=step.deaths)
-    peak = peak_of(step.graph, scratch, profile, deaths=step.deaths)
-    assert (peak.scratch_bytes, peak.scratch_op) == (10**6, step.graph.ops[worst].target)
-    assert peak.tensor_bytes == profile.tensor_bytes < profile.peak_bytes
-
-
 def test_within_a_loop_the_tensors_of_one_part_count_too() -> None:
     graph = replace(sound(), ops=tuple(_in_module(op, "outside") for op in sound().ops))
     profile = replay(graph, no_scratch)
@@ -93,12 +79,6 @@ def _in_module(op: Op, module: str) -> Op:
     inner = op.body.graph
     body = replace(op.body, graph=replace(inner, ops=tuple(_in_module(each, f"{module}.inside") for each in inner.ops)))
     return replace(op, body=body)
-
-
-def test_a_loop_is_told_with_the_calls_of_its_parts() -> None:
-    rows = changes(sound())
-    assert {row.kind for row in rows} == {"in 2 parts", "in 3 parts"}
-    assert sum(row.count for row in rows if row.kind == "in 2 parts") == 3  # exp, sum, mul_
 
 
 def test_lines_are_those_of_the_call_and_no_part_of_the_graph() -> None:
@@ -145,21 +125,3 @@ def test_no_byte_is_lost_and_none_told_twice(rows: list[ModuleBytes], most: int)
             members = [each for each in rows if each.kind == row.kind and is_below(each.module, path)]
             assert (row.nbytes, row.count) == (sum(m.nbytes for m in members), sum(m.count for m in members))
             assert len(members) > 1
-
-
-def test_each_body_is_walked_once_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walk of a body for each of its results would make as many as depth to the power of results."""
-    walked: list[int] = []
-    walk = peak_breakdown._find_owners
-    monkeypatch.setattr(
-        peak_breakdown, "_find_owners", lambda graph, at: (walked.append(id(graph)), walk(graph, at))[1]
-    )
-    peak_breakdown.owners(sound(), len(sound().ops))
-    assert len(walked) == 1 + sum(1 for _ in _bodies(sound()))
-
-
-def _bodies(graph: Graph) -> Iterator[Graph]:
-    for op in graph.ops:
-        if op.body is not None:
-            yield op.body.graph
-            yield from _bodies(op.body.graph)

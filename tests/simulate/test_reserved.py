@@ -56,50 +56,6 @@ def test_the_rules_are_those_of_a_plain_reading(calls: list[tuple[int, int]]) ->
     assert ours.segments == len(plain.segments)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "segment", "block"),
-    [
-        (0, 0, 0),
-        (1, 2 * MIB, 512),
-        (513, 2 * MIB, KIB),
-        (MIB, 2 * MIB, MIB),
-        (MIB + 1, 20 * MIB, MIB + 512),
-        (10 * MIB - 512, 20 * MIB, 10 * MIB - 512),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB, 10 * MIB + 512),  # 2 MiB less 512 bytes are left: split
-        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB is left: too little to split off
-        (11 * MIB + 1, 12 * MIB, 12 * MIB),
-    ],
-)
-def test_one_request(nbytes: int, segment: int, block: int) -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(0, nbytes)
-    assert (allocator.reserved, allocator.allocated) == (segment, block)
-    allocator.release(0)
-    assert (allocator.reserved, allocator.allocated) == (segment, 0)
-
-
-def test_a_name_has_one_allocation() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(3, 5)
-    with pytest.raises(ValueError, match="3 is not free"):
-        allocator.allocate(3, 5)
-
-
-def test_free_neighbours_serve_a_larger_request() -> None:
-    allocator = CachingAllocator()
-    for name in range(3):
-        allocator.allocate(name, 6 * MIB)
-    assert allocator.reserved == 20 * MIB
-    allocator.release(0)
-    allocator.release(2)
-    allocator.allocate(4, 9 * MIB)  # 6 and 8 MiB are free, apart from each other
-    assert allocator.reserved == 40 * MIB
-    allocator.release(1)
-    allocator.allocate(5, 20 * MIB)
-    assert allocator.reserved == 40 * MIB
-
-
 @functools.cache
 def subject_of(model: str) -> Subject:
     return Bench().subject(Case(model, "magis", "sim:h200", "small"))
@@ -117,11 +73,6 @@ def test_a_step_reserves_what_it_allocates_and_repeats_in_that(model: str) -> No
     # A block may be larger than what was asked for by 1 MiB at most, and small ones are not.
     large = sum(storage.nbytes > MIB for storage in graph.storages.values())
     assert once.allocated_bytes <= profile.peak_bytes + large * MIB
-
-
-def test_a_cpu_reserves_nothing() -> None:
-    subject = Bench().subject(Case(PROJECTED, "magis", "cpu", "small"))
-    assert subject.reserved_bytes(subject.captured.graph) is None
 
 
 def test_a_loop_reserves_less_than_the_whole() -> None:

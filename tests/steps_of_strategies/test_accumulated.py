@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from magis.cases.run_case import run_case
-from magis.errors import UsageError
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed_names import accumulated, group_of, is_distributed
+from magis.strategies.distributed_names import accumulated
 from tests.steps_of_strategies.test_parts import alone, small
 
 
@@ -23,22 +22,6 @@ from tests.steps_of_strategies.test_parts import alone, small
 def bench() -> Iterator[Bench]:
     with closing(Bench()) as found:
         yield found
-
-
-@pytest.mark.parametrize("name", ["ddp", "oss", "fsdp", "tp4", "amp+fsdp", "half+ddp", "half+tp2+pp2"])
-def test_names(name: str) -> None:
-    assert accumulated(name, 1) == name
-    found = accumulated(name, 4)
-    assert found == f"accumulate4+{name}"
-    assert is_distributed(found)
-    assert distributed_strategy(found).name == found
-    assert group_of(found) == group_of(name) == distributed_strategy(found).group
-
-
-@pytest.mark.parametrize("name", ["zero1", "amp+zero3", "oss+sdp", "magis+fsdp", "accumulate2+ddp"])
-def test_strategies_that_reduce_in_other_ways_take_none(name: str) -> None:
-    with pytest.raises(UsageError, match=f"'{name}' does not accumulate gradients".replace("+", r"\+")):
-        accumulated(name, 4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -57,11 +40,6 @@ def test_weights_are_those_of_the_whole_batch(name: str) -> None:
             found.append([torch.stack(losses), *weights])
     for whole, parts in zip(*found, strict=True):
         assert torch.allclose(whole, parts, atol=1e-6)
-
-
-def test_a_share_that_has_no_equal_micro_batches() -> None:
-    with alone() as world, pytest.raises(UsageError, match="a share of 8 samples has no 3 equal micro-batches"):
-        distributed_strategy("accumulate3+ddp").prepare(small("mlp"), world)
 
 
 def test_a_pipeline_runs_so_many() -> None:

@@ -14,7 +14,7 @@ from magis.capture.workload import Workload, fake_tensors
 from magis.errors import UsageError
 from magis.runtime.steps import EagerStep
 from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
-from magis.strategies.strategy_names import LISTED, PLANNED_CODE, PLANS, family, is_local, ort_name
+from magis.strategies.strategy_names import LISTED, PLANNED_CODE, PLANS, family, is_local
 from pytest_magis.strategies import Magis, by_name
 from tests.api.nets import blocks
 
@@ -59,30 +59,6 @@ def test_names_that_make_no_sense_are_one_clear_line(name: str, message: str) ->
         local(name, "cpu")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_every_listed_name_is_of_one_family() -> None:
-    assert len(set(LISTED)) == len(LISTED)
-    found = {name: family(name) for name in LISTED}
-    assert None not in found.values()
-    assert {name for name, kind in found.items() if kind == "local"} == {name for name in LISTED if is_local(name)}
-    assert found["amp+ort"] == "ort"
-    assert found["eager"] == "original"
-    assert found["magis+amp"] == "plan"
-
-
-@pytest.mark.parametrize("name", ["", "magis+checkpoint", "amp+", "ort+amp", "amp+ort-x", "eager+amp", "a b:c", ":f"])
-def test_other_names_are_of_none_but_a_factory_of_the_users_own_is_distributed(name: str) -> None:
-    assert family(name) is None
-    assert family("package.module:factory") == "distributed"
-
-
-def test_the_name_of_a_strategy_of_onnx_runtime_says_three_things() -> None:
-    assert ort_name("ort") == ("float32", True, False)
-    assert ort_name("amp+ort-unoptimized") == ("amp-float16", False, False)
-    assert ort_name("ort-inference") == ("float32", True, True)
-    with pytest.raises(ValueError, match="'orts' is no strategy of ONNX Runtime"):
-        ort_name("orts")
 
 
 def small() -> Workload:
@@ -152,14 +128,6 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
     assert scaler.get_scale() < 2.0**40
 
 
-def test_a_network_that_names_no_blocks_is_refused() -> None:
-    work = replace(small(), module=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), blocks=())
-    for name in ("checkpoint", "amp+selective-checkpoint"):
-        with pytest.raises(UsageError, match=r"names no blocks to checkpoint; list them in Workload\.blocks"):
-            local(name, "cpu").check(work)
-    local("amp+compile", "cpu").check(work)
-
-
 def test_blocks_that_nobody_names_are_those_of_the_longest_list() -> None:
     assert blocks_of(replace(small(), blocks=())) == small().blocks
     assert blocks_of(replace(small(), blocks=("layers.0",))) == ("layers.0",)
@@ -205,13 +173,6 @@ def test_planned_code_is_a_local_strategy_with_limits() -> None:
     assert strategy.limits == (("memory_ratio", 0.6),)
     assert local(PLANNED_CODE, "cpu", latency_ratio=1.1).limits == (("latency_ratio", 1.1),)
     assert local("compile", "cpu", memory_ratio=0.6).limits == ()
-
-
-@pytest.mark.parametrize("name", ["amp+magis+compile", "magis+compile+checkpoint", "magis+compile-budget"])
-def test_nothing_combines_with_planned_code(name: str) -> None:
-    assert family(name) is None
-    with pytest.raises(UsageError, match="unknown part 'magis'"):
-        local(name, "cpu")
 
 
 def test_the_step_of_planned_code_asks_for_the_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from magis.capture import Workload
-from magis.errors import UsageError
 from magis.extensions.models.building import REAL, SEED, Style
 from magis.extensions.models.convnets import MlpConfig, mlp
 from magis.extensions.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
@@ -129,38 +128,6 @@ def test_a_cut_network_computes_what_the_whole_one_does(
         sum(p.numel() for work in each for p in work.module.parameters())
         == sum(map(Tensor.numel, named.values())) + tied
     )
-
-
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_stages_hold_each_block_once(count: int, stages: int) -> None:
-    ranges = [stage_blocks(count, stages, stage) for stage in range(stages)]
-    assert [index for each in ranges for index in each] == list(range(count))
-    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("pp", "where to cut"), ("tp", "no attention"), ("pp4", "cut into 4 stages")]
-)
-def test_a_network_that_cannot_be_cut_says_why(name: str, words: str) -> None:
-    made = distributed_strategy(name)
-    work = small("bert" if name == "pp4" else "mlp")
-    with fake_world(made.group, 0), pytest.raises(UsageError, match=words) as caught:
-        made.prepare(work, World(made.group, 0, fake=True))
-    assert "\n" not in str(caught.value)
-
-
-def test_heads_and_micro_batches_must_be_enough() -> None:
-    with fake_world(3, 0), pytest.raises(UsageError, match=r"2 heads are too few for 3 ranks"):
-        distributed_strategy("tp3").prepare(small("bert"), World(3, 0, fake=True))
-    with fake_world(16, 0), pytest.raises(UsageError, match=r"needs at least 2 equal micro-batches.* has 1 samples"):
-        distributed_strategy("pp").prepare(small("bert"), World(16, 0, fake=True))
-
-
-def test_inference_is_refused() -> None:
-    work = replace(small("mlp"), optimizer=OptimizerSpec("none"))
-    for name in ("ddp", "zero2"):
-        with alone() as world, pytest.raises(UsageError, match="runs whole training steps"):
-            distributed_strategy(name).prepare(work, world)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

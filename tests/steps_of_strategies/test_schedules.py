@@ -9,7 +9,6 @@ import pytest
 
 from magis.capture import Workload
 from magis.cost.devices import find_device
-from magis.errors import UsageError
 from magis.extensions.models.building import REAL
 from magis.extensions.models.encoders import BertConfig, bert
 from magis.extensions.ranks import RankJob, RankPool, mean_losses
@@ -21,13 +20,11 @@ from magis.extensions.ranks.strategies.schedules import (
     OF_INPUTS,
     OF_WEIGHTS,
     Waiting,
-    check_micro_batches,
 )
 from magis.ops.optimizers import torch_optimizer
 from magis.predict import fake_world
 from magis.results import RankMemory
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed_names import DISTRIBUTED
 from magis.strategies.prepared_work import without_dropout
 from tests.api.cut_nets import four_blocks
 
@@ -149,23 +146,3 @@ def test_a_predicted_step_is_shorter_the_less_its_rank_waits() -> None:
 
     plain, interleaved, split = map(ms, ("pp2", "pp2+interleaved", "pp2+zb"))
     assert plain > interleaved > split
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_blocks_and_micro_batches_must_be_enough(schedule: str) -> None:
-    strategy = distributed_strategy(f"pp4+{schedule}")
-    with (
-        fake_world(4, 0),
-        pytest.raises(UsageError, match=r"4 blocks cannot be cut into 8 stages, 2 on each of 4 ranks"),
-    ):
-        strategy.prepare(four_blocks(), World(4, 0, fake=True))
-    if schedule == "zbv":
-        check_micro_batches("net: pp2+zbv", schedule, 2, 5)
-        return
-    with pytest.raises(UsageError, match=r"its 2 ranks 2 times.* and 5 are no multiple.*use a multiple of 2") as caught:
-        check_micro_batches(f"net: pp2+{schedule}", schedule, 2, 5)
-    assert "\n" not in str(caught.value)
-
-
-def test_every_schedule_is_listed() -> None:
-    assert {f"pp+{schedule}" for schedule in SCHEDULES} < set(DISTRIBUTED)

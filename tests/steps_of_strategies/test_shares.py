@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from magis.capture.workload import Workload
-from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
 from magis.strategies.rank_step import loss_of_shares
 
@@ -45,8 +44,3 @@ def test_without_batch_norm_it_is_the_loss_of_the_batch_and_so_are_the_gradients
     given.module.zero_grad(set_to_none=True)
     given.loss_fn(given.module(*given.inputs), *given.targets).backward()
     torch.testing.assert_close(found, [parameter.grad for parameter in given.module.parameters()])
-
-
-def test_shares_must_be_equal() -> None:
-    with pytest.raises(UsageError, match="12 samples cannot be shared out evenly to 5"):
-        loss_of_shares(work(), 5)

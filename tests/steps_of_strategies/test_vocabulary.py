@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from magis.capture import Workload
-from magis.errors import UsageError
 from magis.extensions.models.building import REAL
 from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
-from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
+from magis.extensions.models.encoders import BertConfig, bert
 from magis.extensions.ranks import RankJob, RankPool
 from magis.extensions.ranks.strategies.distributed import local, mesh
 from magis.extensions.ranks.strategies.model_parallel import ModelParallel
-from magis.extensions.ranks.strategies.vocabulary import LossOfParts, share_vocabulary
+from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 from magis.predict import fake_world, predict_rank
 from magis.strategies import World, distributed_strategy
 from tests.steps_of_strategies.test_parts import alone, small
@@ -62,37 +60,6 @@ def test_what_a_rank_has_of_a_vocabulary_is_predicted() -> None:
     found = [{term.name: term.nbytes for term in memory.terms} for memory in (whole, part)]
     for kind in ("parameters", "optimizer state"):
         assert found[1][kind] < 0.55 * found[0][kind]
-
-
-def test_a_network_without_a_vocabulary_is_as_it_was() -> None:
-    work = vit(VitConfig(4, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2, classes=5), REAL, "v", 0)
-    with fake_world(2, 0):
-        assert share_vocabulary(work, mesh(World(2, 0, fake=True), {"tp": 2})) is work
-
-
-def test_a_rank_without_a_word_is_refused() -> None:
-    work = bert(BertConfig(4, seq_len=8, layers=1, width=16, heads=4, vocab_size=5, max_positions=8), REAL, "bert", 0)
-    with fake_world(4, 0), pytest.raises(UsageError, match="a vocabulary of 5 leaves one of 4 ranks without a part"):
-        ModelParallel(4).prepare(work, World(4, 0, fake=True))
-
-
-@pytest.mark.parametrize(
-    ("make", "line"),
-    [
-        (
-            lambda: vit(VitConfig(2, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2), REAL, "v", 0),
-            "Vit",
-        ),
-        (
-            lambda: bert(BertConfig(2, seq_len=7, layers=1, width=16, heads=2, vocab_size=9), REAL, "b", 0),
-            "of 7 tokens",
-        ),
-    ],
-)
-def test_a_sequence_that_cannot_be_cut_is_refused(make: Callable[[], Workload], line: str) -> None:
-    with fake_world(2, 0), pytest.raises(UsageError, match=line) as caught:
-        ModelParallel(2, sequence=True).prepare(make(), World(2, 0, fake=True))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "btlm", "bert"])
@@ -142,17 +109,6 @@ def summed(logits: Tensor, target: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of the old word for a sum
         return cross_entropy(logits, target, size_average=False)
-
-
-def in_place(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits.div_(2.0), target)
-
-
-def test_a_loss_that_changes_the_logits_is_refused() -> None:
-    with alone() as world:
-        logits = DTensor.from_local(torch.randn(2, 3, 5), mesh(world, {"tp": 1}), [Shard(-1)])
-        with pytest.raises(UsageError, match=r"changes the logits in place \(div_\)"):
-            LossOfParts(in_place)(logits, torch.randint(0, 5, (2, 3)))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 
 def _load(repository: Path, name: str) -> ModuleType:
@@ -79,17 +77,6 @@ def test_the_pieces_cover_the_workloads(repository: Path, tmp_path: Path) -> Non
         "latency-1.1-bert", "memory-0.6-vit", "memory-0.6-bert", "latency-1.05-vit", "latency-1.05-bert",
         "memory-0.4-vit", "memory-0.4-bert", "dtypes-bfloat16", "oom", "trace", "report",
     ]  # fmt: skip
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(repository: Path, tmp_path: Path) -> None:
-    program = repository / "tools" / "gpu" / "run.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "--out", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip().endswith("device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>")
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_page_sets_measured_figures_beside_the_papers(

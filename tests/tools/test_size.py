@@ -40,25 +40,6 @@ def test_the_sums_of_the_table_add_up(repository: Path) -> None:
     assert {"magis.graph", "magis.search", "pytest_magis", "tests", "benchmarks"} <= rows.keys()
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("magis/__init__.py", "magis"),
-        ("magis/units.py", "magis"),
-        ("magis/rewrite/rules/draft.py", "magis.rewrite"),
-        ("magis/extensions/ranks/plans/shared_step.py", "neighbour ranks"),
-        ("magis/predict/__init__.py", "neighbour ranks"),
-        ("pytest_magis/against.py", "neighbour versions"),
-        ("pytest_magis/outputs/html/page.py", "neighbour outputs"),
-        ("pytest_magis/live/marked.py", "pytest_magis"),
-        ("tests/tools/test_size.py", "tests"),
-        ("conftest.py", None),
-    ],
-)
-def test_a_file_is_counted_in_its_room(size: ModuleType, path: str, expected: str | None) -> None:
-    assert size.room(path) == expected
-
-
 def test_lines_are_counted_by_room(size: ModuleType, tmp_path: Path) -> None:
     for name, lines in {"magis/a.py": 2, "pytest_magis/against.py": 3, "tests/test_a.py": 5, "conftest.py": 7}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

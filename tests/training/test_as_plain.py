@@ -19,9 +19,7 @@ from torch.distributions import Beta, Categorical, Independent, Laplace, Multiva
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.optim import AdamW
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from magis import CaptureError
 from magis.capture.autocast import device_forms
 from magis.runtime.time_slices import Watched
 from tests.nets import Block
@@ -225,32 +223,6 @@ def test_a_check_that_fails_raises_eagers_own_error(name: str) -> None:
     assert messages[0] == messages[1]
     both.agree_on(x, target, seed=1)
     both.same()
-
-
-def test_a_gradient_for_a_tensor_of_others_is_refused() -> None:
-    CASES["attached"] = plain, lambda out, target: F.cross_entropy(out * SHARPNESS, target)
-    with pytest.raises(CaptureError, match="requires a gradient is used"):
-        loops("attached")
-    assert SHARPNESS.grad is None
-
-
-class Watchful(torch.autograd.Function):
-    """Computes another gradient where a mode is in force."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        return grad * (3.0 if _get_current_dispatch_mode() is None else 3.0 + 2**-20)
-
-
-def test_numbers_that_depend_on_who_watches_are_refused() -> None:
-    forward: Forward = lambda m, x: plain(m, Watchful.apply(m.body(x)))  # noqa: E731
-    CASES["watchful"] = forward, F.cross_entropy
-    with pytest.raises(CaptureError, match=r"other numbers where nobody watches: the gradient of body\.weight"):
-        loops("watchful")
 
 
 @pytest.mark.parametrize("mode", [partial(device_forms, "cuda"), partial(Watched, lambda *_: None)])

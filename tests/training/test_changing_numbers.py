@@ -23,7 +23,6 @@ from tests.training.loops import Loops
 CONFIG = types.ModuleType("config_of_changing_numbers")
 sys.modules[CONFIG.__name__] = CONFIG
 GLOBAL = {"scale": 0.9}
-LIMITS: dict[str, Any] = {"latency_ratio": 1.5, "memory_ratio": None, "budget": 40}
 
 
 class Config:
@@ -171,20 +170,6 @@ def test_whatever_is_done_with_them(between: Callable[[Net, Tensor], Tensor], mo
 
 
 @pytest.mark.parametrize(
-    "loss_of",
-    [
-        lambda net: lambda out, y: functional.cross_entropy(out, y, label_smoothing=net.scale / 3),
-        lambda net: lambda out, y: functional.huber_loss(out.sum(1), y.float(), delta=net.scale),
-        lambda net: lambda out, y: functional.cross_entropy(out, y) + net.scale * out.pow(2).mean(),
-        lambda net: lambda out, y: net.scale**2 * functional.cross_entropy(out / net.scale, y),
-    ],
-)
-def test_in_the_loss(loss_of: Callable[[Net], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, captures = trained(lambda _net, h: h, loss_of=loss_of, monkeypatch=monkeypatch)
-    assert captures == [0, 1, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
     "between",
     [
         lambda net, h: h * float.__mul__(net.scale, 2.0),  # C code reads it: what comes out is a constant
@@ -210,26 +195,6 @@ def test_decisions_by_numbers_are_looked_at_at_every_step(monkeypatch: pytest.Mo
     numbers = [0.9, 0.89, 0.88, 0.59, 0.58, 0.85, 0.55]
     _, captures = trained(between, numbers=numbers, monkeypatch=monkeypatch)
     assert captures == [0, 1, 0, 1, 0, 0, 0]
-
-
-def test_zero_and_one_are_no_numbers_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = [0.0, 0.2, 0.4, 0.0, 0.3, 1.0, 1.0, -0.3, -0.7]
-    step, _ = trained(
-        lambda net, h: h + net.scale * functional.dropout(h, abs(net.scale)), numbers=numbers, monkeypatch=monkeypatch
-    )
-    assert sum(entry.plan.inputs is not None for entry in step._entries) == 2  # above zero and below
-
-
-def test_a_number_that_sizes_something_is_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, _ = trained(lambda net, h: h + torch.zeros(net.count % 7 + 1, 32).mean(0), counted, monkeypatch=monkeypatch)
-    assert all(entry.plan.inputs is None for entry in step._entries)
-
-
-def test_the_forward_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = dict(vars(math))
-    step, _ = trained(lambda net, h: h * math.exp(net.scale), monkeypatch=monkeypatch)
-    assert type(step.module.scale) is float
-    assert dict(vars(math)) == functions
 
 
 def test_a_plan_with_inputs_is_saved_with_the_present_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

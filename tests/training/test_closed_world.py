@@ -27,9 +27,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from magis import MagisError, optimize
 from tests.training.test_reads import A, Settings, W, Way, keep, outcome, put, reset
 
 DEADLINE = time.monotonic() + 1e6
@@ -361,28 +359,3 @@ def test_a_value_that_nobody_can_watch_is_refused(name: str, tmp_path: Any) -> N
             "address",
         ):  # others look at all that A has
             delattr(A, name_of)
-
-
-class Halved(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out / 2 if func is torch.tanh else out
-
-
-def test_a_mode_around_the_step_is_refused() -> None:
-    mode = Halved()
-    try:
-        assert outcome((lambda x: x, lambda: keep(mode.__enter__)())) == "refused"
-    finally:
-        mode.__exit__(None, None, None)
-
-
-def test_a_loss_that_reads_its_optimizer_is_refused() -> None:
-    model = nn.Linear(6, 3)
-    adam = torch.optim.AdamW(model.parameters())
-
-    def loss_of(out: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(out, y) * (1.0 + len(adam.state))
-
-    with pytest.raises(MagisError, match="state, and nobody sees when that changes"):
-        optimize(model, (torch.randn(5, 6), torch.randint(0, 3, (5,))), loss_of, adam, memory_ratio=1.0, budget=1)

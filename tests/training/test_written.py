@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, RMSprop
+from torch.optim import SGD
 
-from magis import CaptureError, optimize
-from tests.training.loops import Loops, batch, loss_of, net
-from tests.training.test_left_behind import ANY, MOMENTUM, Odd
+from magis import optimize
+from tests.training.loops import batch, loss_of, net
+from tests.training.test_left_behind import ANY, MOMENTUM
 
 
 class Scaling(nn.Module):
@@ -39,23 +39,6 @@ def test_nothing_of_the_users_is_written_to_while_planning() -> None:
     assert module.calls == 0
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
     assert all(map(torch.equal, example, given))
-
-
-def test_a_network_without_tensors_has_nothing_to_train() -> None:
-    with pytest.raises(CaptureError, match="there is nothing to train"):
-        optimize(nn.Tanh(), batch(), loss_of, None, **ANY)
-
-
-class Detached(Odd):
-    """No gradient reaches a weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).detach().requires_grad_()
-
-
-@pytest.mark.parametrize("make", [MOMENTUM, RMSprop])
-def test_an_optimizer_may_have_nothing_to_do(make: Callable[[Any], Any]) -> None:
-    Loops(Detached(), make, memory_ratio=1.0).agree()
 
 
 CENTER = torch.zeros(32)
@@ -87,23 +70,6 @@ def test_tensors_in_globals_are_written_to_by_steps_alone() -> None:
         optimizer.step()
         assert torch.equal(loss, ours[seed])
     assert torch.equal(CENTER, kept)
-
-
-class CountingTwice(Odd):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.steps += 1  # which registers the buffer again: no hook
-        return self.body(x)
-
-
-def test_a_buffer_may_be_counted_in_beside_a_number() -> None:
-    loops = Loops(CountingTwice(), MOMENTUM)
-    loops.agree()
-    assert loops.module.calls == loops.twin.calls == 3
 
 
 class Auxiliary(nn.Module):
