@@ -1,11 +1,11 @@
-"""Parts of the HTML page: escaped text, tables, earlier versions of a baseline file from git."""
+"""Parts of the HTML page: escaped text, earlier versions of a baseline file from git."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +24,6 @@ def element(name: str, inner: str, **attributes: object) -> str:
     """Put an element around HTML; a trailing "_" of an attribute's name is left out."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{inner}</{name}>"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int], **attributes: object) -> str:
-    """Return a table of cells in HTML; columns in ``left`` hold words, the others numbers."""
-    kinds = ["w" if column in left else "n" for column in range(len(head))]
-    cells = "".join(element("th", text(cell), class_=kind, scope="col") for cell, kind in zip(head, kinds, strict=True))
-    body = "".join(
-        f"<tr>{''.join(element('td', cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))}</tr>"
-        for row in rows
-    )
-    return element("table", f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody>", **attributes)
 
 
 def embedded(data: object) -> str:
@@ -66,20 +55,15 @@ def history(path: Path) -> tuple[Commit, ...]:
 
     Never raises: without git, repository or commits there is no history.
     """
-    return tuple(_commits(path))
-
-
-def _commits(path: Path) -> Iterator[Commit]:
+    found = []
     log = _git(path.parent, "log", f"--max-count={MOST}", "--format=%h%x1f%cs%x1f%s", "--", path.name)
     for line in (log or "").splitlines():
         name, date, subject = [*line.split("\x1f", 2), "", ""][:3]
         text = _git(path.parent, "show", f"{name}:./{path.name}")
-        if text is None or len(text) > LARGEST_FILE:
-            continue
-        try:
-            yield Commit(name, date, subject, parse(text, path))
-        except BaselineError:
-            continue
+        if text is not None and len(text) <= LARGEST_FILE:
+            with suppress(BaselineError):
+                found.append(Commit(name, date, subject, parse(text, path)))
+    return tuple(found)
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
