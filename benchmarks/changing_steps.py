@@ -155,7 +155,7 @@ def line(name: str, row: Row, steps: int) -> str:
     for net in (ours, theirs):
         row.change(net, 0)
     step = magis.optimize(ours, batches[0], functional.cross_entropy, optimizers[0], latency_ratio=1.5, budget=40)
-    counts, spent, anew = {"captured_step": 0, "_searched": 0}, [0.0, 0.0], list[float]()
+    counts, spent, anew = {"captured_step": 0, "_search_all": 0}, [0.0, 0.0], list[float]()
 
     def counting(module: Any, called: str) -> None:
         function = getattr(module, called)
@@ -166,7 +166,7 @@ def line(name: str, row: Row, steps: int) -> str:
 
         setattr(module, called, counted)
 
-    counted = ((planned, "captured_step"), (planning, "_searched"))
+    counted = ((planned, "captured_step"), (planning, "_search_all"))
     originals = [getattr(*each) for each in counted]
     for each in counted:
         counting(*each)
@@ -201,7 +201,7 @@ def line(name: str, row: Row, steps: int) -> str:
     mine, other = (1e3 * each / (steps - steps // 2) for each in spent)
     dear = f"{1e3 * sorted(anew)[len(anew) // 2]:.0f}" if anew else "-"
     times = f"{name:26}{mine:8.2f}{other:8.2f}{mine / other:8.2f}"
-    return f"{times}{counts['captured_step']:10}{counts['_searched']:10}{dear:>12}"
+    return f"{times}{counts['captured_step']:10}{counts['_search_all']:10}{dear:>12}"
 
 
 def lines(names: list[str], steps: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from magis.fission.candidates import connected, most_parts
 from magis.fission.loss_suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
-from magis.fission.ways import ways
+from magis.fission.region import ways
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import splits
