@@ -114,9 +114,9 @@ class _Builder:
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
         drawn = _generators(group)
-        state = Value(0, (GENERATOR_BYTES,), (1,), "uint8", 0)
+        saved = Value(0, (GENERATOR_BYTES,), (1,), "uint8", 0)
         states = tuple(
-            self._new_value(replace(state, storage=self._new_storage(GENERATOR_BYTES, "host"))) for _ in drawn
+            self._new_value(replace(saved, storage=self._new_storage(GENERATOR_BYTES, "host"))) for _ in drawn
         )
         if renewed is None:
             self._saved[node] = states

@@ -29,7 +29,7 @@ from magis.rewrite.realize import realize
 from magis.runtime.measure import collector_spared
 from magis.runtime.scratch import measure_workspaces
 from magis.runtime.swap_streams import GeneratorStates
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, JudgedPlan, Objective
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, JudgedPlan, Objective
 from magis.search.driver import search
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import evaluate, expand
@@ -152,10 +152,10 @@ def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
 def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
     problem = compiled.problem
     limits = options.limits
-    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, seconds=limits.seconds)
-    found = searched(allow_swap=False)
+    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, allow_swap=False)
+    found = searched(over=Deadline(limits.seconds).over)
     if not found.feasible and written.flags.any():  # never worse than what the user wrote
-        other = searched(allow_swap=False, starts=(written,))
+        other = searched(over=Deadline(limits.seconds).over, starts=(written,))
         found = min(found, other, key=lambda each: aim.key(each.peak, each.latency_ns))
     events = expand(problem, found.order, found.flags)
     graph = realize(compiled, events)
