@@ -201,7 +201,7 @@ def line(name: str, row: Row, steps: int) -> str:
     mine, other = (1e3 * each / (steps - steps // 2) for each in spent)
     dear = f"{1e3 * sorted(anew)[len(anew) // 2]:.0f}" if anew else "-"
     times = f"{name:26}{mine:8.2f}{other:8.2f}{mine / other:8.2f}"
-    return f"{times}{counts['captured_step']:10}{counts['_searched']:10}{dear:>12}"
+    return f"{times}{counts['captured_step']:10}{counts['_search_all']:10}{dear:>12}"
 
 
 def lines(names: list[str], steps: int) -> Iterator[str]:

@@ -139,8 +139,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed_names import distributed_strategy
-    from magis.strategies.prepared_work import without_dropout
-    from magis.strategies.rank_step import RankStrategy
+    from magis.strategies.rank_step import RankStrategy, without_dropout
 
     torch.set_num_threads(1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()

@@ -13,7 +13,7 @@ from math import gcd
 
 import rustworkx as rx
 
-from magis.fission.ways import ways
+from magis.fission.region import ways
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension

@@ -180,21 +180,25 @@ class _Body:
         whole = self.given[value]
         if cut is None:
             return whole
-        if (value, cut) not in self.stretches:
-            self.stretches[value, cut] = self._stretch(whole, cut)
-        return self.stretches[value, cut]
-
-    def _stretch(self, whole: int, cut: int | Halo) -> int:
+        if (value, cut) in self.stretches:
+            return self.stretches[value, cut]
         looks = self.values[whole]
         dim, around = (cut.dim, (cut.before, cut.after)) if isinstance(cut, Halo) else (cut, ())
         shape = list(looks.shape)
         shape[dim] = shape[dim] // self.region.parts + sum(around)
         window = replace(looks, id=len(self.values), shape=tuple(shape))
-        if around or not is_window(window):
-            stride = _dense_strides(tuple(shape), looks.stride)
+        # A stretch can be a view where it is dense or, as its whole, has expanded dimensions.
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(looks.stride, shape, strict=True))
+        if around or not (expanded or is_dense(window)):
+            # A copy: dense, with the dimensions in the same order in memory.
+            dense, step = [0] * len(shape), 1
+            for each in sorted(range(len(shape)), key=lambda each: (looks.stride[each], -each)):
+                dense[each] = step
+                step *= max(1, shape[each])
             storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
-            window = replace(window, stride=stride, storage=storage, offset=0, bits=())
+            window = replace(window, stride=tuple(dense), storage=storage, offset=0, bits=())
         self.values[window.id] = window
+        self.stretches[value, cut] = window.id
         copies = window.storage != looks.storage
         self._append(Op(0, PART, (Ref(whole), dim, *around), (), (window.id,)), (), reads=copies)
         return window.id
@@ -217,22 +221,6 @@ class _Body:
         made = {self.graph.values[value].storage for value in self.wholes}
         hit = {storage for op in self.ops for storage, _ in op.writes}
         return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
-
-
-def is_window(value: Value) -> bool:
-    """Return True if a stretch can be a view: dense, or, as its whole, with expanded dimensions."""
-    return is_dense(value) or 0 in (stride for stride, size in zip(value.stride, value.shape, strict=True) if size > 1)
-
-
-def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return dense strides with the dimensions in the same order in memory."""
-    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
-    dense = [0] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        dense[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(dense)
 
 
 def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> Graph:

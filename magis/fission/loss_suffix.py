@@ -163,19 +163,14 @@ def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
     The graph is free of needless constraints (``rewrite.untangle``).
     """
     whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
-    worth = (piece for piece in _pieces_of_all_places(graph, most) if piece.nbytes * LEAST >= whole)
-    return sorted(worth, key=lambda piece: -piece.nbytes)
-
-
-def _pieces_of_all_places(graph: Graph, most: int) -> Iterator[Piece]:
-    seen: set[tuple[tuple[int, Split], ...]] = set()
+    found: dict[tuple[tuple[int, Split], ...], Piece] = {}
     dag = dependency_graph(graph)
     for axis in axes(graph):
         for at in places(graph, axis, most):
-            found = heaviest(graph, suffix(graph, axis, at, dag), dag)
-            if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
-                seen.add(cuts)
-                yield found
+            piece = heaviest(graph, suffix(graph, axis, at, dag), dag)
+            if piece is not None and piece.nbytes * LEAST >= whole:
+                found.setdefault(tuple(sorted(piece.cuts.items())), piece)
+    return sorted(found.values(), key=lambda piece: -piece.nbytes)
 
 
 def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:

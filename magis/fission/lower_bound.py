@@ -76,17 +76,12 @@ class LowerBound:
         return f"{stays}; + {own} that {self.op}{where} ({self.phase}) needs whole: {', '.join(whole)}"
 
 
-def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
+def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
     """Return persistent bytes + the largest working set of one operator, of tensors that no way to cut it shrinks.
 
     An operator that can be cut may run on ever smaller parts of the cut tensors, one way within the other; only one
     that cannot be cut at all needs its scratch and, unless it may write over an input, all that it makes.
     """
-    return explained_lower_bound(graph, workspace, rounding).nbytes
-
-
-def explained_lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
-    """Return the bound of ``lower_bound`` with its parts."""
     sizes = {s.id: rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent}
     kinds: dict[str, int] = {}
     for storage, nbytes in sizes.items():

@@ -138,11 +138,8 @@ class _Undoing:
         """List the whole calls, numbered, whose parts make the operator's results; those that look likely first."""
         every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
-        return sorted(found, key=lambda each: self._unlikely(each[1]))
-
-    def _unlikely(self, way: GlobalCall) -> int:
-        """Count the results of a whole call that look like nothing in the original step."""
-        return sum((fact.whole[0], fact.whole[2]) not in self.likely for fact in way.outputs if fact is not None)
+        looks = {way: [(fact.whole[0], fact.whole[2]) for fact in way.outputs if fact is not None] for _, way in found}
+        return sorted(found, key=lambda each: sum(look not in self.likely for look in looks[each[1]]))
 
     def known(self, op: Op) -> Iterator[tuple[Placement, ...]]:
         """Yield every combination of the facts of the operator's inputs."""

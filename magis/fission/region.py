@@ -7,15 +7,16 @@ Every rule of the paper is a check that names the operator that breaks it; nothi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import rustworkx as rx
 
-from magis.fission.ways import ways
-from magis.graph import Graph, Op
+from magis.cost.signature import signature
+from magis.graph import Graph, Op, Value
 from magis.graph.hazards import dependency_graph, fills, is_dense, is_pure_view
-from magis.ops.splits import Cut, Halo, How, Overlap, Split, why_opaque
+from magis.ops.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +86,14 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
             if value in given and given[value] != (wanted if wanted is not None else "same"):
                 how = given[value]
                 by = f"rows of {how.dim} that overlap" if isinstance(how, Overlap) else repr(how)
-                yield f"{_where(op)}: takes value {value} {_cut_text(wanted)}, which its maker gives by {by}"
+                cut = "whole" if wanted is None else f"cut along {wanted}"
+                if isinstance(wanted, Halo):
+                    cut = f"cut along {wanted.dim} with rows of other parts"
+                yield f"{_where(op)}: takes value {value} {cut}, which its maker gives by {by}"
             elif value not in given and wanted is not None and graph.values[value].bits and is_pure_view(graph, op):
                 # A copied stretch has no bits, so its conjugate has one, which kernels copy where eager's do not.
                 bits = " ".join(graph.values[value].bits)
                 yield f"{_where(op)}: opens a view in parts of value {value}, which has the bits {bits}"
-
-
-def _cut_text(cut: Cut) -> str:
-    if isinstance(cut, Halo):
-        return f"cut along {cut.dim} with rows of other parts"
-    return "whole" if cut is None else f"cut along {cut}"
 
 
 def made_in(graph: Graph, region: Region) -> dict[int, How]:
@@ -261,7 +259,14 @@ def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int
     first = min(region.cuts)
     kept = {graph.values[value].storage for value in graph.outputs}
     kept |= {storage for p in region.cuts for storage, _ in graph.ops[p].writes}
-    for storage, taken in _cuts_of(graph, region).items():
+    # Storages from outside, with the values through which operators take them and the dimensions that these cut.
+    made = {value for position in region.cuts for value in graph.ops[position].made()}
+    through: dict[int, set[tuple[int, Cut]]] = {}
+    for position, split in region.cuts.items():
+        for value, dim in zip(graph.ops[position].inputs(), split.inputs, strict=True):
+            if value not in made:
+                through.setdefault(graph.values[value].storage, set()).add((value, dim))
+    for storage, taken in through.items():
         (value, dim), *others = sorted(taken, key=str)
         last = max((position for position in touching[storage] if position not in region.cuts), default=first)
         if others or not isinstance(dim, int) or last >= first or storage in kept:
@@ -270,20 +275,36 @@ def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int
             yield storage, (value, dim)
 
 
-def _cuts_of(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, Cut]]]:
-    """Map storages from outside to the values through which operators take them, with the cut dimension."""
-    made = {value for position in region.cuts for value in graph.ops[position].made()}
-    found: dict[int, set[tuple[int, Cut]]] = {}
-    for position, split in region.cuts.items():
-        for value, dim in zip(graph.ops[position].inputs(), split.inputs, strict=True):
-            if value not in made:
-                found.setdefault(graph.values[value].storage, set()).add((value, dim))
-    return found
-
-
 def last_readers(graph: Graph, region: Region) -> dict[int, int]:
     """Map each storage to the position of the last of the region's operators that takes a tensor on it."""
     found: dict[int, int] = {}
     for position in sorted(region.cuts):
         found |= dict.fromkeys((graph.values[value].storage for value in graph.ops[position].inputs()), position)
     return found
+
+
+# Ways to cut a call (``magis.ops.splits``), worked out once for all calls that look alike, as equal layers do.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that is hashed and compared by ``looks``."""
+
+    looks: tuple[object, ...]
+    op: Op = field(compare=False)
+    values: Mapping[int, Value] = field(compare=False)
+
+
+def ways(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
+    """Return ``splits`` of the call, from the cache if a call that looks alike was seen."""
+    own = {number: values[number] for number in (*op.inputs(), *op.made())}
+    storages = {storage: number for number, storage in enumerate(dict.fromkeys(v.storage for v in own.values()))}
+    lies = tuple((storages[own[number].storage], own[number].offset) for number in op.inputs())
+    results = [None if number is None else own[number] for number in op.outputs]
+    made = tuple(None if v is None else (v.dtype, v.shape, v.stride, v.offset, storages[v.storage]) for v in results)
+    return _cached_splits(_Call((signature(op, own), op.random, lies, made), op, own))
+
+
+@functools.lru_cache(maxsize=8192)
+def _cached_splits(call: _Call) -> tuple[Split, ...]:
+    return splits(call.op, call.values)

@@ -69,7 +69,7 @@ class Profiles:
             if path is None or not path.is_file():
                 return UNPRICED
         profile = load(path)
-        problem = refused(profile, device) or _missing_dtypes(profile, dtype) or _other_products(profile, dtype)
+        problem = refused(profile, device) or _wrong_types(profile, dtype)
         if problem:
             text = f"the operator profile {path} {problem}"
             if self.file is not None:
@@ -79,7 +79,11 @@ class Profiles:
         theirs = profile.device
         recorded_on = theirs.get("gpu") or f"{theirs.get('instruction set')}, {theirs.get('threads')} threads"
         source = f"{path.name} ({recorded_on}, torch {theirs.get('torch')})"
-        return Pricing(kept, source, _describe_changes(profile, changed))
+        note = ""
+        if changed:  # operators that the profile knows under another schema: priced without it
+            names = ", ".join(changed[:NAMED]) + (", ..." if len(changed) > NAMED else "")
+            note = f"{len(changed)} operators differ from those of torch {theirs.get('torch')}: {names}"
+        return Pricing(kept, source, note)
 
 
 def profile_file(folder: Path, device: str, dtype: str = "") -> Path:
@@ -111,28 +115,19 @@ def refused(profile: Profile, device: str) -> str:
     return f"is of {_describe_device(theirs)}, this is {_describe_device(ours)}"
 
 
-def _missing_dtypes(profile: Profile, dtype: str) -> str:
-    wanted = {tensor_type(dtype), autocast_type(dtype) or tensor_type(dtype)} if dtype else set()
-    if wanted <= profile.dtypes:
+def _wrong_types(profile: Profile, dtype: str) -> str:
+    """Say which operators or products of a data type a profile lacks; empty if none, or for any data type."""
+    if not dtype:
         return ""
-    known = ", ".join(sorted(profile.dtypes)) or "none at all"
-    return f"has no {' or '.join(sorted(wanted - profile.dtypes))} operators (its data types: {known})"
-
-
-def _other_products(profile: Profile, dtype: str) -> str:
+    missing = {tensor_type(dtype), autocast_type(dtype) or tensor_type(dtype)} - profile.dtypes
+    if missing:
+        known = ", ".join(sorted(profile.dtypes)) or "none at all"
+        return f"has no {' or '.join(sorted(missing))} operators (its data types: {known})"
     theirs, ours = profile.device.get(PRODUCTS, "float32"), "tf32" if dtype == "tf32" else "float32"
-    return "" if not dtype or theirs == ours else f"is of products in {theirs}, the case's are in {ours}"
+    return "" if theirs == ours else f"is of products in {theirs}, the case's are in {ours}"
 
 
 def _describe_device(identity: Mapping[str, str]) -> str:
     if identity.get("device") == "cpu":
         return f"a CPU with {identity.get('instruction set')} and {identity.get('threads')} threads"
     return identity.get("gpu") or identity.get("device") or "another device"
-
-
-def _describe_changes(profile: Profile, changed: tuple[str, ...]) -> str:
-    """Name operators that the profile knows under another schema; they are priced without it."""
-    if not changed:
-        return ""
-    names = ", ".join(changed[:NAMED]) + (", ..." if len(changed) > NAMED else "")
-    return f"{len(changed)} operators differ from those of torch {profile.device.get('torch')}: {names}"

@@ -15,15 +15,14 @@ from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
-from magis.fission.lower_bound import LowerBound, explained_lower_bound, with_behind
+from magis.fission.lower_bound import LowerBound, lower_bound, with_behind
 from magis.graph import Graph, digest, verify
 from magis.planner.conformance import conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
 from magis.planner.shared_searches import Sharing
 from magis.planner.smaller_steps import MOST_BYTES, held_bytes, tensors_of
-from magis.planner.steps_of_ranks import in_order_ns, sends
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
-from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, too_slow
+from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, in_order_ns, sends, too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
@@ -323,7 +322,7 @@ class Subject(TracedModel):
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
         """Return the least bytes of any plan at these costs."""
-        found, own = explained_lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        found, own = lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
             return found

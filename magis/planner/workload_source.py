@@ -1,4 +1,5 @@
-"""Where a workload comes from, whether running its step takes too long, and values that are made once."""
+"""Where a workload comes from, whether running its step takes too long, and values that are made once; the latency of a
+rank's step as it was captured, whose messages run beside its operators."""
 
 from __future__ import annotations
 
@@ -9,12 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from magis.capture import Workload
+from magis.graph import BESIDE, Graph
 from magis.ops.generators import seed_all
 from magis.runtime.steps import Step
 from magis.runtime.time_slices import Watched
+from magis.simulate.compiled_problem import Costs, compile_problem
+from magis.simulate.evaluator import evaluate
+from magis.simulate.problem import KEEP
 
 STEPS = 50
 """Number of steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to
@@ -150,3 +156,16 @@ class Memo:
             self._made[key] = make()
         found: _Made = self._made[key]
         return found
+
+
+def sends(graph: Graph) -> bool:
+    """Return True if there are messages that can run beside the operators."""
+    return any(op.target in BESIDE for op in graph.ops)
+
+
+def in_order_ns(graph: Graph, costs: Costs) -> int:
+    """Return the nanoseconds of a step in program order that recomputes nothing. Each message is sent ahead of its
+    first reader, where that is possible, and not before that of the one before it, as `fully_shard` does."""
+    problem = compile_problem(graph, costs).problem
+    order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, KEEP, dtype=np.int8)
+    return evaluate(problem, order, flags).latency_ns

@@ -109,8 +109,9 @@ def untangle(graph: Graph) -> Graph:
     """Return the step without needless order constraints."""
     found = _Rewritten(dict(graph.storages), dict(graph.values))
     for op in graph.ops:
-        if _only_shape(graph, op):
-            found.ops.append(_factory(graph, op))
+        factory = _factory(graph, op)
+        if factory is not None:
+            found.ops.append(factory)
         elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
             found.loss(op)  # a mean over targets that all weigh the same
         else:
@@ -119,16 +120,14 @@ def untangle(graph: Graph) -> Graph:
     return replace(graph, storages=found.storages, values=found.values, ops=ops)
 
 
-def _only_shape(graph: Graph, op: Op) -> bool:
-    """Return True for a factory that needs nothing but the shape of its input, and whose result is row-major."""
+def _factory(graph: Graph, op: Op) -> Op | None:
+    """Return the factory that needs the shape of its input alone, without the input; None for any other operator, and
+    where the result is not row-major."""
     if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
-        return False
+        return None
     value = graph.values[op.made()[0]]
-    return value.stride == row_major(value.shape) and not op.writes
-
-
-def _factory(graph: Graph, op: Op) -> Op:
-    value = graph.values[op.made()[0]]
+    if value.stride != row_major(value.shape) or op.writes:
+        return None
     given = dict(op.kwargs)
     order = tuple(pair for pair in op.reads if graph.storages[pair[0]].kind == "generator")
     kwargs: tuple[tuple[str, Arg], ...] = (

@@ -114,7 +114,10 @@ class _Builder:
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
         drawn = _generators(group)
-        states = tuple(self._generator_state() for _ in drawn)
+        saved = Value(0, (GENERATOR_BYTES,), (1,), "uint8", 0)
+        states = tuple(
+            self._new_value(replace(saved, storage=self._new_storage(GENERATOR_BYTES, "host"))) for _ in drawn
+        )
         if renewed is None:
             self._saved[node] = states
         for position, (state, own) in enumerate(zip(states, drawn, strict=True)):
@@ -126,10 +129,6 @@ class _Builder:
         if renewed is not None:
             for state, own in zip(states, drawn, strict=True):
                 self._emit_own("magis.rng_leave", (Ref(state), *own), ())
-
-    def _generator_state(self) -> int:
-        storage = self._new_storage(GENERATOR_BYTES, "host")
-        return self._new_value(Value(0, (GENERATOR_BYTES,), (1,), "uint8", storage))
 
     def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
         """Allocate storages for the outputs of ``op``; all become current the first time, else those renewed.
@@ -215,10 +214,11 @@ class _Builder:
         copy, _ = self._copy.get(value.storage, (value.storage, 0))
         whole = self._values.get(self._loaded.get(copy, -1))
         if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
-            view = self._written_through(value, op) if whole is not None else None
-            if view is not None:
-                self._open[source, copy] = self._current_value(view)
-                return self._open[source, copy]
+            # The argument that shows what the output shows: the view of another type that the operator wrote to.
+            for taken in op.inputs() if op.writes and whole is not None else ():
+                if replace(self._source.values[taken], id=value.id, name=value.name) == value:
+                    self._open[source, copy] = self._current_value(taken)
+                    return self._open[source, copy]
             raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
         looks = (value.shape, value.stride, value.offset)
         if looks == (whole.shape, whole.stride, whole.offset):
@@ -227,13 +227,6 @@ class _Builder:
         new = self._output_value(source, {})
         self._emit_own("aten.as_strided.default", (Ref(whole.id), *looks), (new,))
         return new
-
-    def _written_through(self, made: Value, op: Op) -> int | None:
-        """Return the argument of ``op`` that shows what ``made`` shows: the view of another type that it wrote to."""
-        for taken in op.inputs() if op.writes else ():
-            if replace(self._source.values[taken], id=made.id, name=made.name) == made:
-                return taken
-        return None
 
     def _output_value(self, source: int, copies: dict[int, int]) -> int:
         """Add the value for an output of the source's operator; ``copies`` are the operator's fresh storages."""

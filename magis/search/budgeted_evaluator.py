@@ -188,7 +188,11 @@ class BudgetedEvaluator:
         known = self._seen.get(digest)
         if known is not None:
             return known
-        self.check_budget()
+        if self.states >= self.budget:
+            raise SearchOver
+        if self.states and self._over():
+            self.stopped_by_seconds = True
+            raise SearchOver
         self.states += 1
         found = self.evaluator.quick(flags)
         self._seen[digest] = found
@@ -225,11 +229,3 @@ class BudgetedEvaluator:
             if not plans or latency_ns < plans[-1].latency_ns:
                 plans.append(JudgedPlan(order, np.frombuffer(flags, dtype=np.int8).copy(), peak, latency_ns))
         return plans
-
-    def check_budget(self) -> None:
-        """Raise SearchOver if nothing may be evaluated any more."""
-        if self.states >= self.budget:
-            raise SearchOver
-        if self.states and self._over():
-            self.stopped_by_seconds = True
-            raise SearchOver

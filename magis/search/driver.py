@@ -319,7 +319,9 @@ class _Search:
             best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
             best = self.best(plans)[0]
             anneal(judge, goal, best, share, seed=self.seed + polish, allow_swap=self.allow_swap)
-            self.climb_best()
+            if judge.best is not None:
+                judge.use(judge.best.order)
+                climb(judge, goal, judge.best, allow_swap=self.allow_swap)
             if judge.states == before:
                 return  # nothing is left to try
 
@@ -353,12 +355,6 @@ class _Search:
     def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:
         """Return the best plan so far as a list of one, the first of ``plans`` if none was judged."""
         return [self.judge.best] if self.judge.best is not None else plans[:1]
-
-    def climb_best(self) -> None:
-        best = self.judge.best
-        if best is not None:
-            self.judge.use(best.order)
-            climb(self.judge, self.goal, best, allow_swap=self.allow_swap)
 
     def approach(self, order: Int32s, limit: int) -> list[JudgedPlan]:
         """Propose plans for limits between one that is not kept and the lowest peak reached.

@@ -267,8 +267,18 @@ def window_of_compiled(strategy: Local, work: Workload) -> int:
     def whole() -> Any:
         return work.loss_fn(work.module(*work.inputs), *work.targets)
 
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    partitioned: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop,
+        decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
     torch.compiler.reset()
-    call = torch.compile(whole, backend=_partitioner_backend())
+    call = torch.compile(whole, backend=partitioned)
     with mode, strategy.wrapped(work.module, work.blocks, states=False):
         _forward_and_backward(strategy, work, call)  # compiles
         nbytes = tensor_peak(partial(_forward_and_backward, strategy, work, call))
@@ -305,17 +315,3 @@ def _forward_and_backward(strategy: Local, work: Workload, call: Callable[[], An
     with strategy.around():
         loss = call()
     loss.backward()
-
-
-def _partitioner_backend() -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    found: Callable[..., Any] = aot_autograd(
-        fw_compiler=boxed_nop,
-        decompositions=select_decomp_table(),
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
-    )
-    return found

@@ -53,7 +53,7 @@ def test_a_result_says_whether_anything_ran_in_parts(bench: Bench, tight: tuple[
     assert result.lower_bound_bytes <= result.memory.peak_bytes
     subject = bench.subject(result.case)
     workspace = subject.costs(subject.base_workspaces).workspace
-    assert result.lower_bound_bytes == lower_bound(subject.untangled, workspace)
+    assert result.lower_bound_bytes == lower_bound(subject.untangled, workspace).nbytes
     for parts in loops:
         assert f" in {parts} parts" in result.search.fission
 

@@ -202,7 +202,7 @@ def test_no_loop_is_below_the_lower_bound(name: str) -> None:
         return 0
 
     graph = form(name)
-    bound = lower_bound(graph, none)
+    bound = lower_bound(graph, none).nbytes
     for at in found(graph, CONVOLUTION, BACKWARD):
         for cuts in regions_around(graph, at, most=8):
             looped = expanded(graph, Region(cuts, 2))

@@ -28,7 +28,7 @@ from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.runtime.steps import EagerStep
-from magis.strategies.prepared_work import has_dropout
+from magis.strategies.rank_step import has_dropout
 
 pytest.importorskip("onnxruntime")
 ort_memory = pytest.importorskip("magis.extensions.onnx.ort_memory")

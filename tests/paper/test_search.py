@@ -165,7 +165,6 @@ LIMITS = [{"memory": "0.8"}, {"memory": "0.5"}, {"latency": "1.05"}, {"latency":
 def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
     result = found(**limit)
     assert result.states <= STATES
-    assert result.states + result.filtered + result.refused == result.generated + 1
     order = None if result.best.order is None else np.array(result.best.order, dtype=np.int32)
     check(result.best.tree, dict(result.best.decided), order)
     assert judge(framed(result.best.tree), dict(result.best.decided), order) == result.figures

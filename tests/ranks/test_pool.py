@@ -16,7 +16,7 @@ from magis.errors import MagisError, UsageError
 from magis.extensions.ranks import RankError, RankJob, RankPool, mean_losses, slowest_ms
 from magis.extensions.ranks.strategies.distributed import make_optimizer, trained
 from magis.models import model_specs
-from magis.strategies.prepared_work import without_dropout
+from magis.strategies.rank_step import without_dropout
 from tests.ranks.processes import SIGN, alive, gone_within
 
 HERE = "tests.ranks.own_strategies"

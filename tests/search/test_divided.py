@@ -70,7 +70,7 @@ def test_a_memory_limit_is_kept_by_what_the_plan_becomes(name: str, ratio: float
     assert found is not None
     assert found.states > 0
     graph = realized(given, found)
-    floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding)
+    floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding).nbytes
     assert floor <= found.solution.peak
     assert (found.solution.peak <= limit) == met
     assert dump(graph).count("magis.loop") == 1

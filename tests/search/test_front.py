@@ -177,7 +177,7 @@ def test_every_point_of_a_divided_front_is_a_sound_step_of_that_size(name: str) 
     given = step(name)
     points = front_of(given).points
     assert_monotone([(point.peak, point.latency_ns) for point in points])
-    floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding)
+    floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding).nbytes
     for point in spread(points, 12):
         assert point.cut is not None
         solution = point.solution()

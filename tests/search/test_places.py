@@ -10,7 +10,7 @@ import pytest
 from magis.capture import capture
 from magis.capture.workload import fake_tensors
 from magis.cost.cost_model import device_model
-from magis.fission import ways
+from magis.fission import region
 from magis.fission.loss_suffix import axes
 from magis.fission.proof import verify_fission
 from magis.graph import verify
@@ -104,7 +104,7 @@ def test_it_is_the_halo_that_does_it(name: str, monkeypatch: pytest.MonkeyPatch)
     given = step(name)
     with_halos, whole = kept_plan(given)
     # The cache holds splits that were found with these rules.
-    monkeypatch.setattr(ways, "_cached_splits", ways._cached_splits.__wrapped__)
+    monkeypatch.setattr(region, "_cached_splits", region._cached_splits.__wrapped__)
     for operator in ("convolution", "convolution_backward"):
         monkeypatch.setattr(convolution, operator, without_halos(getattr(convolution, operator)))
     without, again = planned(given)

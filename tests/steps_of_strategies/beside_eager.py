@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from magis.capture import Workload
 from magis.ops.optimizers import OptimizerSpec, torch_optimizer
 from magis.strategies import World, distributed_strategy
-from magis.strategies.prepared_work import without_dropout
-from magis.strategies.rank_step import RankStep, RankStrategy, Wrapping
+from magis.strategies.rank_step import RankStep, RankStrategy, Wrapping, without_dropout
 
 
 @dataclass

@@ -25,7 +25,7 @@ from magis.extensions.ranks.strategies.zero import FlatBuffer, Zero, _owners
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, distributed_strategy
-from magis.strategies.prepared_work import without_dropout
+from magis.strategies.rank_step import without_dropout
 
 
 def small(name: str, style: Style = REAL) -> Workload:

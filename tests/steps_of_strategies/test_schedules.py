@@ -25,7 +25,7 @@ from magis.ops.optimizers import torch_optimizer
 from magis.predict import fake_world
 from magis.results import RankMemory
 from magis.strategies import World, distributed_strategy
-from magis.strategies.prepared_work import without_dropout
+from magis.strategies.rank_step import without_dropout
 from tests.api.cut_nets import four_blocks
 
 V100 = find_device("sim:v100")

@@ -152,11 +152,10 @@ def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
 def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
     problem = compiled.problem
     limits = options.limits
-    deadline = Deadline(limits.seconds)
-    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, over=deadline.over)
-    found = searched(allow_swap=False)
+    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, allow_swap=False)
+    found = searched(over=Deadline(limits.seconds).over)
     if not found.feasible and written.flags.any():  # never worse than what the user wrote
-        other = searched(allow_swap=False, starts=(written,))
+        other = searched(over=Deadline(limits.seconds).over, starts=(written,))
         found = min(found, other, key=lambda each: aim.key(each.peak, each.latency_ns))
     events = expand(problem, found.order, found.flags)
     graph = realize(compiled, events)

@@ -12,7 +12,7 @@ from magis.extensions.onnx import ort_step
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, StepFigures
 from magis.runtime.steps import Step
-from magis.strategies.prepared_work import check_update, has_dropout, without_dropout
+from magis.strategies.rank_step import check_update, has_dropout, without_dropout
 from magis.strategies.strategy_names import OrtName, ort_name
 
 if TYPE_CHECKING:

@@ -113,12 +113,6 @@ class PaperSearch:
         self.incremental, self.over = incremental, over
         self.frames: OrderedDict[Loops, LoopFrame | None] = OrderedDict()
         self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
-        self.generated = 0
-        self.filtered = 0
-        """Number of children seen before."""
-        self.expanded = 0
-        self.refused = 0
-        """Number of F-Trees whose enabled nodes cannot all be loops."""
         self.stopped = False
         """True if ``over`` ended the search before its budget was spent."""
         self.began = time.process_time()
@@ -148,11 +142,8 @@ class PaperSearch:
         """Search until the budget is spent, nothing is left to try, or ``over`` says so; returns itself."""
         while self.queue and self.states < self.budget:
             _, _, state = heapq.heappop(self.queue)
-            self.expanded += 1
             for child in self._children(state):
-                self.generated += 1
                 if child.mark in self.seen:
-                    self.filtered += 1
                     continue
                 self.seen.add(child.mark)
                 self._simulate(self._scheduled(state, child))
@@ -180,8 +171,7 @@ class PaperSearch:
     def _simulate(self, state: SearchState) -> None:
         """Judge a state: keep it if it is the best, queue it if it may lead to a better one, else forget it."""
         level = self._frame(state)
-        if level is None:
-            self.refused += 1
+        if level is None:  # its enabled nodes cannot all be loops
             return
         self.states += 1
         found = judge(level, dict(state.decided), _order(state))

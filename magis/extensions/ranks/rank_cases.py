@@ -19,8 +19,7 @@ from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed_names import check_world, distributed_strategy, is_low_precision, is_own
-from magis.strategies.prepared_work import without_dropout
-from magis.strategies.rank_step import RankStrategy
+from magis.strategies.rank_step import RankStrategy, without_dropout
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import median_and_spread
 

@@ -204,19 +204,14 @@ def _match_members(
     index: Index, pattern: Pattern, values: Sequence[int], bound: Bound, number: int = 0
 ) -> Iterator[Bound]:
     """Match every value with the pattern, each with tensors of its own for the starred names."""
-    if number == len(values):
-        yield _with_lists(bound, number)
+    if number == len(values):  # ``a.0``, ``a.1``, ... become the list ``a``
+        names = dict.fromkeys(name.partition(".")[0] for name in bound.values if "." in name)
+        lists = {name: tuple(bound.values[f"{name}.{at}"] for at in range(number)) for name in names}
+        single = {name: value for name, value in bound.values.items() if "." not in name}
+        yield replace(bound, values=single, lists={**bound.lists, **lists})
         return
     for found in _match_value(index, member(pattern, number), values[number], bound):
         yield from _match_members(index, pattern, values, found, number + 1)
-
-
-def _with_lists(bound: Bound, count: int) -> Bound:
-    """Bind ``a.0``, ``a.1``, ... as the list ``a``."""
-    names = dict.fromkeys(name.partition(".")[0] for name in bound.values if "." in name)
-    lists = {name: tuple(bound.values[f"{name}.{number}"] for number in range(count)) for name in names}
-    single = {name: value for name, value in bound.values.items() if "." not in name}
-    return replace(bound, values=single, lists={**bound.lists, **lists})
 
 
 # -- families ---------------------------------------------------------------------------------------------------------

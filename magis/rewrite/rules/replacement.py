@@ -100,22 +100,22 @@ class _Change:
             # A loop knows where its tensors lie; what is swapped out is freed whole.
             raise Refused(f"{op.target} would meet another tensor")
         new = _with(op, self._instead)
-        if op.target.startswith(ABSOLUTE) and any(self._elsewhere(value) for value in op.inputs()):
-            raise Refused(f"{op.target} names a place in memory, which would be another one")
+        if op.target.startswith(ABSOLUTE):
+            for value, other in zip(op.inputs(), taken, strict=True):
+                old, looks = self.before.values[value], self.values[other]
+                if (looks.offset, looks.stride) != (old.offset, old.stride):
+                    raise Refused(f"{op.target} names a place in memory, which would be another one")
         if signature(op, self.before.values) == signature(new, self.values):
             return [self._relocated(op, new)]
-        if not self._allowed(op):
+        info = op_info(op.target)
+        drawn = op.random and info.attention is None  # attention draws by row and column, others by place in memory
+        if drawn or not (info.view or info.any_layout or is_elementwise(op) or op.phase == "update"):
             return self._on_copies(op, new)
         try:
             made = describe(new, self.values)
         except VerifyError:
             return self._on_copies(op, new)
         return [self._with_new_results(op, new, made)]
-
-    def _elsewhere(self, value: int) -> bool:
-        """Return True if the tensor would lie at other places of its storage."""
-        new, old = self.values[self._instead.get(value, value)], self.before.values[value]
-        return (new.offset, new.stride) != (old.offset, old.stride)
 
     def moved(self, op: Op) -> bool:
         """Return True if a tensor that the call takes or makes has changed."""
@@ -131,12 +131,6 @@ class _Change:
         if not same or not fills(looks, self.storages[looks.storage]):
             raise Refused("the caller would get a window on larger memory")
         return new
-
-    def _allowed(self, op: Op) -> bool:
-        info = op_info(op.target)
-        if op.random and info.attention is None:  # their random numbers go by row and column; others' by memory
-            return False
-        return info.view or info.any_layout or is_elementwise(op) or op.phase == "update"
 
     def _on_copies(self, op: Op, new: Op) -> list[Op]:
         """Run the operator on dense copies of tensors that have become windows."""

@@ -35,8 +35,7 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
-from magis.strategies.prepared_work import check_update
-from magis.strategies.rank_step import World, batch_size, share_of_batch
+from magis.strategies.rank_step import World, batch_size, check_update, share_of_batch
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
 

@@ -33,8 +33,7 @@ from magis.models import model_specs
 from magis.results import Memory
 from magis.runtime.measure import allocations, device_identity, no_collection
 from magis.strategies.distributed_names import check_world, distributed_strategy
-from magis.strategies.prepared_work import has_dropout, without_dropout
-from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size, has_dropout, without_dropout
 
 _COMPARED = 3
 """Number of steps whose losses are reported."""

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec, torch_optimizer
-from magis.strategies.prepared_work import check_update
-from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size, split
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size, check_update, split
 
 K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
