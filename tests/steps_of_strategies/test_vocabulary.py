@@ -21,7 +21,8 @@ from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.ranks import RankJob, RankPool
 from magis.extensions.ranks.strategies.distributed import local, mesh
 from magis.extensions.ranks.strategies.model_parallel import ModelParallel
-from magis.extensions.ranks.strategies.vocabulary import LossOfParts, share_vocabulary
+from magis.extensions.ranks.strategies.tensor_cuts import share_network
+from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 from magis.predict import fake_world, predict_rank
 from magis.strategies import World, distributed_strategy
 from tests.steps_of_strategies.test_parts import alone, small
@@ -67,7 +68,7 @@ def test_what_a_rank_has_of_a_vocabulary_is_predicted() -> None:
 def test_a_network_without_a_vocabulary_is_as_it_was() -> None:
     work = vit(VitConfig(4, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2, classes=5), REAL, "v", 0)
     with fake_world(2, 0):
-        assert share_vocabulary(work, mesh(World(2, 0, fake=True), {"tp": 2})) is work
+        assert share_network(work, mesh(World(2, 0, fake=True), {"tp": 2})).loss_fn is work.loss_fn
 
 
 def test_a_rank_without_a_word_is_refused() -> None:
