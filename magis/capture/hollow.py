@@ -73,6 +73,8 @@ class Hollow(TorchDispatchMode):
 
     numbers = False
     """True if whole random numbers are drawn, for small tensors: lengths in a batch are then some that it may have."""
+    keeps_sources = True
+    """True if real tensors that are met are kept, to see later whether their contents have changed."""
 
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,7 +142,7 @@ class Hollow(TorchDispatchMode):
 
     def _note_sources(self, tensors: Iterable[Tensor]) -> None:
         """Name real tensors that no mode has made, as sources of what is computed from them."""
-        for tensor in tensors:
+        for tensor in tensors if self.keeps_sources else ():
             contents = contents_under(tensor)
             if contents.owner is None:
                 name = f"kept:{tensor.untyped_storage()._cdata}"

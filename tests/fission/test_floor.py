@@ -15,6 +15,7 @@ from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.loop_places import divided_front
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
+from magis.simulate.simulator import replay
 from tests.golden.golden import check_golden
 
 BUDGET = 300

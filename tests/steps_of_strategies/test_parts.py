@@ -20,7 +20,7 @@ from magis.extensions.models.convnets import MlpConfig, mlp
 from magis.extensions.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.ranks.strategies.distributed import LossScaler, Masters, average_gradients, buckets
-from magis.extensions.ranks.strategies.model_cuts import cut_of, keep_stages, stage_blocks
+from magis.extensions.ranks.strategies.stage_cuts import cut_of, keep_stages, run_stage, stage_blocks
 from magis.extensions.ranks.strategies.zero import FlatBuffer, Zero, _owners
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
@@ -106,7 +106,6 @@ def test_a_cut_network_computes_what_the_whole_one_does(
     whole, stages = small(name, style), sum(map(len, ranks))
     without_dropout(whole.module)
     expected = whole.loss_fn(whole.module(*whole.inputs), *whole.targets)
-    x: Any = whole.inputs
     works: dict[int, Workload] = {}
     cut = cut_of(whole, stages)
     for held in ranks:
@@ -114,15 +113,14 @@ def test_a_cut_network_computes_what_the_whole_one_does(
         without_dropout(work.module)
         keep_stages(work, cut, stages, held)
         works |= dict.fromkeys(held, work)
+    x: Any = None
     for stage in range(stages):
         work = works[stage]
-        if stage == 0:
-            x = cut.start(work.module, x)
-        for index in stage_blocks(len(work.blocks), stages, stage):
-            x = cut.block(work.module, index, x)
-    assert torch.equal(work.loss_fn(cut.finish(work.module, x), *work.targets), expected)
+        blocks = stage_blocks(len(cut.blocks), stages, stage)
+        x = run_stage(work.module, cut, blocks, work.inputs, x, last=stage == stages - 1)
+    assert torch.equal(work.loss_fn(x, *work.targets), expected)
     named = dict(whole.module.named_parameters())
-    tied = named[cut.tied].numel() if cut.tied and (0, 2) not in ranks else 0
+    tied = named[cut.tied[0]].numel() if cut.tied and (0, 2) not in ranks else 0
     each = {id(work): work for work in works.values()}.values()
     assert (
         sum(p.numel() for work in each for p in work.module.parameters())

@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from magis.capture import Workload
+from magis.errors import UsageError
 from magis.extensions.models.building import REAL
 from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
-from magis.extensions.models.encoders import BertConfig, bert
+from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.ranks import RankJob, RankPool
 from magis.extensions.ranks.strategies.distributed import local, mesh
 from magis.extensions.ranks.strategies.model_parallel import ModelParallel
+from magis.extensions.ranks.strategies.tensor_cuts import share_network
 from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 from magis.predict import fake_world, predict_rank
 from magis.strategies import World, distributed_strategy
@@ -60,6 +63,37 @@ def test_what_a_rank_has_of_a_vocabulary_is_predicted() -> None:
     found = [{term.name: term.nbytes for term in memory.terms} for memory in (whole, part)]
     for kind in ("parameters", "optimizer state"):
         assert found[1][kind] < 0.55 * found[0][kind]
+
+
+def test_a_network_without_a_vocabulary_is_as_it_was() -> None:
+    work = vit(VitConfig(4, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2, classes=5), REAL, "v", 0)
+    with fake_world(2, 0):
+        assert share_network(work, mesh(World(2, 0, fake=True), {"tp": 2})).loss_fn is work.loss_fn
+
+
+def test_a_rank_without_a_word_is_refused() -> None:
+    work = bert(BertConfig(4, seq_len=8, layers=1, width=16, heads=4, vocab_size=5, max_positions=8), REAL, "bert", 0)
+    with fake_world(4, 0), pytest.raises(UsageError, match="a vocabulary of 5 leaves one of 4 ranks without a part"):
+        ModelParallel(4).prepare(work, World(4, 0, fake=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            lambda: vit(VitConfig(2, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2), REAL, "v", 0),
+            "Vit",
+        ),
+        (
+            lambda: bert(BertConfig(2, seq_len=7, layers=1, width=16, heads=2, vocab_size=9), REAL, "b", 0),
+            "of 7 tokens",
+        ),
+    ],
+)
+def test_a_sequence_that_cannot_be_cut_is_refused(make: Callable[[], Workload], line: str) -> None:
+    with fake_world(2, 0), pytest.raises(UsageError, match=line) as caught:
+        ModelParallel(2, sequence=True).prepare(make(), World(2, 0, fake=True))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "btlm", "bert"])

@@ -224,6 +224,17 @@ def numbered(group: str, count: int) -> Iterator[str]:
 # Parts that the transformers share.
 
 
+# Ways to cut layers for tensor parallelism, as Hugging Face's configurations say it.
+ATTENTION_PLAN = {
+    "layers.*.attention.query": "colwise",
+    "layers.*.attention.key": "colwise",
+    "layers.*.attention.value": "colwise",
+    "layers.*.attention.qkv": "qkv_colwise",
+    "layers.*.attention.out": "rowwise",
+}
+FEED_FORWARD_PLAN = {"layers.*.feed_forward.up": "colwise", "layers.*.feed_forward.down": "rowwise"}
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention [batch, length, width] -> [batch, length, width].
 
@@ -260,7 +271,7 @@ class SelfAttention(nn.Module):
         self.out = style.linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        heads = (self.heads, self.head_width)
+        heads = (-1, self.head_width)  # of a rank that shares them: its own
         parts = (self.query(x), self.key(x), self.value(x)) if self.qkv is None else self.qkv(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)
         mixed = self._explicit(q, k, v, mask) if self.explicit else self._fused(q, k, v, mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.extensions.models.building import (
+    ATTENTION_PLAN,
+    FEED_FORWARD_PLAN,
     FeedForward,
     PreNormLayer,
     SelfAttention,
@@ -61,6 +63,22 @@ class GptConfig:
 class Decoder(nn.Module):
     """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
 
+    tp_plan: ClassVar[Mapping[str, str]] = (
+        ATTENTION_PLAN | FEED_FORWARD_PLAN | {"word": "embedding_rowwise", "norm": "replicated_output"}
+    )
+    sp_plan: ClassVar[Mapping[str, str]] = {
+        "dropout": "split_input",
+        "layers.*.attention_norm": "sequence_parallel_gather_output",
+        "layers.*.norm": "sequence_parallel_gather_output",
+        "norm": "sequence_parallel_gather_output",
+    }
+    pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
+        "word": (["token_ids"], ["x"]),
+        "position": (["token_ids"], ["x"]),
+        "layers": (["x"], ["x"]),
+        "word.weight": (["x"], ["logits"]),
+    }
+
     def __init__(self, config: GptConfig | GptNeoConfig, style: Style, gelu: str, **attention: Any) -> None:
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.width)
@@ -74,12 +92,23 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        x = self.start(token_ids)
+        for index in range(len(self.layers)):
+            x = self.block(index, x)
+        return self.finish(x)
+
+    def start(self, token_ids: Tensor) -> Tensor:
         x = self.word(token_ids)
         if self.position is not None:
             x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
-        x = self.dropout(x)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, self.mask_of(i))
+        out: Tensor = self.dropout(x)
+        return out
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[index](x, self.mask_of(index))
+        return out
+
+    def finish(self, x: Tensor) -> Tensor:
         return functional.linear(self.norm(x), self.word.weight)
 
 
@@ -223,6 +252,24 @@ class Btlm(nn.Module):
     """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is tied. The
     seed's variant masks causally but has no ALiBi, and keeps SwiGLU."""
 
+    tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | {
+        "layers.*.up": "colwise",
+        "layers.*.gate": "colwise",
+        "layers.*.down": "rowwise",
+        "word": "embedding_rowwise",
+        "norm": "replicated_output",
+    }
+    sp_plan: ClassVar[Mapping[str, str]] = {
+        "layers.0": "split_input",
+        "layers.*.attention_norm": "sequence_parallel_gather_output",
+        "layers.*.norm": "sequence_parallel_gather_output",
+        "norm": "sequence_parallel_gather_output",
+    }
+    pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
+        "word": (["token_ids"], ["x"]),
+        "layers": (["x"], ["x"]),
+        "word.weight": (["x"], ["logits"]),
+    }
     mask: Tensor
 
     def __init__(self, config: BtlmConfig, style: Style) -> None:
@@ -240,9 +287,20 @@ class Btlm(nn.Module):
         init_transformer(self)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        x = self.word(token_ids) * self.embedding_scale
-        for layer in self.layers:
-            x = layer(x, self.mask)
+        x = self.start(token_ids)
+        for index in range(len(self.layers)):
+            x = self.block(index, x)
+        return self.finish(x)
+
+    def start(self, token_ids: Tensor) -> Tensor:
+        out: Tensor = self.word(token_ids) * self.embedding_scale
+        return out
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[index](x, self.mask)
+        return out
+
+    def finish(self, x: Tensor) -> Tensor:
         return functional.linear(self.norm(x) * self.output_scale, self.word.weight)
 
 

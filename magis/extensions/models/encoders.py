@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.extensions.models.building import (
+    ATTENTION_PLAN,
+    FEED_FORWARD_PLAN,
     Batch,
     FeedForward,
     PreNormLayer,
@@ -102,8 +106,27 @@ class Bert(nn.Module):
     sentence logits [batch, 2]. Sequences are full, as in packed pre-training data: there is no padding
     mask."""
 
+    tp_plan: ClassVar[Mapping[str, str]] = (
+        ATTENTION_PLAN
+        | FEED_FORWARD_PLAN
+        | {"embeddings.word": "embedding_rowwise", "transform_norm": "replicated_output", "decoder_bias": "colwise"}
+    )
+    pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
+        "embeddings": (["token_ids", "type_ids"], ["x"]),
+        "layers": (["x"], ["x"]),
+        "embeddings.word.weight": (["x"], ["logits"]),
+    }
+
     def __init__(self, config: BertConfig, style: Style) -> None:
         super().__init__()
+        self.sp_plan = {
+            "embeddings.norm": "sequence_parallel_split_input",
+            "layers.*.attention": "gather_input",
+            "layers.*.attention_norm": "sequence_parallel",
+            "layers.*.feed_forward": "gather_input",
+            "layers.*.norm": "sequence_parallel",
+            f"layers.{config.layers - 1}": "gather_output",  # the heads read single tokens
+        }
         self.embeddings = BertEmbeddings(config, style)
         self.layers = nn.ModuleList(BertLayer(config, style) for _ in range(config.layers))
         self.pooler = style.linear(config.width, config.width)
@@ -115,9 +138,20 @@ class Bert(nn.Module):
         init_transformer(self)
 
     def forward(self, token_ids: Tensor, type_ids: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embeddings(token_ids, type_ids)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.start(token_ids, type_ids)
+        for index in range(len(self.layers)):
+            x = self.block(index, x)
+        return self.finish(x)
+
+    def start(self, token_ids: Tensor, type_ids: Tensor) -> Tensor:
+        out: Tensor = self.embeddings(token_ids, type_ids)
+        return out
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[index](x)
+        return out
+
+    def finish(self, x: Tensor) -> tuple[Tensor, Tensor]:
         sentence = self.next_sentence(torch.tanh(self.pooler(x[:, 0])))
         x = self.transform_norm(self.transform_activation(self.transform(x)))
         return functional.linear(x, self.embeddings.word.weight, self.decoder_bias), sentence
@@ -188,6 +222,14 @@ def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
 class Vit(nn.Module):
     """Images [batch, 3, size, size] -> class logits [batch, classes]."""
 
+    tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
+    pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
+        "patches": (["images"], ["x"]),
+        "class_token": (["images"], ["x"]),
+        "positions": (["images"], ["x"]),
+        "layers": (["x"], ["x"]),
+    }
+
     def __init__(self, config: VitConfig, style: Style) -> None:
         super().__init__()
         patch = config.patch_size
@@ -203,14 +245,25 @@ class Vit(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.start(images)
+        for index in range(len(self.layers)):
+            x = self.block(index, x)
+        return self.finish(x)
+
+    def start(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         if self.positions is not None:
             x = x + self.positions
-        x = self.dropout(x)
-        for layer in self.layers:
-            x = layer(x)
+        out: Tensor = self.dropout(x)
+        return out
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[index](x)
+        return out
+
+    def finish(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(x)[:, 0])
         return out
 

@@ -14,13 +14,13 @@ from magis.capture import Workload
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.errors import UsageError
 from magis.extensions.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
+from magis.extensions.ranks.prediction.rank_memory import on_stand_ins
 from magis.extensions.ranks.prediction.step_time import predict_step
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed_names import check_world, distributed_strategy, is_low_precision, is_own
 from magis.strategies.rank_step import RankStrategy, without_dropout
-from magis.strategies.single_device import on_fake_tensors
 from magis.units import median_and_spread
 
 OFF_BY = 0.02
@@ -127,7 +127,7 @@ class _RankedCase:
         subject, case = self.subject, self.case
 
         def make_work() -> Workload:
-            return on_fake_tensors(subject.make())[1]  # a copy, which strategies may change
+            return on_stand_ins(subject.make())  # a copy, which strategies may change
 
         try:
             return predict_step(self.strategy, make_work, case.ranks, rank, subject.device_model, subject.kind)

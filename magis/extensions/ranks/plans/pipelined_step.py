@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.extensions.ranks.plans.sharded_weights import Replica
 from magis.extensions.ranks.strategies.distributed import BUCKET_BYTES, buckets, rule_of, trained
-from magis.extensions.ranks.strategies.model_cuts import StageCut, run_stage
+from magis.extensions.ranks.strategies.stage_cuts import StageCut, run_stage
 from magis.ops.collectives import all_reduce
 from magis.ops.exchanges import NOTHING, exchange
 from magis.strategies.rank_step import split
@@ -52,8 +52,6 @@ class Stage:
     """Name of the pipeline's process group."""
     replicas: Replica
     """Averages gradients over the pipelines."""
-    tied: str = ""
-    """A parameter that both ends hold."""
     ends: str = ""
     """Name of the group of both ends."""
 
@@ -72,7 +70,7 @@ def pipelined(work: Workload, stage: Stage) -> Workload:
     Its module, with the parameters of the stage alone, takes what the stage reads of the batch and returns the mean
     loss, which is 0 on all stages but the last.
     """
-    inputs = work.inputs if stage.is_first else ()
+    inputs = work.inputs if stage.is_first or not stage.cut.in_methods else ()
     targets = work.targets if stage.is_last else ()
     work.module.forward = Forward(work.module, stage, work.loss_fn, len(inputs))
     rule = rule_of(work, trained(work.module))
@@ -171,9 +169,9 @@ class OneForwardOneBackward:
         stage = self.stage
         with torch.enable_grad():
             start = None if given is None else given.requires_grad_()
-            out = run_stage(self.net, stage.cut, stage.blocks, inputs[number] if start is None else start)
+            out = run_stage(self.net, stage.cut, stage.blocks, inputs[number], start, last=stage.is_last)
             if stage.is_last:
-                out = self.loss_fn(stage.cut.finish(self.net, out), *targets[number])
+                out = self.loss_fn(out, *targets[number])
                 self.losses.append(out.detach())
         self.begun.append((start, out))
         return [] if stage.is_last else [out]
@@ -197,8 +195,9 @@ class OneForwardOneBackward:
             for name, grad in zip(self.names, self.grads, strict=True)
             if grad is not None
         }
-        if stage.ends and stage.tied in grads:
-            grads[stage.tied] = all_reduce(grads[stage.tied], "sum", stage.ends)
+        tied = next((name for name in stage.cut.tied if name in grads), None)
+        if stage.ends and tied is not None:
+            grads[tied] = all_reduce(grads[tied], "sum", stage.ends)
         if stage.replicas.ranks > 1:
             for names in buckets({name: grads[name] for name in reversed(grads)}, BUCKET_BYTES):
                 means = stage.replicas.returned([grads[name] for name in names])

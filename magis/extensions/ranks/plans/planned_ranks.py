@@ -25,9 +25,9 @@ from magis.extensions.ranks.plans.pipelined_step import HiddenState, Stage, pipe
 from magis.extensions.ranks.plans.sharded_weights import Replica, average_weights, shard_weights
 from magis.extensions.ranks.plans.tensor_parts import hold_parts
 from magis.extensions.ranks.strategies.distributed import mesh, place, trained
-from magis.extensions.ranks.strategies.model_cuts import cut_of, keep_stages, stage_blocks
 from magis.extensions.ranks.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
-from magis.extensions.ranks.strategies.vocabulary import share_network
+from magis.extensions.ranks.strategies.stage_cuts import cut_of, keep_stages, stage_blocks
+from magis.extensions.ranks.strategies.tensor_cuts import share_network
 from magis.ops.collectives import NAMED, REPLICAS, is_message, name_group, register_group
 from magis.planner.planning import plan
 from magis.planner.plans import Plan
@@ -158,7 +158,7 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
     averaged = Replica((), replicas, register_group(ranks.get_group(REPLICAS), REPLICAS))
     stage = Stage(
         cut,
-        stage_blocks(len(work.blocks), stages, index),
+        stage_blocks(len(cut.blocks), stages, index),
         index,
         stages,
         count,
@@ -166,7 +166,6 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
         HiddenState(tuple(hidden.shape), hidden.dtype, hidden.device),
         register_group(ranks.get_group("pp"), "pp"),
         averaged,
-        cut.tied,
         "" if ends is None else register_group(ends, "ends"),
     )
     return pipelined(work, stage)

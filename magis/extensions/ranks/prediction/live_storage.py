@@ -120,7 +120,9 @@ class LiveStorage(StorageLedger):
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
         arguments = {reference.cdata for reference, _ in of_args}
-        made = [each for each in storages_of(result) if each[0].cdata not in arguments]
+        # a wrapper (of a result that is waited for when it is used) has no bytes beside those of its parts
+        wraps = isinstance(result, torch.Tensor) and is_traceable_wrapper_subclass_type(type(result))
+        made = [] if wraps else [each for each in storages_of(result) if each[0].cdata not in arguments]
         self._count((*given, *made))
         if func.namespace in COLLECTIVES:
             serials = (self._alive[reference.cdata].serial for reference, _ in (*given, *made))

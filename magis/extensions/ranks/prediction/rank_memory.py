@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from magis.capture import Workload
 from magis.capture.autocast import as_on_cuda, device_forms
-from magis.capture.workload import fake_tensors
+from magis.capture.contents import hollow_like, is_readable
+from magis.capture.hollow import Hollow, hollow
+from magis.capture.workload import convertible, fake_tensors
 from magis.errors import UsageError
 from magis.extensions.ranks.prediction.live_storage import LiveStorage
 from magis.extensions.ranks.strategies.distributed import forget_meshes, local, quiet
@@ -25,6 +29,7 @@ from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
 from magis.strategies.distributed_names import check_world, is_low_precision
 from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
+from magis.strategies.single_device import on_fake_tensors
 
 _SCALING = 3
 """Number of further warm-up steps with scaled gradients on a GPU: updates are skipped until the scale fits."""
@@ -118,10 +123,10 @@ def predict_rank(
 ) -> RankMemory:
     """Predict the memory of rank ``rank`` of ``world_size`` in a step, without allocating anything.
 
-    ``make_work`` is called under fake tensors. ``device`` "cuda": with the operators and the autocast of a GPU;
-    ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors, without workspace and context; on "cuda" also those that the caching allocator reserves.
-    ``watched_by`` sees the step whose bytes count. Raises UsageError if a process group is set up already.
+    ``make_work`` is called under fake tensors or hollow ones. ``device`` "cuda": with the operators and autocast of a
+    GPU; ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it.
+    The bytes are those of tensors, without workspace and context; on "cuda" also those that the caching allocator
+    reserves. ``watched_by`` sees the step whose bytes count. Raises UsageError if a process group is set up already.
     """
     with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
         found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
@@ -138,13 +143,48 @@ def fake_rank(
     check_world(strategy, size)
     with ExitStack() as stack:
         stack.enter_context(fake_world(size, rank))
-        stack.enter_context(fake_tensors())
+        inner: Any = strategy
+        while hasattr(inner, "strategy"):
+            inner = inner.strategy
+        stack.enter_context(
+            _hollow_tensors() if device == "cpu" and getattr(inner, "hollow", False) else fake_tensors()
+        )
         if device == "cuda":
             stack.enter_context(as_on_cuda())
         if explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(device_forms(device))
         yield World(size, rank, device, fake=True)
+
+
+@contextmanager
+def _hollow_tensors() -> Iterator[None]:
+    """Have all tensors made in a block be hollow: no library can see that nothing is computed."""
+    mode = Hollow()
+    mode.keeps_sources = False  # tensors live as long as in a real step
+    with convertible(), hollow(mode):
+        yield
+
+
+def on_stand_ins(work: Workload) -> Workload:
+    """Return a copy of a workload for the tensors in force, hollow or fake ones."""
+    modes = _get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, Hollow) for mode in modes):
+        return on_fake_tensors(work)[1]
+    named: dict[str, Tensor] = {f"parameter:{index}": each for index, each in enumerate(work.module.parameters())}
+    named |= {f"buffer:{index}": each for index, each in enumerate(work.module.buffers())}
+    named |= {f"batch:{index}": each for index, each in enumerate((*work.inputs, *work.targets))}
+    with _disable_current_modes():
+        twins = hollow_like(named, is_readable)
+        made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor
+        for name, each in named.items():
+            weight = isinstance(each, nn.Parameter)
+            made[id(each)] = nn.Parameter(twins[name], each.requires_grad) if weight else twins[name]
+        module = copy.deepcopy(work.module, made)
+    batch = [made[id(each)] for each in (*work.inputs, *work.targets)]
+    return replace(
+        work, module=module, inputs=tuple(batch[: len(work.inputs)]), targets=tuple(batch[len(work.inputs) :])
+    )
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from magis.extensions.ranks.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.extensions.ranks.strategies.model_cuts import StageCut, cut_of, keep_stages, run_stage, stage_blocks
 from magis.extensions.ranks.strategies.schedules import (
     Schedule,
     SettledStage,
@@ -50,7 +49,8 @@ from magis.extensions.ranks.strategies.schedules import (
     scheduled,
     waiting,
 )
-from magis.extensions.ranks.strategies.vocabulary import share_network
+from magis.extensions.ranks.strategies.stage_cuts import StageCut, cut_of, keep_stages, run_stage, stage_blocks
+from magis.extensions.ranks.strategies.tensor_cuts import share_network
 from magis.strategies.rank_step import World, batch_size, share_of_batch, split
 
 
@@ -75,6 +75,8 @@ class ModelParallel:
     """Schedule of the pipeline by its name in `schedules.py`; "": 1F1B."""
 
     warm_steps = 1
+    hollow = True
+    """True if a rank is predicted on hollow tensors: networks of libraries go another way on fake ones."""
 
     @property
     def name(self) -> str:
@@ -114,22 +116,23 @@ class ModelParallel:
         if not work.targets:
             raise UsageError(f"{work.name}: {self.name} needs targets, of which its last stage computes the loss")
         count = micro_batches(self, work)
-        targets = split(work.targets, batch_size(work), count)
+        inputs, targets = (split(tensors, batch_size(work), count) for tensors in (work.inputs, work.targets))
         hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
         keep_stages(work, cut, stages, held)
         if self.tensor > 1:
             work = share_network(work, ranks["tp"], vocabulary=self.vocabulary)
         ends = (0 in held, stages - 1 in held)
         # each end of the pipeline keeps what it reads of the batch
-        work = replace(work, inputs=work.inputs if ends[0] else (), targets=work.targets if ends[1] else ())
+        read = work.inputs if ends[0] or not cut.in_methods else ()
+        work = replace(work, inputs=read, targets=work.targets if ends[1] else ())
         params = trained(work.module)
         parts: list[_Part] = []
         made: list[PipelineStage] = []
         sent: list[Tensor] = []
         for number in held:
             first, last = number == 0, number == stages - 1
-            blocks = stage_blocks(len(work.blocks), stages, number)
-            parts.append(_Part(work, cut, blocks, (first, last), cast(world, amp=self.amp), targets))
+            blocks = stage_blocks(len(cut.blocks), stages, number)
+            parts.append(_Part(work, cut, blocks, (first, last), cast(world, amp=self.amp), inputs, targets))
             stage = (SettledStage if world.fake else PipelineStage)(
                 parts[-1],
                 number,
@@ -154,7 +157,7 @@ class ModelParallel:
             count=count,
             scaler=LossScaler(world, enabled=self.amp and world.device == "cuda"),
             replicas=replicas,
-            tied=(params[cut.tied], tied) if tied is not None and cut.tied in params else None,
+            tied=None if tied is None else next(((params[name], tied) for name in cut.tied if name in params), None),
             waiting=waiting(self.schedule, schedule, self.stages, index, count),
             sent=sent,
         )
@@ -172,31 +175,38 @@ class _Part(nn.Module):
         blocks: range,
         ends: tuple[bool, bool],
         casting: AbstractContextManager[Any],
+        inputs: Sequence[tuple[Tensor, ...]],
         targets: Sequence[tuple[Tensor, ...]],
     ) -> None:
         super().__init__()
         self.net = work.module
         self.scaler: LossScaler | None = None
-        self._cut, self._blocks, self._ends, self._casting = cut, blocks, ends, casting
+        self._cut, self._blocks, self.ends, self._casting = cut, blocks, ends, casting
         self._loss_fn: Callable[..., Tensor] = work.loss_fn
-        self._targets = targets
-        self._next: Iterator[tuple[Tensor, ...]] = iter(())
+        # what the stage reads of the batch besides what the schedule hands it, by micro-batch
+        self._inputs = [()] * len(inputs) if cut.in_methods or ends[0] else inputs
+        self._targets = targets if ends[1] else [()] * len(inputs)
+        self._next: Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = iter(())
         self.losses: list[Tensor] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._next = iter(self._targets)
+        self._next = zip(self._inputs, self._targets, strict=True)
         self.losses = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run the next micro-batch, on inputs in the first stage, else on the hidden state; return the next hidden
         state, or the loss in the last stage."""
+        first, last = self.ends
+        read, targets = next(self._next)
+        given = (inputs, None) if first else (read, inputs[0])
         with self._casting:
-            x = run_stage(self.net, self._cut, self._blocks, inputs if self._ends[0] else inputs[0])
             del inputs
-            if not self._ends[1]:
-                return x
-            loss = self._loss_fn(self._cut.finish(self.net, x), *next(self._next))
+            out = run_stage(self.net, self._cut, self._blocks, *given, last=last)
+            if not last:
+                found: Tensor = out
+                return found
+            loss = self._loss_fn(out, *targets)
         self.losses.append(loss.detach())
         scaled = loss if self.scaler is None else self.scaler.scaled(loss)
         return scaled.reshape(1)
@@ -222,6 +232,11 @@ class PipelineStep:
     sent: list[Tensor]
     """Tensors under way until the end of the schedule, among fake ranks."""
 
+    @property
+    def is_first(self) -> bool:
+        """True if this rank has the first stage."""
+        return any(part.ends[0] for part in self.parts)
+
     def scale(self, scaler: LossScaler) -> None:
         """Use this loss scaler from now on."""
         self.scaler = scaler
@@ -240,7 +255,9 @@ class PipelineStep:
         target = self.work.targets[0].new_zeros(self.count) if self.work.targets else None
         losses: list[Tensor] | None = [] if self.work.targets else None
         with quiet():
-            self.schedule.step(*self.work.inputs, target=target, losses=losses, return_outputs=False)
+            self.schedule.step(
+                *(self.work.inputs if self.is_first else ()), target=target, losses=losses, return_outputs=False
+            )
         self.sent.clear()
         for parameter in trained(self.module).values():
             if parameter.grad is not None:
@@ -299,7 +316,8 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
     """Compute the hidden state of a micro-batch, for its size and type."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
-        return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))
+        found: Tensor = run_stage(work.module, cut, range(1), _first(work.inputs, count), last=False)
+        return found
 
 
 def _like(hidden: Tensor) -> Tensor:

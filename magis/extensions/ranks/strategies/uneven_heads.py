@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from magis.extensions.models.building import SelfAttention
 from magis.ops.collectives import all_reduce
 from magis.ops.generators import drawing_apart
 
@@ -52,19 +52,21 @@ def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: st
     layer.forward = partial(_columns_forward, layer, group)
 
 
-def draw_alike(attention: SelfAttention) -> None:
+def draw_alike(attention: nn.Module) -> None:
     """Have all ranks draw the same numbers after an attention, whatever numbers it draws itself."""
     vars(attention)["forward"] = partial(_draw_apart, attention)  # a copy of the module gets one of its own
 
 
-def _draw_apart(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    drops = attention.training and attention.dropout
-    with drawing_apart(x.device) if drops else nullcontext():
-        return type(attention).forward(attention, x, mask)
+def _draw_apart(attention: Any, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if args else next(iter(kwargs.values()))
+    rate = getattr(attention, "dropout", None) or getattr(attention, "attention_dropout", None)
+    with drawing_apart(x.device) if attention.training and rate else nullcontext():
+        return type(attention).forward(attention, *args, **kwargs)
 
 
 def _rows_forward(layer: Any, group: str, x: Tensor) -> Tensor:
-    return functional.linear(_Entering.apply(x, group), layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+    own = x.to_local() if isinstance(x, DTensor) else x
+    return functional.linear(_Entering.apply(own, group), layer.weight, layer.bias)  # type: ignore[no-untyped-call]
 
 
 def _columns_forward(layer: Any, group: str, x: Tensor) -> Tensor:

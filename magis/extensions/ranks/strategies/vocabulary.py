@@ -16,100 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel, loss_parallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from magis.capture import Workload
 from magis.errors import UsageError
-from magis.extensions.models.decoders import Btlm, Gpt, GptNeo
-from magis.extensions.models.encoders import Bert
 from magis.extensions.ranks.strategies.distributed import quiet
-from magis.extensions.ranks.strategies.model_cuts import share_blocks
-from magis.extensions.ranks.strategies.sequence_parts import gathered_output, share_sequence
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The modules of a network that have the dimension of its vocabulary."""
-
-    embedding: str = "word"
-    """Path of the embedding, which shares its weight with the output projection."""
-    hidden: str = "norm"
-    """Path of the module whose output is projected."""
-    bias: str = ""
-    """Name of the projection's bias."""
-    in_parts: bool = True
-    """True if sequence parallelism reaches that output."""
-
-
-_VOCABULARIES: dict[type[nn.Module], Vocabulary] = {
-    Bert: Vocabulary("embeddings.word", "transform_norm", "decoder_bias", in_parts=False),
-    Gpt: Vocabulary(),
-    GptNeo: Vocabulary(),
-    Btlm: Vocabulary(),
-}
-
-
-def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
-    """Cut blocks and vocabulary of ``work`` for the ranks of a group, and the ``sequence`` between blocks.
-
-    Raises UsageError if there is nothing to share.
-    """
-    share_blocks(work, group, sequence=sequence)
-    if sequence:
-        share_sequence(work, group)
-    work = share_vocabulary(work, group, sequence=sequence) if vocabulary or sequence else work
-    for parameter in work.module.parameters():
-        if parameter.requires_grad and isinstance(parameter.data, DTensor):
-            parameter.register_hook(partial(_redistribute_gradient, tuple(parameter.data.placements)))
-    return work
-
-
-def share_vocabulary(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> Workload:
-    """Cut the vocabulary of ``work`` for the ranks of a group; the loss then takes logits in parts.
-
-    ``sequence``: the projected hidden state is in parts of the sequence, unless the network made it whole before.
-    Returns the same workload if the network has no vocabulary. Raises UsageError if a rank would have no part of it.
-    """
-    met, net = _VOCABULARIES.get(type(work.module)), work.module
-    if met is None:
-        return work
-    embedding: Any = net.get_submodule(met.embedding)
-    words, ranks = embedding.num_embeddings, group.size()
-    if -(-words // ranks) * (ranks - 1) >= words:
-        raise UsageError(
-            f"{work.name}: a vocabulary of {words} leaves one of {ranks} ranks without a part of it",
-            hint="share it out to fewer ranks",
-        )
-    whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
-    if sequence and met.in_parts:
-        whole = gathered_output()
-    with quiet():
-        parallelize_module(net, group, {met.embedding: RowwiseParallel(input_layouts=Replicate()), met.hidden: whole})
-        bias = net._parameters.get(met.bias)
-        if bias is not None:
-            part = nn.Parameter(distribute_tensor(bias.detach(), group, [Shard(0)]), bias.requires_grad)
-            net.register_parameter(met.bias, part)
-    return replace(work, loss_fn=LossOfParts(work.loss_fn))
-
-
-def _redistribute_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """Cut a gradient like its weight: an embedding's comes whole, that of a norm of parts as a partial sum."""
-    if isinstance(grad, DTensor) and grad.placements != placements:
-        return grad.redistribute(placements=placements)
-    return grad
 
 
 @dataclass(frozen=True)
