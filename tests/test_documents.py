@@ -62,6 +62,7 @@ EXECUTED = {
     "docs/paper.md": "tests/test_documents.py",
     "docs/peak.md": "tests/plugin/test_peak.py",
     "docs/report.md": "tests/plugin/test_pages.py",
+    "docs/strategies.md": "tests/steps_of_strategies/test_plans.py",
     "docs/trainers.md": "tests/plugin/test_trainers.py",
 }
 """Documents with Python examples -> the test that runs them."""

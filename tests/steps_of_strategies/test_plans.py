@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +85,17 @@ class Pair(nn.Module):
 def prepared(work: Workload, name: str) -> Any:
     with fake_world(2, 0):
         return distributed_strategy(name).prepare(work, World(2, 0, fake=True))
+
+
+def test_the_documents_network_is_cut_by_its_styles() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(code, space)
+    x, y = torch.randn(4, 64), torch.randn(4, 64)
+    work = Workload("feed", space["FeedForward"](), (x,), (y,), nn.functional.mse_loss, plan_nets.RULE)
+    step = prepared(work, "tp")
+    assert [tuple(p.to_local().shape) for p in step.module.parameters()] == [(128, 64), (128,), (64, 128), (64,)]
 
 
 def test_a_plan_of_torch_styles_is_applied() -> None:
