@@ -42,10 +42,6 @@ def of_cumsum(op: Op, _values: Mapping[int, Value]) -> int:
     return 7 if op.target == "aten.cumsum.default" else 1000
 
 
-def none(_op: Op, _values: Mapping[int, Value]) -> int:
-    return 0
-
-
 CUMSUM = (
     "op 1 %3 = aten.cumsum.default(%2, 0) reads 2:0 phase forward",
     "op 2 %4 = aten.neg.default(%3) reads 3:0 phase forward",
@@ -85,30 +81,6 @@ def test_the_parts_of_a_bound_add_up(model: str) -> None:
     if model == "bert":
         check_golden("bound_bert.txt", f"{found}\n")
     assert "\n" not in str(found)
-
-
-def test_an_operator_that_may_write_over_its_input_needs_no_second_one() -> None:
-    """Random numbers are drawn whole; into memory that is there already."""
-    graph = step(
-        "storage 0 generator 0",
-        f"value 5 @2 {VECTOR}",
-        "op 1 %5 = aten.bernoulli_.float(%2, 0.5) reads 0:0 2:0 writes 0:1 2:1 random phase forward",
-        "op 2 %4 = aten.neg.default(%5) reads 2:1 phase forward",
-        "output 4",
-    )
-    assert lower_bound(graph, none) == 64 + 64
-
-
-def test_an_input_that_no_way_cuts_is_needed_whole() -> None:
-    """Rows are gathered from a table, which every part reads."""
-    graph = parse(
-        "magis graph 1\nstorage 1 batch 64\nstorage 2 temporary 64\nstorage 3 batch 32\nstorage 4 temporary 32\n"
-        f"value 1 @1 {VECTOR}\nvalue 2 @2 {VECTOR}\nvalue 3 @3 int64 [4] {{1}} +0\nvalue 4 @4 float64 [4] {{1}} +0\n"
-        "input 1\ninput 3\nop 0 %2 = aten.exp.default(%1) reads 1:0 phase forward\n"
-        "op 1 %4 = aten.index.Tensor(%2, [%3]) reads 2:0 3:0 phase forward\noutput 4\n"
-    )
-    verify(graph)
-    assert lower_bound(graph, none) == 64 + 32 + 64
 
 
 @pytest.mark.parametrize("model", ["seed-unet", "seed-resnet50"])

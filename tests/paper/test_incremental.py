@@ -8,14 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.extensions.paper.incremental_schedule import full_order, incremental_order, intervals, splice
-from magis.schedule.dynamic import best_order, floor_of, peak_of
-from magis.schedule.stretches import Steps, cuts, stretch, wide_orders
+from magis.extensions.paper.incremental_schedule import full_order, incremental_order, splice
+from magis.schedule.stretches import Steps
 from magis.schedule.waists import NARROW, core, in_parts, precedence, waists
-from magis.schedule.window import window_orders
 from magis.simulate.evaluator import Evaluator, check_order
-from magis.simulate.problem import KEEP, Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
-from tests.search.networks import transformer, unet
+from magis.simulate.problem import KEEP, Int32s, Problem
 from tests.simulate.plans import plans, problems, random_order
 from tests.strategies import examples
 
@@ -53,18 +50,6 @@ def legal_orders(problem: Problem) -> list[Int32s]:
         for order in itertools.permutations(range(problem.n_nodes))
         if all(before[v] <= set(order[:k]) for k, v in enumerate(order))
     ]
-
-
-def whole(problem: Problem, order: Int32s) -> Int64s:
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    return best_order(stretch(Steps(problem), order, position, 0, len(order), {}), 4096)
-
-
-def chained(*edges: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Problem:
-    """One storage per node, made from those named."""
-    rows = [NodeRow(inputs, (node,), 1) for node, inputs in enumerate(edges)]
-    return build_problem(rows, [StorageRow(size) for size in (sizes or (1,) * len(edges))])
 
 
 # --- waists -----------------------------------------------------------------------------------------------------
@@ -123,32 +108,6 @@ def test_a_full_order_is_the_best_of_all(problem: Problem) -> None:
     assert peak(problem, order) == best
 
 
-@examples(60)
-@given(plans())
-def test_a_stretch_counts_bytes_as_the_evaluator_does(plan: tuple[Problem, Int32s, np.ndarray]) -> None:
-    problem, order, _ = plan
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    made = stretch(Steps(problem), order, position, 0, len(order), {})
-    assert peak_of(made, np.arange(len(order))) + problem.persistent_bytes == peak(problem, order)
-    assert floor_of(made) <= peak_of(made, whole(problem, order))
-
-
-def test_real_steps_keep_their_hazards_in_full() -> None:
-    for problem, _ in (transformer(3, batch=2), unet(3)):
-        order = full_order(problem, most=64)
-        check_order(problem, order)
-        assert peak(problem, order) <= peak(problem, program(problem))
-
-
-def test_cuts_cover_an_interval_once() -> None:
-    problem, _ = transformer(4, batch=2)
-    steps = Steps(problem)
-    found = cuts(steps.narrowness, program(problem), 7, problem.n_nodes - 3)
-    assert [found[0][0], *(end for _, end in found)] == [*(start for start, _ in found), problem.n_nodes - 3]
-    assert all(end - start <= 60 for start, end in found)
-
-
 # --- incremental ------------------------------------------------------------------------------------------------
 
 
@@ -179,45 +138,4 @@ def test_a_splice_keeps_the_old_order_where_it_can(problem: Problem, seed: int) 
     check_order(problem, splice(steps, rank))
 
 
-def test_nothing_outside_of_the_waists_moves() -> None:
-    """Three cells of two branches; the middle one was rewritten and runs its branches interleaved."""
-    cell = (0, 100, 100, 1, 1, 1)
-    edges: list[tuple[int, ...]] = [()]
-    sizes = [1]
-    for _ in range(3):
-        x = len(edges) - 1
-        edges += [(x,), (x,), (x + 1,), (x + 2,), (x + 3, x + 4)]
-        sizes += cell[1:]
-    problem = chained(*edges, sizes=tuple(sizes))
-    steps = Steps(problem)
-    assert np.flatnonzero(steps.narrowness == 0).tolist() == [0, 5, 10, 15]
-    assert intervals(steps.narrowness, program(problem), [7, 8]) == [(6, 11)]
-    found = incremental_order(Evaluator(problem, program(problem)), keep(problem), [7, 8], steps=steps)
-    assert found.tolist()[:6] == [0, 1, 2, 3, 4, 5]
-    assert found.tolist()[6:11] == [6, 8, 7, 9, 10]
-    assert found.tolist()[11:] == [11, 12, 13, 14, 15]
-
-
 # --- wide stretches ---------------------------------------------------------------------------------------------
-
-
-def test_branches_longer_than_a_window_in_two_cells_alike() -> None:
-    """Two cells of two branches of 14 nodes each, run in turns: both hold two large tensors at once."""
-    edges: list[tuple[int, ...]] = [()]
-    sizes = [1]
-    for _ in range(2):
-        x = len(edges) - 1
-        ends = [x, x]
-        for step in range(14):
-            for branch in range(2):
-                edges.append((ends[branch],))
-                sizes.append(100 if 0 < step < 13 else 1)
-                ends[branch] = len(edges) - 1
-        edges.append((ends[0], ends[1]))
-        sizes.append(1)
-    problem = chained(*edges, sizes=tuple(sizes))
-    judge = Evaluator(problem, program(problem))
-    before, _ = judge.quick(keep(problem))
-    assert before == 300
-    assert all(peak(problem, order) == before for order in window_orders(judge))
-    assert min(peak(problem, order) for order in wide_orders(judge)) == 201

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from types import SimpleNamespace
 
 import pytest
-
-from pytest_magis.outputs.benchmark import BenchmarkRows
-from pytest_magis.run_plan import Outcome
-from pytest_magis.verdict import Verdict
-from tests.plugin.verdicts import result as made
 
 THEIRS = ("-p", "pytest_benchmark.plugin")
 RUN = (*THEIRS, "--magis-models=bert")
@@ -86,13 +80,3 @@ def test_marked_tests_count_as_benchmarks(gate, monkeypatch):
         skipped = [line for line in result.outlines if "SKIPPED" in line and "::" in line]
         assert skipped
         assert not [line for line in skipped if name in line.partition(" ")[0]]
-
-
-def test_a_case_that_ran_again_is_one_row():
-    result = made(strategy="eager")
-    outcome = Outcome("bert", "eager", result.case, Verdict(passed=True, label="pass"), result)
-    session = SimpleNamespace(json=None, benchmarks=[])
-    rows = BenchmarkRows(SimpleNamespace(_benchmarksession=session), None)
-    for _ in range(2):
-        rows.put(outcome)
-    assert [row.fullname for row in session.benchmarks] == ["magis::bert[eager]"]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from magis.cli.main import main
-from pytest_magis.live.asked_options import AskedOptions
 from pytest_magis.option_values import BUDGETS, CACHES
 
 PYTEST = re.compile(r"^\$ (pytest .*)$", re.MULTILINE)
@@ -42,12 +41,6 @@ def test_the_example_of_limits_works(gate, repository):
     result = gate(name)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*magis * reserved 0.8 * pass"])
-
-
-def test_it_names_all_that_a_mark_takes(repository):
-    text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
-    for name in AskedOptions.__dataclass_fields__:
-        assert f"`{name}`" in text
 
 
 def test_the_readmes_walk_ends_green(gate, repository):

@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-from pytest_magis.flags import OPTIONS
-
 TOLERANCES = ("-0.01", "nan", "inf", "5%", "")
 BAD = {
     "budget": ("0", "-1", "1.5", "many", "", "1e3", "²", "9" * 30),
@@ -111,14 +109,6 @@ def test_a_place_or_a_name_that_cannot_be_is_told_in_one_line(gate, workers, opt
     (gate.root / "directory").mkdir()
     plugin = ("-p", "pytest_benchmark.plugin") if option == "benchmark-json" else ()
     assert message in gate.refuses(*plugin, "--magis-models=bert", f"--magis-{option}={given}", workers=workers)
-
-
-@pytest.mark.parametrize("option", sorted(option.name for option in OPTIONS if not option.is_flag))
-def test_two_dashes_are_a_value_like_another(gate, option):
-    """argparse takes them for its separator."""
-    result = gate("--magis-models=bert", f"--magis-{option}=--")
-    assert result.ret != pytest.ExitCode.INTERNAL_ERROR
-    assert "Traceback" not in result.stderr.str()
 
 
 def test_a_column_that_fails_costs_no_other_output(gate, workers):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 
 import pandas as pd
 import pytest
 
 from magis.errors import UsageError
 from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_results, row_from_result, write_csv
-from magis.results import Memory, RankMemory, StepFigures, Term
+from magis.results import Memory, StepFigures
 
 SEED = (
     "name, device memory limit, latency limit, memory limit, latency limit ratio, memory limit ratio, weight memory, "
@@ -97,18 +96,6 @@ def test_a_measured_row(measured):
     }
 
 
-def test_the_file_keeps_every_digit(tmp_path, measured, simulated):
-    path = tmp_path / "results.csv"
-    write_csv(path, [row_from_result(measured), row_from_result(simulated)])
-    with path.open(newline="") as stream:
-        first, second = csv.DictReader(stream)
-    assert float(first["ori-memory"]) == 5250.5
-    assert first["memory limit bytes"] == "8400"  # whole, although the next row has none
-    assert second["memory limit bytes"] == ""
-    assert (second["ori peak bytes"], second["opt-is-prof-result"]) == (str(2**60 + 8), "False")
-    assert float(first["memory ratio reached (opt/ori)"]) == 8000 / 10501
-
-
 def test_files_are_read_back_with_types_and_units(tmp_path, measured, simulated):
     rows = [row_from_result(measured, verdict="pass"), row_from_result(simulated) | {"mine": 3}]
     paths = [tmp_path / "before.csv", tmp_path / "after.csv"]
@@ -185,22 +172,6 @@ def test_appending_to_other_columns_keeps_them(tmp_path, measured):
     with path.open("a") as stream:
         append_rows(stream, [row_from_result(measured)])
     assert path.read_text() == "name,old,opt-memory,ori-memory\nx,1,2,3\nbert,,4000.0,5250.5\n"
-
-
-def test_a_row_of_ranks_names_each_peak_and_the_terms_of_the_worst(measured):
-    def rank(number, predicted, seen):
-        terms = (Term("parameters", predicted - 10), Term("gradients", 10)) if predicted else ()
-        return RankMemory(
-            number, Memory(predicted, predicted) if predicted else None, Memory(seen, seen) if seen else None, terms
-        )
-
-    result = replace(measured, samples=21, ranks=(rank(0, 70, 90), rank(1, 80, None), rank(2, None, 60)))
-    row = row_from_result(result)
-    assert row["peak bytes of each rank"] == "0: 90; 1: 80; 2: 60"
-    assert row["predicted peak of the worst rank by terms"] == "parameters 70 + gradients 10"
-    assert row["samples per second"] == pytest.approx(21e3 / result.optimized.measured_ms)
-    spread = row["samples per second"] * result.optimized.spread_ms / result.optimized.measured_ms
-    assert row["samples per second spread"] == pytest.approx(spread)
 
 
 @pytest.mark.parametrize(
