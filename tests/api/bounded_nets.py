@@ -109,9 +109,3 @@ def many_losses():
 def wrong_width():
     MADE.append("wrong_width")
     return nn.Linear(9, 8), torch.randn(4, 8), torch.randn(4, 8), functional.mse_loss
-
-
-def reads_its_numbers():
-    MADE.append("reads_its_numbers")
-    width = int(torch.randint(8, 9, (1,)))
-    return nn.Linear(8, width), torch.randn(4, 8), torch.randn(4, width), functional.mse_loss

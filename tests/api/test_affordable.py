@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable
-from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 
-from magis import progress
-from magis.cases.run_case import run_case
-from magis.planner import subject as subjects
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.planner.workload_source import COLD, STEPS, step_seconds, too_slow
 from magis.results import Case
-from magis.testing import nn, run_optimization, setup_training_graph
 
 CASE = Case("tests.api.nets:few_blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300, timing_rounds=1)
 
@@ -80,51 +72,3 @@ def test_what_is_too_slow_is_said_and_the_generator_goes_on_as_if_nothing_had_ru
     said = f"a step takes more than 1.2 s here, running a case {STEPS} of them, and may take 60 s"
     assert too_slow(subject.eager, 60.0, Ticks()) == said
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.fixture
-def crawling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Every step is too slow; the seconds that were allowed."""
-    allowed: list[float] = []
-    runs: list[Callable[[], object]] = []
-
-    def found(make: Callable[[], object], seconds: float) -> str:
-        runs.append(make)
-        allowed.append(seconds)
-        return "it crawls"
-
-    monkeypatch.setattr(subjects, "too_slow", found)
-    monkeypatch.setattr("magis.planner.traced_model.measure_workspaces", partial(pytest.fail, "an operator was run"))
-    monkeypatch.setattr(Subject, "eager", partial(pytest.fail, "the step was run"))
-    return allowed
-
-
-@pytest.mark.parametrize("strategy", ["eager", "magis", "checkpoint"])
-def test_a_step_that_crawls_is_simulated_and_the_row_says_so(crawling: list[float], strategy: str) -> None:
-    case = Case(CASE.model, strategy, "cpu", "small", memory_ratio=0.8 if strategy == "magis" else None, budget=300)
-    result = run_case(case)
-    assert not result.original.is_measured
-    assert not result.optimized.is_measured
-    assert (result.note, result.ratio) == ("not run: it crawls", None)
-    assert result.identity["simulated"] == "too slow to run"
-    assert crawling == [600.0]
-
-
-def test_the_seeds_call_keeps_to_its_time_and_says_what_it_does(
-    crawling: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "SILENCE_S", 0.0)
-    monkeypatch.setattr(progress, "LOGGED_S", 0.0)
-    graph, y = nn.bert("tiny", batch_size=2, seq_len=16, vocab_size=50)
-    file = io.StringIO()
-    training = setup_training_graph(graph, y, update_weight=True, inplace=False)
-    run_optimization(training, "half", mem_limit_ratio=0.9, time_budget=5, dump_file=file, dtype="float16")
-    assert crawling == [60.0]
-    (row,) = pd.read_csv(io.StringIO(file.getvalue())).to_dict("records")
-    assert not row["ori-is-prof-result"]
-    assert not row["opt-is-prof-result"]
-    assert row["note"] == "not run: it crawls"
-    lines = capsys.readouterr().err.splitlines()
-    said = list(dict.fromkeys(line.removeprefix("magis: half: ").partition(" (")[0] for line in lines))
-    others = [what for what in said if not what.startswith(("searching, best so far ", "compiling the planner"))]
-    assert others == ["capturing", "timing one step", "searching"]

@@ -17,7 +17,7 @@ from magis.cases.case_rows import Replayed
 from magis.cases.comparison import compare
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
-from magis.results import Case, Memory
+from magis.results import Case
 
 Made = tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor]]
 
@@ -182,12 +182,6 @@ def test_simulated_bytes_are_the_measured_ones(name: str) -> None:
     assert subject.measure(step) == subject.simulate_graph(subject.normal)
 
 
-def test_numbers_of_the_update_are_not_those_of_the_forward() -> None:
-    """Eager keeps the 3 to its use in the backward, not to the update's first product with a number."""
-    subject = subject_of(lambda: (nn.Linear(4, 4), (torch.randn(9, 4),), (), lambda out: out.abs().mean() * 3), "adamw")
-    assert subject.original == subject.original_measured
-
-
 def test_where_bytes_part_is_told() -> None:
     subject = subject_of(NETS["gelu by hand"])
     graph = subject.normal
@@ -205,11 +199,3 @@ def test_where_bytes_part_is_told() -> None:
     assert found is not None
     assert (found.op, found.simulated - found.measured) == (wrong, 1000)
     assert "aten.tanh.default in the forward of the loss" in str(found)
-
-
-def test_an_operator_of_which_nothing_is_known_is_named() -> None:
-    subject = subject_of(NETS["lstm"])
-    scratches = subject.scratches
-    scratches.add(subject.captured.graph, None, None)
-    assert scratches.note == "workspace unknown: aten.mkldnn_rnn_layer_backward.default in layer"
-    assert Memory(0, 0) != subject.original, "estimates take its place"

@@ -95,32 +95,6 @@ def test_a_type_that_is_asked_for_converts_everything(device: str) -> None:
     assert checked(case("in_bfloat16", device), bench).source.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("device", EVERYWHERE)
-def test_buffers_constants_and_targets_may_be_of_another_type(device: str) -> None:
-    subject = checked(case("wide_buffer", device))
-    assert subject.source.dtype == "float32"
-    dtypes = {value.name: value.dtype for value in subject.captured.graph.values.values()}
-    assert (dtypes["buffer:scale"], dtypes["target:0"]) == ("float64", "float64")
-
-
-@pytest.mark.parametrize("device", EVERYWHERE)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("reads_data", "float32"), ("made_before", "float32"), ("converted_before", "bfloat16")]
-)
-def test_what_only_real_tensors_can_do_is_done_on_them(device: str, name: str, dtype: str) -> None:
-    subject = checked(case(name, device))
-    assert subject.source.dtype == dtype
-    assert {type(p) for p in subject.workload.module.parameters()} == {torch.nn.Parameter}
-    assert checked(case("reads_data", device, dtype="bfloat16")).source.dtype == "bfloat16"
-
-
-def test_the_data_type_asked_for_is_the_one_that_must_run() -> None:
-    check_case(case("sound", dtype="bfloat16"))
-    check_case(case("mixed_norm", dtype="float64"))  # where nothing is mixed any more
-    with pytest.raises(CaptureError, match=NORM):
-        check_case(case("mixed_norm", dtype="float32"))
-
-
 def test_captures_are_kept_for_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     check_case(case("sound"), cache=bench)

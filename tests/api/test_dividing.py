@@ -77,14 +77,6 @@ def test_what_stands_in_the_way_is_said(bench: Bench) -> None:
     assert result.numbers == "bit-identical"
 
 
-def test_nothing_is_said_where_nothing_was_tried(bench: Bench) -> None:
-    """A limit that a whole step keeps for free."""
-    result, graph = ran(bench, case(memory_ratio=1.0))
-    assert (result.search.fission, result.search.unsplit) == ("", "")
-    assert all(op.body is None for op in graph.ops)
-    assert result.numbers == "bit-identical"
-
-
 def test_one_picture_runs_in_parts() -> None:
     """Along its height, with rows of other parts where windows overlap: run, measured, and compared with eager."""
     asked = case("tests.fission.halo_nets:small_super_resolution", memory_ratio=0.8)

@@ -162,25 +162,3 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 scaled.register_fake(torch.empty_like)
 scaled.register_autograd(lambda _, grad: grad * 2)
-
-
-class Scaled(nn.Module):
-    """A layer behind which the operator comes, if it is asked for."""
-
-    def __init__(self, custom: bool) -> None:
-        super().__init__()
-        self.layer, self.custom = nn.Linear(8, 8), custom
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.layer(x)
-        return scaled(made) if self.custom else made
-
-
-@pytest.mark.parametrize("custom", [True, False])
-def test_scratch_of_custom_operators_is_told_on_simulated_devices(custom: bool) -> None:
-    def make() -> object:
-        return Scaled(custom), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss
-
-    note = magis.estimate(make, device="sim:h100").result.note
-    said = "what custom operators take inside is not simulated: magis_tests.scaled.default"
-    assert note == (said if custom else "")

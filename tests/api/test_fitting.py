@@ -92,15 +92,6 @@ def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> N
     assert sizes[0] >= sizes[1] >= 8
 
 
-def test_a_sequence_grows_until_the_model_refuses() -> None:
-    found = fit_here(TOKENS, memory_limit="1 GiB", dim=1, budget=2)
-    assert found.eager is not None
-    assert found.magis is not None
-    assert (found.eager.size, found.magis.size, found.bound) == (24, 24, 24)
-    assert "positions" not in found.refused
-    assert "24" in found.refused
-
-
 def test_answers_are_measured_where_that_is_asked_for() -> None:
     found = fit(STACK, memory_limit="64 KiB", device="cpu", budget=20, precision=0.5, most=16, run=True)
     assert isinstance(found, Fit)
@@ -115,10 +106,3 @@ def test_a_registered_network_is_resized() -> None:
     found = fit("mlp", memory_limit=own, device=DEVICE, preset="small", budget=10, precision=0.5, most=5000)
     assert found.eager is not None
     assert found.eager.size == 4096
-
-
-def test_a_factory_that_reads_its_data_is_built_on_real_tensors() -> None:
-    limit = at(STACK, 4).original.peak_bytes
-    found = fit_here("tests.api.fit_nets:counted", memory_limit=limit, budget=5, precision=0.5, most=MOST)
-    assert found.eager is not None
-    assert found.eager.size == MOST

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import closing
-from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from magis.cases.kept_results import KeptResults
 from magis.cases.run_case import CaseRun, run_case
-from magis.graph import digest, dump
 from magis.planner import planning
 from magis.planner.bench import Bench
 from magis.planner.kept_plans import KeptPlans
@@ -173,23 +168,6 @@ def test_an_entry_that_is_no_plan_of_the_step_is_one_warning(shelf: Shelf, name:
     assert list(shelf.kept.folder.iterdir()) == []
 
 
-def test_the_unchanged_text_is_taken(shelf: Shelf) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = shelf.load(shelf.text)
-    assert found is not None
-    assert dump(found.graph) == shelf.text.partition("\n")[2]
-
-
-def test_a_plan_of_another_step_is_none(shelf: Shelf, tmp_path: Path) -> None:
-    other = Bench().subject(dataclasses.replace(GPU, model="tests.api.nets:projected"))
-    scratch = PlanScratch(other, None)
-    assert digest(other.captured.graph) != shelf.scratch.subject.digest
-    shelf.kept.save("plan-other", shelf.text)
-    with pytest.warns(RuntimeWarning, match="made again"):
-        assert shelf.plans.load("plan-other", scratch, shelf.goal) is None
-
-
 # --- whole results -----------------------------------------------------------------------------------------------
 
 
@@ -225,46 +203,6 @@ def test_a_kept_result_of_ranks_is_handed_back(
     for other in (dataclasses.replace(case, ranks=4), dataclasses.replace(case, seed=1)):
         with pytest.raises(TypeError):
             run_case(other, cache=Bench(kept=tmp_path, keep_results=True))
-
-
-def test_what_results_of_ranks_depend_on_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(BLOCKS, "ddp", "cpu", "small", ranks=2)
-    bench = Bench(kept=tmp_path, keep_results=True)
-    subject, kept = bench.subject(case), bench.keeps(case)
-    assert kept is not None
-    results = KeptResults(kept, subject, case)
-    first = results.key(pooled=True)
-    assert first == results.key(pooled=True) != results.key()
-    monkeypatch.setattr("magis.cases.kept_results.cores", lambda: 1 << 20)
-    assert results.key(pooled=True) != first
-    monkeypatch.undo()
-    for change in ({"blocks": subject.traced.blocks[1:]}, {"module": torch.nn.Sequential(subject.traced.module)}):
-        other = copy(subject)
-        monkeypatch.setitem(vars(other), "traced", dataclasses.replace(subject.traced, **change))
-        assert KeptResults(kept, other, case).key(pooled=True) != first
-
-
-def test_results_of_a_strategy_of_ones_own_are_not_kept(tmp_path: Path) -> None:
-    case = Case("bert", "tests.ranks.own_strategies:refuses", "sim:rtx3090", "small", ranks=2)
-    assert Bench(kept=tmp_path, keep_results=True).keeps(case) is None
-    assert Bench(kept=tmp_path, keep_results=True).keeps(dataclasses.replace(case, strategy="ddp")) is not None
-    assert Bench(kept=tmp_path).keeps(dataclasses.replace(case, strategy="ddp")) is None
-    lent: Any = object()  # ranks of other machines
-    assert Bench(kept=tmp_path, keep_results=True, agents=lent).keeps(dataclasses.replace(case, strategy="ddp")) is None
-
-
-def test_a_forgotten_result_and_one_of_other_settings_or_bounds_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(kept=tmp_path, keep_results=True)
-    run_case(GPU, cache=bench)
-    assert run_case(GPU, cache=bench, latency_bounds=(1.1,)).note == ""
-    assert run_case(GPU, cache=bench).note != ""
-    bench.measure_again(GPU)
-    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
-    assert run_case(GPU, cache=bench).note != ""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert run_case(GPU, cache=bench).note == ""
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.cases.run_case import run_case
-from magis.cost.links import message_ns
 from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
 from magis.extensions.ranks.prediction.rank_memory import fake_world
-from magis.graph import ARRIVED, BESIDE, Graph, Op, Ref
+from magis.graph import ARRIVED, BESIDE, Graph, Op
 from magis.graph.verify import problems
 from magis.ops.collectives import all_reduce, group_name, is_message, under_way
 from magis.ops.optimizers import OptimizerSpec
@@ -25,7 +24,6 @@ from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.rewrite.realize import realize
-from magis.runtime.codegen import generate
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import evaluate, expand
 from magis.simulate.problem import KEEP, RECOMPUTE, Events, Int8s, Int32s
@@ -102,24 +100,6 @@ def test_one_message_at_a_time_is_on_the_links() -> None:
         assert one.start_ms + one.ms <= other.start_ms + 1e-9
 
 
-def test_a_hidden_message_takes_less_than_one_that_is_waited_for(subject: Subject) -> None:
-    found, graph = compiled(subject), subject.captured.graph
-    order, flags, _, _ = plan(found, KEEP)
-    sent = sum(message_ns("sim:h100", op, graph.values) for op in graph.ops if op.target in BESIDE)
-    assert sent == int(found.problem.message_ns.sum()) > 0
-    hidden = evaluate(found.problem, order, flags).latency_ns
-    assert found.problem.least_ns < hidden < found.problem.least_ns + sent // 2
-    assert subject.original_ns <= subject.latency_ns(graph)
-
-
-def test_generated_code_sends_early_and_waits_late(subject: Subject) -> None:
-    lines = generate(plan(compiled(subject), KEEP)[3]).splitlines()
-    sent = [at for at, line in enumerate(lines) if line.endswith(" beside")]
-    waited = [at for at, line in enumerate(lines) if line.endswith("# magis.arrived")]
-    assert len(sent) == len(waited) >= LAYERS
-    assert any(later - at > 2 for at, later in zip(sent, waited, strict=True))
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -177,33 +157,6 @@ def test_a_message_that_is_used_too_early_is_a_broken_rule(subject: Subject) -> 
     assert any("still under way" in line for line in changed(graph, late))
     assert any("which no message brings" in line for line in changed(graph, twice))
     assert any("is not waited for where it was sent last" in line for line in changed(graph, early(waits)))
-
-
-def test_who_waits_names_a_message_and_all_that_it_sends(subject: Subject) -> None:
-    graph = plan(compiled(subject), KEEP)[3]
-    at = next(at for at, op in enumerate(graph.ops) if op.target == ARRIVED)
-    waits = graph.ops[at]
-    for wrong in (waits.args[:1], (*waits.args, waits.args[1]), (waits.args[0], waits.args[0])):
-        ops = [*graph.ops[:at], replace(waits, args=wrong), *graph.ops[at + 1 :]]
-        lines = changed(graph, lambda _, ops=ops: ops)
-        assert len(lines) == 1
-        assert f"as sent by the message that brings value {waits.inputs()[0]}" in lines[0]
-    (nothing,) = changed(graph, lambda ops: [*ops, replace(waits, args=(), reads=())])
-    assert "which no message brings" in nothing
-
-
-def test_nobody_waits_for_an_operator_that_is_no_message(subject: Subject) -> None:
-    graph = plan(compiled(subject), KEEP)[3]
-    waits = next(op for op in graph.ops if op.target == ARRIVED)
-    at = next(at for at, op in enumerate(graph.ops) if op.target.startswith("aten.mm.") and len(op.made()) == 1)
-    (made,) = graph.ops[at].made()
-    own = replace(
-        waits,
-        args=(Ref(made), *map(Ref, graph.ops[at].inputs())),
-        reads=tuple(sorted({(graph.values[made].storage, 0), *graph.ops[at].reads})),
-    )
-    (line,) = changed(graph, lambda ops: [*ops[: at + 1], own, *ops[at + 1 :]])
-    assert f"waits for value {made}, which no message brings" in line
 
 
 def early(waits: Op) -> Any:

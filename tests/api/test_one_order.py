@@ -17,7 +17,6 @@ import magis
 from magis.models.step_parts import ORDER
 
 DOORS = (magis.optimize, magis.estimate, magis.fit, magis.pareto, magis.checkpoint_policy)
-IN_PLACE = "optimize", "checkpoint_policy"
 ASKED: dict[str, dict[str, Any]] = {
     "optimize": {"memory_ratio": 0.9, "budget": 20},
     "estimate": {"device": "sim:h100"},
@@ -135,21 +134,6 @@ def test_wrong_parts_are_one_line(door: str, change: dict[str, Any], said: str) 
     with pytest.raises(magis.UsageError, match=said) as raised:
         getattr(magis, door)(**{**dict(zip(ORDER, parts(), strict=True)), **change}, **ASKED[door])
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("door", IN_PLACE)
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        (torch.optim.AdamW, "the optimizer is the class AdamW"),
-        (torch.optim.lr_scheduler.StepLR(parts()[3], 1), "give the optimizer that it drives"),
-    ],
-    ids=["class", "scheduler"],
-)
-def test_wrong_optimizers_are_one_line(door: str, optimizer: Any, said: str) -> None:
-    module, batch, loss, _ = parts()
-    with pytest.raises(magis.UsageError, match=said):
-        getattr(magis, door)(module, batch, loss, optimizer, **ASKED[door])
 
 
 def test_a_step_says_what_it_is_and_helps_a_loop_that_is_ported() -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from magis.cases.run_case import run_case
-from magis.extensions.ranks.rank_cases import OFF_BY, _distinct_ranks
+from magis.extensions.ranks.rank_cases import OFF_BY
 from magis.planner.bench import Bench
 from magis.results import Case
-from magis.strategies.distributed_names import distributed_strategy
 from tests.ranks import own_strategies as on_ranks
 
 BLOCKS = "tests.api.nets:few_blocks"
@@ -58,23 +57,6 @@ def test_on_another_device_offloading_saves_memory_and_costs_time() -> None:
     assert result.samples_per_s_spread is None
 
 
-def test_scaled_gradients_leave_room_for_the_scaler() -> None:
-    result = run_case(case("amp-float16"), cache=Bench())
-    assert result.optimized.measured is not None
-    off = result.optimized.measured.tensor_bytes - result.optimized.simulated.tensor_bytes
-    assert 0 <= off <= result.off_by * result.optimized.measured.tensor_bytes
-    assert result.off_by == 0.001
-
-
-def test_compiled_code_is_estimated_where_it_cannot_run() -> None:
-    bench = Bench()
-    whole, less = (run_case(case(name, device="sim:v100"), cache=bench) for name in ("compile", "compile-budget"))
-    assert less.memory.tensor_bytes < whole.memory.tensor_bytes
-    assert math.isinf(whole.off_by)
-    assert not whole.portable
-    assert "without fused operators" in whole.note
-
-
 @pytest.mark.soak
 def test_compiled_code_is_measured_where_it_runs(bench: Bench) -> None:
     result = run_case(case("compile"), cache=bench)
@@ -95,23 +77,6 @@ def test_a_world_of_ranks_is_predicted_where_there_is_none() -> None:
         assert result.samples == 256
     assert lean.memory.tensor_bytes < plain.memory.tensor_bytes < plain.original_memory.tensor_bytes
     assert [term.name for term in plain.ranks[0].terms if "communication" in term.name]
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "ranks"),
-    [
-        ("ddp", 4, (0,)),
-        ("amp+zero2", 4, (0,)),
-        ("oss", 3, (0, 1, 2)),
-        ("amp+oss+sdp", 2, (0, 1)),
-        ("tp4", 8, (0,)),
-        ("pp2", 8, (0, 1)),
-        ("tp2+pp3", 12, (0, 2, 4)),
-        ("tests.ranks.own_strategies:ddp", 2, (0, 1)),
-    ],
-)
-def test_ranks_that_are_alike_are_predicted_once(name: str, size: int, ranks: tuple[int, ...]) -> None:
-    assert _distinct_ranks(name, distributed_strategy(name), size) == ranks
 
 
 def test_a_strategy_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one() -> None:

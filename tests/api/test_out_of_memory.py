@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magis.cases.case_rows import attempt, too_large
+from magis.cases.case_rows import attempt
 from magis.cases.run_case import run_case
 from magis.planner.bench import Bench
-from magis.report import row_from_result
 from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep, GraphStep
 from pytest_magis.baselines import ModelBaseline, stored_case, updated
@@ -64,14 +63,6 @@ def test_the_optimized_step_runs_alone_where_the_original_ran_out_of_memory(alon
     assert alone.identity["simulated"] == "the original, too large to run"
 
 
-def test_its_row_compares_simulated_times_with_simulated_ones(alone: CaseResult) -> None:
-    row = row_from_result(alone)
-    assert (row["ori-is-prof-result"], row["opt-is-prof-result"]) == (False, True)
-    assert row["ori-memory"] == row["ori-simul-memory"]
-    assert row["latency ratio reached (opt/ori)"] == alone.optimized.simulated_ms / alone.original.simulated_ms
-    assert row["opt-latency"] == alone.optimized.measured_ms
-
-
 def test_the_gate_takes_it_as_a_row_of_its_own_kind(alone: CaseResult) -> None:
     accepted = judge(alone, None, permissions=frozenset({"new"}))
     assert (accepted.passed, accepted.store) == (True, True)
@@ -92,17 +83,6 @@ def test_the_gate_takes_it_as_a_row_of_its_own_kind(alone: CaseResult) -> None:
     assert judge(replace(alone, optimized=off), stored).label == "FAIL broken"
     whole = replace(alone, identity={k: v for k, v in alone.identity.items() if k != "simulated"})
     assert any("no measurement of this device" in note for note in judge(whole, stored).notes)
-
-
-@pytest.mark.parametrize("strategy", ["eager", "checkpoint"])
-def test_eager_strategies_are_simulated_then(strategy: str) -> None:
-    result = run_case(case(strategy=strategy, ratio=None))
-    assert not result.original.is_measured
-    assert not result.optimized.is_measured
-    assert result.note.startswith("not run: it ran out of memory")
-    assert result.numbers == "not run"
-    assert result.identity["simulated"] == "too large to run"
-    assert result.ratio is None
 
 
 def test_the_optimized_step_may_run_out_of_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +160,3 @@ def test_what_a_step_held_is_given_back() -> None:
     assert attempt(run) is None
     assert Held.count == 0
     assert attempt(lambda: 3) == 3
-
-
-def test_the_note_says_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Bench().subject(case(BLOCKS))
-    free_for(monkeypatch, 3 * 2**20)
-    assert too_large(subject).endswith("iB of memory, 3.00 MiB are free")
-    for held, said in ((2**30 - 1, False), (70 * 2**30, True)):
-        monkeypatch.setattr("magis.cases.case_rows.others_memory", lambda _device, held=held: held)
-        assert too_large(subject).endswith(", 70.00 GiB are held by other processes") == said

@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.cases.run_case import run_case
-from magis.cost.links import links_of, message_ns
 from magis.errors import MagisError
 from magis.extensions.ranks import RankJob, RankPool, RankReport
 from magis.extensions.ranks.planned_rank_cases import numbers_of
-from magis.extensions.ranks.plans import planned_ranks
-from magis.extensions.ranks.plans.planned_ranks import PlannedRanks, factory_of
+from magis.extensions.ranks.plans.planned_ranks import PlannedRanks
 from magis.extensions.ranks.plans.sharded_weights import shard_weights
 from magis.extensions.ranks.prediction.rank_memory import fake_world
-from magis.extensions.ranks.strategies.uneven_heads import head_shares, share_rows
 from magis.graph import digest
 from magis.ops.collectives import group_name, is_collective, ranks_of
 from magis.ops.exchanges import EXCHANGE
@@ -29,7 +26,7 @@ from magis.ops.optimizers import OptimizerSpec, ParameterGroup
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case, Memory
-from magis.strategies.distributed_names import group_of, is_distributed
+from magis.strategies.distributed_names import group_of
 from magis.strategies.rank_step import World
 from magis.strategies.single_device import on_fake_tensors
 from tests.api.cut_nets import three_heads, two_heads
@@ -107,14 +104,6 @@ def test_shards_hold_the_weights_and_are_padded_with_zeros() -> None:
         assert parts[0][name].requires_grad == (name != "scale")
 
 
-def test_messages_cost_what_they_send() -> None:
-    with fake_world(2, 0):
-        graph = subject("magis+fsdp", 2, 0).captured.graph
-    gather = next(op for op in graph.ops if "all_gather" in op.target)
-    links, whole = links_of("sim:h100"), graph.values[gather.made()[0]].nbytes
-    assert message_ns("sim:h100", gather, graph.values) == round(links.message_ns + whole / 2 / links.bytes_per_s * 1e9)
-
-
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     with closing(Bench()) as found:
@@ -175,25 +164,6 @@ def test_messages_between_ranks_with_other_steps_keep_their_order() -> None:
         assert len(versions) == [6, 11, 5][rank]
 
 
-def test_a_simulated_device_is_planned_with_its_own_operators(bench: Bench) -> None:
-    case = Case(TIED, "magis+fsdp", "sim:h100", "small", memory_ratio=0.9, ranks=4, budget=SMALL_BUDGET)
-    result = run_case(case, cache=bench)
-    assert result.search.feasible
-    assert result.is_predicted
-    assert result.optimized.simulated.peak_bytes <= (result.memory_limit_bytes or 0)
-    assert result.latency_ratio >= 0.9
-
-
-def test_a_limit_that_a_rank_cannot_keep_is_shown_as_that_ranks(bench: Bench) -> None:
-    case = Case("local", "magis+tp2", "cpu", "small", memory_ratio=0.01, ranks=2, budget=SMALL_BUDGET)
-    missed = run_case(case, make=lambda _seed: two_heads(), cache=bench)
-    assert not missed.search.feasible
-    assert missed.note.startswith("the limit is that of rank ")
-    rank = missed.ranks[int(missed.note[-1])]
-    assert rank.predicted == missed.optimized.simulated
-    assert (missed.memory_limit_bytes or 0) < missed.lower_bound_bytes <= missed.optimized.simulated.peak_bytes
-
-
 def report(loss: float, weights: str) -> RankReport:
     return RankReport(0, Memory(1, 1), (1.0,), (loss, None), weights)
 
@@ -231,19 +201,6 @@ def test_a_stage_with_its_own_optimizer_groups_and_targets_that_are_no_batch() -
         assert any(op.target == EXCHANGE for op in graph.ops)
 
 
-@pytest.mark.parametrize(("ranks", "shares"), [(2, [2, 1]), (3, [1, 1, 1])])
-def test_heads_of_a_packed_projection_are_on_one_rank_each(ranks: int, shares: list[int]) -> None:
-    assert head_shares(3, ranks) == shares
-    whole = torch.arange(3 * 3 * 2 * 5).view(3, 3, 2, 5)  # query, key and value; heads; rows of a head; columns
-    parts = []
-    for rank in range(ranks):
-        layer = nn.Linear(5, 18, bias=False)
-        layer.weight = nn.Parameter(whole.reshape(18, 5).float())
-        share_rows(layer, [2 * share for share in shares], rank, "any", packed=3)
-        parts.append(layer.weight.detach().view(3, shares[rank], 2, 5))
-    assert torch.equal(torch.cat(parts, dim=1), whole.float())
-
-
 @pytest.mark.parametrize(
     ("factory", "line"),
     [
@@ -257,11 +214,3 @@ def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> N
     with RankPool(2, "cpu") as pool, pytest.raises(MagisError, match=line) as raised:
         pool.run(RankJob("tests.ranks.own_strategies:small_net", f"tests.ranks.planned_strategies:{factory}", rounds=1))
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", [*PLANNED, "magis+tp2", "magis+tp", "magis+tp2+sp", "magis+pp3"])
-def test_factories_are_named_as_ranks_import_them(name: str) -> None:
-    assert is_distributed(name)
-    module, _, factory = factory_of(name).partition(":")
-    assert module == planned_ranks.__name__
-    assert getattr(planned_ranks, factory)().name == name

@@ -9,7 +9,7 @@ import pytest
 from magis.cases.run_case import run_case
 from magis.cost.profile_store import Entry, Profile, ProfileError, save
 from magis.planner.bench import Bench
-from magis.planner.device_profiles import UNPRICED, Profiles, profile_file, recording_identity, refused
+from magis.planner.device_profiles import UNPRICED, Profiles, profile_file, recording_identity
 from magis.results import Case
 from magis.runtime.measure import device_identity
 from magis.runtime.profiler import schema_of
@@ -31,45 +31,6 @@ def test_a_simulated_gpu_takes_the_profile_of_that_gpu(tmp_path: Path) -> None:
     assert (found.note, len(found.digest)) == ("", 12)
     assert Profiles(folder=tmp_path).pricing("sim:a100") == UNPRICED
     assert Profiles().pricing("sim:h200") == UNPRICED
-
-
-@pytest.mark.parametrize(
-    ("device", "theirs", "reason"),
-    [
-        (
-            "sim:h200",
-            {**H200, "gpu": "NVIDIA A100-SXM4-80GB"},
-            "is of NVIDIA A100-SXM4-80GB, not of the GPU that sim:h200",
-        ),
-        (
-            "sim:h200",
-            {"device": "cpu", "instruction set": "AVX2", "threads": "4"},
-            "is of a CPU with AVX2 and 4 threads",
-        ),
-        ("cpu", H200, "is of NVIDIA H200, this is a CPU with"),
-        ("cpu", {**device_identity("cpu"), "threads": "999"}, "and 999 threads, this is a CPU with"),
-        ("sim:h200", {}, "is of another device"),
-    ],
-)
-def test_a_profile_of_another_device(tmp_path: Path, device: str, theirs: dict[str, str], reason: str) -> None:
-    path = written(tmp_path / f"{device.removeprefix('sim:')}.json", theirs)
-    before = path.read_bytes()
-    with pytest.raises(ProfileError, match=f"{path}.*{reason}.*record one with magis profile") as error:
-        Profiles(file=path).pricing(device)
-    assert "\n" not in str(error.value)
-    found = Profiles(folder=tmp_path).pricing(device)  # one that nobody named is left aside
-    assert found.profile is None
-    assert reason in found.note
-    assert found.note.endswith("latencies are estimated")
-    assert path.read_bytes() == before
-
-
-def test_a_profile_without_the_data_type(tmp_path: Path) -> None:
-    path = written(tmp_path / "h200.json", H200)
-    with pytest.raises(ProfileError, match=r"has no bfloat16 operators \(its data types: float32\)"):
-        Profiles(file=path).pricing("sim:h200", "bfloat16")
-    with pytest.raises(ProfileError, match="has no bfloat16 operators"):
-        Bench(profiles=Profiles(file=path)).subject(Case("bert", "eager", "sim:h200", "small", "bfloat16"))
 
 
 def test_products_in_tf32_are_priced_by_a_profile_of_tf32_alone(tmp_path: Path) -> None:
@@ -96,19 +57,6 @@ def test_operators_that_changed_are_named_and_left_out(tmp_path: Path) -> None:
     assert not found.profile.entries
     same = {"aten.mm.default": str(schema_of("aten.mm.default"))}
     assert Profiles(file=written(path, H200, schemas=same)).pricing("sim:h200").note == ""
-
-
-def test_a_corrupt_profile_stops_the_run_even_if_nobody_named_it(tmp_path: Path) -> None:
-    (tmp_path / "h200.json").write_text('{"schema": 2, "device": {"dev')
-    with pytest.raises(ProfileError, match="is corrupt: no JSON"):
-        Profiles(folder=tmp_path).pricing("sim:h200")
-
-
-def test_another_torch_version_prices_all_the_same(tmp_path: Path) -> None:
-    identity = {**device_identity("cpu"), "torch": "2.11.0"}
-    found = Profiles(file=written(tmp_path / "cpu.json", identity)).pricing("cpu")
-    assert found.source.endswith("threads, torch 2.11.0)")
-    assert refused(Profile(identity), "cpu") == ""
 
 
 def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) -> None:

@@ -67,16 +67,6 @@ def test_a_plan_that_meets_the_limit_is_served_within_it(ratio: float, met: bool
     assert found.search.feasible == (planned <= found.memory_limit_bytes) == met
 
 
-def test_a_peak_within_the_limit_is_not_enough() -> None:
-    found, _, _ = run(replace(CASE, memory_ratio=0.75))
-    limit = found.memory_limit_bytes or 0
-    same = limit / found.original.simulated.peak_bytes
-    by_peak, _, _ = run(replace(CASE, memory_limit_of="peak", memory_ratio=same))
-    assert by_peak.search.feasible
-    assert by_peak.memory.peak_bytes <= limit < (by_peak.optimized.reserved_bytes or 0)
-    assert found.search.states > by_peak.search.states
-
-
 def test_of_plans_that_miss_the_limit_alike_the_fastest_is_taken() -> None:
     subject = bench().subject(CASE)
     fast = plan(subject, memory_limit=2**40, latency_limit_ns=None, budget=10, seconds=None, seed=0, stored=None)

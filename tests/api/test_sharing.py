@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +16,6 @@ import pytest
 from magis.planner.bench import Bench
 from magis.planner.shared_searches import Sharing
 from magis.planner.subject import Subject
-from magis.report.text_store import Kept
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront
@@ -68,12 +64,6 @@ def running(pid: int) -> bool:
 
 def largest(folder: Path) -> Path:
     return max(folder.iterdir(), key=lambda each: each.stat().st_size)
-
-
-def forge(path: Path, change: Callable[[Any], Any]) -> None:
-    """Other findings in a file that is whole."""
-    _, text = path.read_text().split("\n", 1)
-    Kept(path.parent).save(path.stem, json.dumps(change(json.loads(text))))
 
 
 def same(one: FissionFront, other: FissionFront) -> bool:
@@ -154,26 +144,6 @@ if __name__ == "__main__":
     raise AssertionError(f"worker {worker} outlived the process that asked")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda _: 3,
-        lambda found: [None, found[1]],
-        lambda found: [found[0], [point[:3] for point in found[1]]],
-        lambda found: [found[0], [(["first"], *point[1:]) for point in found[1]]],
-        lambda found: [found[0], [(*point[:2], ([1 << 40], *point[2][1:]), point[3]) for point in found[1]]],
-    ],
-    ids=["a number", "no states", "no bodies", "no places", "too large"],
-)
-def test_findings_of_another_kind_are_made_again(
-    subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path, change: Callable[[Any], Any]
-) -> None:
-    front(subject, kept(tmp_path, pieces))
-    forge(largest(tmp_path), change)
-    with pytest.warns(RuntimeWarning, match=r"\.txt is not used, and made again"):
-        assert same(front(subject, kept(tmp_path, pieces)), alone)
-
-
 def test_what_was_found_is_not_searched_again(
     subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path
 ) -> None:
@@ -213,12 +183,3 @@ def test_a_damaged_file_is_made_again(
     with pytest.warns(RuntimeWarning, match=r"\.txt is not used, and made again"):
         assert same(front(subject, kept(tmp_path, pieces)), alone)
     assert path.read_bytes() == whole
-
-
-def test_other_costs_are_other_findings(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
-    front(subject, kept(tmp_path, pieces))
-    other = Bench().subject(Case(PROJECTED, "magis", "sim:h200", "small"))
-    empty = kept(tmp_path, [Findings((), 1)] * len(pieces))
-    hasty = front(other, lambda *_: (each for each in ())).states
-    assert front(other, empty).states == hasty + len(pieces)
-    assert len(list(tmp_path.iterdir())) == 2 * len(pieces)

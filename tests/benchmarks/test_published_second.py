@@ -6,15 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from benchmarks.lib.published_libraries import (
-    Accumulating,
     Megatron,
-    OneGpu,
-    Titan,
-    checkpoint_blocks,
     vocabulary_loss,
 )
 from benchmarks.lib.published_models import BertClassifier, BookGpt, VisionTransformer, WrittenLlama
@@ -24,7 +19,6 @@ from magis.capture.workload import fake_tensors
 from magis.extensions.models.building import REAL, WRITTEN_OUT
 from magis.extensions.models.decoders import GptConfig, gpt
 from magis.extensions.models.encoders import BertConfig
-from magis.ops.optimizers import OptimizerSpec
 from magis.predict import predict_rank
 from magis.results import Memory, RankMemory, Term
 from magis.units import MIB
@@ -90,28 +84,3 @@ def test_megatron_holds_what_its_documentation_says_of_a_parameter() -> None:
         assert found["gradients"] == gradients * count
         assert found["master weights"] == pytest.approx(masters * count, rel=0.01)
         assert found["optimizer state"] == pytest.approx(2 * masters * count, rel=0.01)
-
-
-def test_gradients_that_are_kept_are_there_in_the_forward() -> None:
-    kept, fresh = (kinds(strategy, small, 1) for strategy in (Accumulating(OneGpu()), OneGpu()))
-    assert kept["gradients"] == kept["parameters"] > fresh.get("gradients", 0)
-
-
-def test_checkpoints_of_blocks_with_dropout_and_fused_attention_are_predicted() -> None:
-    whole, checkpointed = (
-        kinds(OneGpu(), lambda again=again: checkpoint_blocks(small(fused=True)) if again else small(fused=True), 1)
-        for again in (False, True)
-    )
-    assert checkpointed["activations and temporaries"] < whole["activations and temporaries"]
-
-
-def test_torchtitan_keeps_every_second_product() -> None:
-    def make() -> Workload:
-        module = WrittenLlama(2, 64, 64, 128, 4, 2, 256, packed=False, wide=True)
-        tokens = torch.zeros(8, 64, dtype=torch.long)
-        rule = OptimizerSpec("adamw", foreach=True)
-        blocks = ("layers.0", "layers.1")
-        return Workload("llama", module, (tokens,), (tokens,), vocabulary_loss, rule, blocks)
-
-    found = kinds(Titan(), make)
-    assert found["parameters"] < parameters(make().module) * 4 / 7  # a rank's eighth, with what is padded

@@ -13,10 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magis.capture import Captured, capture
-from magis.graph import GENERATOR, Graph, Op, Scalar
+from magis.graph import GENERATOR, Graph, Op
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec
-from tests.nets import ADAMW, FORWARD, NETS, SGD, Block, Net, labels, rows
-from tests.oracles import captured, eager_step, graph_step, same
+from tests.nets import ADAMW, NETS, SGD, Net, labels, rows
+from tests.oracles import captured, same
 
 
 def graph_of(name: str) -> Graph:
@@ -57,24 +57,6 @@ def test_storage_kinds_tell_what_stays() -> None:
     )
 
 
-def test_phases_and_modules() -> None:
-    graph = captured(
-        Net(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rows(3, 4), rows(3, 2)).build()
-    )
-    ops = [(op.phase, op.module, op.target.split(".")[1]) for op in graph.graph.ops]
-    assert [phase for phase, _, _ in ops] == sorted(
-        (phase for phase, _, _ in ops), key=["forward", "backward", "update"].index
-    )
-    assert ("forward", "0", "addmm") in ops
-    assert ("forward", "1", "relu") in ops
-    assert ("forward", "2", "addmm") in ops
-    assert ("forward", "", "mse_loss") in ops
-    assert ("backward", "", "mse_loss_backward") in ops
-    assert ("backward", "1", "threshold_backward") in ops
-    assert Counter(module for phase, module, name in ops if phase == "backward" and name == "mm") == {"2": 2, "0": 1}
-    assert {module for phase, module, _ in ops if phase == "update"} == {""}
-
-
 def test_writes_and_random_numbers_have_versions() -> None:
     graph = graph_of("batch-norm-twice")
     norms = [op for op in graph.ops if op.target == "aten.native_batch_norm.default"]
@@ -87,45 +69,6 @@ def test_writes_and_random_numbers_have_versions() -> None:
     drawn = [op for op in graph_of("dropout").ops if op.random]
     assert [op.reads[0] for op in drawn] == [(GENERATOR, 0), (GENERATOR, 1)]
     assert [op.writes[0] for op in drawn] == [(GENERATOR, 1), (GENERATOR, 2)]
-
-
-def test_a_window_is_opened_anew_after_a_write() -> None:
-    """Else a view of the old contents would keep the write from becoming functional."""
-
-    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        h = block.a(x)
-        first = h.view(-1).sum()
-        h.mul_(0.5)
-        return first + h.view(-1).sum() + h.view(-1).mean()
-
-    graph = captured(Net(lambda: Block(run, a=nn.Linear(4, 4)), rows(2, 4), loss_fn=None, rule=FORWARD).build()).graph
-    views = [op for op in graph.ops if op.target == "aten.view.default"]
-    assert [op.inputs()[0] for op in views] == [
-        find(graph, "aten.addmm.default").made()[0],
-        find(graph, "aten.mul_.Tensor").made()[0],
-    ]
-
-
-def test_step_dependent_numbers_are_scalars() -> None:
-    graph = graph_of("optimizer-adamw-decay")
-    scalars = Counter(
-        arg.name for op in graph.ops for arg in (*op.args, *dict(op.kwargs).values()) if isinstance(arg, Scalar)
-    )
-    assert scalars == {"decay": 6, "bias_correction2_sqrt": 6, "neg_step_size": 6}
-    assert find(graph_of("optimizer-sgd"), "aten.add_.Tensor").kwargs == (("alpha", Scalar("neg_lr")),)
-
-
-def test_gradients_are_returned_on_demand() -> None:
-    net = NETS["optimizer-gradients"].build()
-    step = captured(net)
-    eager, own = eager_step(net), graph_step(step.graph, net)
-    eager.run()
-    found = own._step(own._tensors, {})
-    expected = eager.gradients()
-    assert list(expected) == list(step.parameters)
-    assert len(found) == 1 + len(expected)
-    assert all(same(a, b) for a, b in zip(found[1:], expected.values(), strict=True))
-    assert not targets(step.graph, "update")
 
 
 def test_deaths_are_eagers() -> None:

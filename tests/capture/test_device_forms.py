@@ -58,17 +58,6 @@ def test_a_mask_becomes_a_bias(boolean: bool) -> None:
     assert ("aten.masked_fill.Scalar" in names(graph)) == boolean
 
 
-def test_what_no_kernel_takes_stays_as_on_the_cpu() -> None:
-    """Head sizes that are no multiple of 8, and tensors without a head dimension."""
-    odd = Net(lambda: Attention(12), rows(2, 6, 12), rows(2, 6, 12))
-    flat = Net(
-        lambda: Block(lambda m, x: F.scaled_dot_product_attention(x, x * m.w, x), w=nn.Parameter(torch.ones(8))),
-        rows(2, 6, 8), rows(2, 6, 8),
-    )  # fmt: skip
-    for net in (odd, flat):
-        assert not names(on("cuda", net)) & {EFFICIENT, FLASH}
-
-
 def test_dropout_is_one_operator_on_a_gpu() -> None:
     assert "aten.native_dropout.default" not in names(on("cpu", NETS["dropout"]))
     graph = on("cuda", NETS["dropout"])

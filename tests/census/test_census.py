@@ -17,8 +17,7 @@ from torch import nn
 
 from benchmarks.census_lib.judge import gate, judged, trained
 from benchmarks.census_lib.network import Network, NotBuilt, squares, try_eagerly
-from benchmarks.census_lib.shrink import shrunken
-from benchmarks.census_lib.table import BEGIN, END, causes, outcome, page, totals
+from benchmarks.census_lib.table import outcome
 
 
 class Layers(nn.Module):
@@ -87,55 +86,8 @@ def test_each_work_has_a_process_of_its_own(fresh_python: Callable[[str], str]) 
     assert found["hungry"]["last_words"] == "MemoryError"
 
 
-def test_widths_keep_their_relations() -> None:
-    fields = {
-        "hidden_size": 768, "num_attention_heads": 12, "head_dim": 64, "num_hidden_layers": 24, "vocab_size": 30522,
-        "image_token_id": 29999, "pad_token_id": 0, "layer_types": ["a"] * 20 + ["b", "a", "b", "a"], "image_size": 224,
-        "patch_size": 16, "inner": {"model_type": "x", "hidden_size": 1024, "eos_token_id": 50256},
-    }  # fmt: skip
-    small = shrunken(fields, 16)
-    assert small["hidden_size"] == small["num_attention_heads"] * small["head_dim"]
-    assert small["layer_types"] == ["a", "b"]
-    assert small["num_hidden_layers"] == 2
-    assert small["pad_token_id"] == 0
-    assert small["image_token_id"] != small["inner"]["eos_token_id"]
-    assert max(small["image_token_id"], small["inner"]["eos_token_id"]) < small["vocab_size"]
-    assert small["image_size"] % small["patch_size"] == 0
-
-
-def row(key: str, **more: Any) -> dict[str, Any]:
-    exact = {"outcome": "exact", "reason": "", "ratio": 0.8}
-    return {"key": key, "stage": "done", "gate": exact, "optimize": exact, **more}
-
-
 def wrong(said: str) -> dict[str, Any]:
     return {"outcome": "wrong", "reason": said, "ratio": 0.8}
-
-
-ROWS = [
-    row("a/fine"),
-    row("a/first", optimize=wrong("loss of step 1: 2.5, eager 2.25")),
-    row("a/second", optimize=wrong("loss of step 2: 7.125, eager 7")),
-    row("b/dead", stage="gate", died="SIGSEGV", last_words=""),
-    row("b/slow", stage="gate", died="time limit", last_words=""),
-    {"key": "b/absent", "stage": "not run", "why": "no kernel"},
-]
-
-
-def test_the_worst_of_both_ways_counts() -> None:
-    assert [outcome(each) for each in ROWS] == ["exact", "wrong", "wrong", "died", "slow", "not run"]
-    assert totals(ROWS).splitlines()[-1].endswith("20.0% of 5")
-
-
-def test_failures_that_differ_in_numbers_have_one_cause() -> None:
-    text = causes(ROWS)
-    assert "   2  wrong" in text
-    assert "families: first, second" in text
-    shown = page(f"head\n{BEGIN}\nold\n{END}\ntail\n", "# today", ROWS)
-    assert shown.startswith("head\n")
-    assert shown.endswith("tail\n")
-    assert "old" not in shown
-    assert "b/absent" in shown
 
 
 @pytest.mark.soak

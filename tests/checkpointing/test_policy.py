@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from magis import MagisError, UsageError, checkpoint_policy
 from magis.extensions.compile import RegionPolicies
-from magis.extensions.compile.checkpointing.choose import blocks_of
 from magis.extensions.compile.checkpointing.policy import LIBRARIES, REMAT, CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.measure import window_peak
@@ -115,30 +114,6 @@ def test_a_context_fn_for_ones_own_calls(planned: RegionPolicies) -> None:
         planned.context_fn("last", block)
 
 
-def test_a_lower_limit_costs_more_time(planned: RegionPolicies) -> None:
-    module, batch = made()
-    loose = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.95)
-    assert planned.planned_bytes < loose.planned_bytes
-    assert loose.latency_ratio < planned.latency_ratio
-    assert checkpoint_policy(module, batch, F.mse_loss, memory_ratio=1.0).regions == ()
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_model_that_is_a_sequence_itself(grouped: bool) -> None:
-    torch.manual_seed(0)
-    layers = [Block(32) for _ in range(4)]
-    module = (
-        nn.Sequential(nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])) if grouped else nn.Sequential(*layers)
-    )
-    twin = copy.deepcopy(module)
-    batch = torch.randn(512, 32), torch.randn(512, 32)
-    assert blocks_of(module) == tuple("01" if grouped else "0123")
-    policy = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.8)
-    policy.apply(module)
-    assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
-    assert peak(module, batch) <= policy.planned_bytes <= 0.8 * policy.original_bytes
-
-
 def test_a_decoder_of_transformers_needs_its_cache_off() -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -157,19 +132,6 @@ def test_a_decoder_of_transformers_needs_its_cache_off() -> None:
     for each in (module, twin):
         each(**batch).loss.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
-
-
-def test_a_batch_norm_before_an_in_place_activation_is_recomputed() -> None:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)) for _ in range(6)]
-    module = nn.Sequential(*blocks)
-    twin = copy.deepcopy(module)
-    batch = torch.randn(512, 16), torch.randn(512, 16)
-    policy = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.8)
-    policy.apply(module)
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
-    assert peak(module, batch) <= policy.planned_bytes
 
 
 def saved_and_loaded(module: nn.Module) -> Any:

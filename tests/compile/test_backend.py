@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from magis.extensions.compile.compile_options import CompileReport
-from magis.extensions.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
+from magis.extensions.compile.dynamo_backend import magis
 from magis.runtime.measure import window_peak
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 
@@ -81,26 +80,6 @@ def test_batch_norms_and_dropouts_are_recomputed_with_their_first_numbers() -> N
     again = targets_of(twins.reports[0].recomputed)
     assert {"native_dropout", "native_batch_norm"} <= again
     assert not twins.reports[0].feasible
-
-
-def test_shapes_beyond_a_bound_run_in_eager_mode() -> None:
-    made: list[tuple[int, ...]] = []
-
-    def compile_(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        made.append(tuple(inputs[0].shape))
-        return gm
-
-    graph = torch.fx.Graph()
-    size, x = graph.placeholder("size"), graph.placeholder("x")
-    graph.output(graph.call_function(torch.mul, (x, size)))
-    run = Specialized(torch.fx.GraphModule({}, graph), compile_)
-    for count in (*range(MOST_SHAPES), *range(MOST_SHAPES)):
-        assert torch.equal(run(count, torch.ones(count)), torch.full((count,), float(count)))
-    assert made == [(count,) for count in range(MOST_SHAPES)]
-    with pytest.warns(UserWarning, match=f"{MOST_SHAPES} different shapes"):
-        assert torch.equal(run(20, torch.ones(20)), torch.full((20,), 20.0))
-    run(21, torch.ones(21))  # told once
-    assert len(made) == MOST_SHAPES
 
 
 def test_train_and_eval_are_planned_apart_and_inference_is_not() -> None:
@@ -182,25 +161,6 @@ def test_the_users_own_checkpointing_is_the_step_that_a_limit_is_of(dropout: flo
     assert report.limit_bytes == pytest.approx(0.8 * report.original_bytes, abs=1)
 
 
-def test_what_runs_outside_of_the_graph_is_said() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.memory = chain(16, 2), nn.LSTM(16, 16, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            outputs = self.memory(h)  # a statement of its own: dynamo leaves a whole frame to eager else
-            return outputs[0].mean()  # type: ignore[no-any-return]
-
-    reports: list[CompileReport] = []
-    compiled = torch.compile(Recurrent(), backend=magis, options={"memory_ratio": 1.0, "report": reports.append})
-    with pytest.warns(UserWarning, match=r"a graph ends at test_backend.py:\d+, and what runs from there is not"):
-        compiled(torch.randn(8, 4, 16)).backward()
-    assert "test_backend.py" in reports[0].outside
-    assert reports[0].outside in str(reports[0])
-
-
 @pytest.mark.filterwarnings("ignore:magis. a graph ends")
 @pytest.mark.filterwarnings("ignore:magis. no plan found")  # the second has little to spare
 def test_graphs_between_breaks_are_planned_each() -> None:
@@ -217,22 +177,6 @@ def test_graphs_between_breaks_are_planned_each() -> None:
     twins = Twins(Broken(), F.mse_loss, memory_ratio=0.95)
     twins.step(0, rows(seed=1), rows(seed=2))
     assert [report.fallback for report in twins.reports] == [""] * 3
-
-
-def test_other_graphs_are_partitioned_by_torch_with_a_warning() -> None:
-    class Looping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = chain(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, lambda y: self.body(y).sin(), lambda y: self.body(y).cos(), (x,))
-
-    twins = Twins(Looping(), F.mse_loss)
-    with pytest.warns(UserWarning, match="not planned.* is no ATen operator"):
-        twins.step(0, rows(16, 8), rows(16, 8))
-    assert "is no ATen operator" in twins.reports[0].fallback
-    assert "not planned" in str(twins.reports[0])
 
 
 def test_inputs_and_buffers_that_change_are_those_of_eager() -> None:
@@ -252,24 +196,6 @@ def test_inputs_and_buffers_that_change_are_those_of_eager() -> None:
     for seed in range(2):
         twins.step(seed, rows(seed=1), rows(seed=2))
     assert not twins.reports[0].fallback
-
-
-def test_a_second_backward_is_an_error_and_not_another_number() -> None:
-    module = chain()
-    compiled = torch.compile(lambda x: module(x).square().mean(), backend=magis, options={"budget": 60})
-    loss = compiled(rows())
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_limit_of_latency() -> None:
-    twins = Twins(chain(), F.mse_loss, latency_ratio=1.05)
-    twins.step(0, rows(seed=1), rows(seed=2))
-    (report,) = twins.reports
-    assert report.latency_ratio <= 1.05
-    assert report.planned_bytes < report.original_bytes
-    assert report.limit_bytes is None
 
 
 def test_the_entry_point_names_the_backend(repository: Path) -> None:

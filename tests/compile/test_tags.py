@@ -110,15 +110,6 @@ def test_dropout_that_runs_again_draws_the_same_numbers(partitioner: Any) -> Non
     assert kept == {tags.saved_bytes}
 
 
-def test_random_operators_are_saved_on_demand() -> None:
-    tagged = Tagged(dropouts(), default_partition, memory_ratio=0.3, save_random=True)
-    kept = tagged.step(0)
-    (tags,) = tagged.tags
-    assert tags.recomputed
-    assert not any("dropout" in name for name in tags.recomputed)
-    assert kept == tags.saved_bytes
-
-
 def whole_step(subject: Subject) -> tuple[fx.GraphModule, list[Tensor]]:
     """Forward, loss and gradients as one graph, and what it takes."""
     module, batch, loss_fn = subject

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.cost.shapes import describe
 from magis.cost.signature import parse as parse_call
 from magis.cost.signature import signature
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph, Op, Ref, Storage, Value, dump, parse, verify
-from magis.graph.hazards import fills
 from magis.ops.fake_results import bits_of
 from magis.ops.splits import splits
-from magis.runtime.double_precision import closeness, gradient_values
+from magis.runtime.double_precision import closeness
 from magis.simulate.compiled_problem import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history
@@ -81,13 +79,6 @@ def test_bits_and_complex_numbers_are_written_down() -> None:
     assert signature(*parse_call(call)) == call
 
 
-def test_offsets_count_elements_of_their_own_type() -> None:
-    op, values = parse_call("aten.view_as_real.default(complex64[2]{1})")
-    (made,) = describe(op, values)
-    assert made is not None
-    assert made.offset_on(replace(values[0], offset=3)) == 6
-
-
 # -- what may be changed -----------------------------------------------------------------------------------------------
 
 
@@ -119,12 +110,6 @@ def test_products_of_complex_numbers_take_no_memory_over(
     assert reusable(graph, op) == expected
 
 
-def test_a_conjugate_does_not_fill_its_memory() -> None:
-    storage = Storage(0, 48, "temporary")
-    assert fills(replace(CONJ, bits=()), storage)
-    assert not fills(CONJ, storage)
-
-
 def test_a_region_does_not_write_what_others_have_made() -> None:
     """Its result is no memory of its own if it lies on what it takes."""
     values = {n: Value(n, (4, 6), (6, 1), "float32", n // 2) for n in range(3)}
@@ -148,10 +133,3 @@ def test_an_error_in_the_imaginary_part_is_seen() -> None:
     ours, theirs = exact.to(COMPLEX) + 0.5j, exact.to(COMPLEX)
     assert closeness("w", ours, theirs, exact).share > 1
     assert closeness("w", theirs, theirs, exact).share <= 1
-
-
-def test_gradients_are_found_behind_the_views_of_an_update() -> None:
-    step = replace(net(lambda block, z: z @ block.w), rule=OPTIMIZERS["adam"]).build()
-    graph = captured(step).graph
-    (value,) = gradient_values(graph).values()
-    assert (graph.values[value].dtype, graph.values[value].shape) == ("complex64", (6, 6))

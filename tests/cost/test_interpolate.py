@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import find_device
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
 from magis.cost.profile_store import LEAST, REACH, Curve, Entry, Profile, kin_key
 from magis.cost.shapes import parse_with_outputs
-from magis.cost.signature import parse, signature
-from magis.graph import Graph, Loop, replace_refs
+from magis.cost.signature import parse
 from tests.strategies import examples
 
 GPU = find_device("sim:h200")
@@ -88,15 +84,6 @@ def test_the_error_is_what_leaving_one_out_costs() -> None:
     assert wild.at(200) is None  # kin that have nothing in common say nothing
 
 
-def test_too_few_kin_or_too_far_away_is_left_to_the_roofline() -> None:
-    assert Curve.of([(100, 200), (200, 400)]).at(150) is None
-    assert Curve.of([(100, 200), (100, 210), (100, 220), (200, 400)]).at(150) is None  # two sizes only
-    curve = Curve.of([(100, 200), (200, 400), (400, 800)])
-    assert curve.at(400 * REACH) is not None
-    assert curve.at(400 * REACH + 1) is None
-    assert curve.at(100 // REACH - 1) is None
-
-
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
@@ -124,62 +111,3 @@ def test_too_few_kin_or_too_far_away_is_left_to_the_roofline() -> None:
 )
 def test_kin_differ_in_sizes_alone(one: str, other: str, alike: bool) -> None:
     assert (kin_key(*parse(one)) == kin_key(*parse(other))) is alike
-
-
-def test_shares_add_up_and_loops_count_for_every_part() -> None:
-    times = {gelu(size): 3 * expected(gelu(size)) for size in (64, 128, 512)}
-    costs = RooflineCosts(GPU, profile_of(times))
-    keys = (gelu(64), gelu(256), "aten.exp.default(float32[64,1024]{1024,1})")
-    ops, values = [], {}
-    for key in keys:
-        op, own = parse_with_outputs(key)
-        number = len(values)
-        shift = {old: old + number for old in own}
-        values.update({shift[old]: _moved(value, shift) for old, value in own.items()})
-        ops.append(_renamed(op, shift))
-    found = shares(costs, Graph({}, values, tuple(ops), (), ()))
-    total = 3 * expected(keys[0]) + 3 * expected(keys[1]) + expected(keys[2])
-    assert found.measured == 3 * expected(keys[0]) / total
-    assert found.interpolated == 3 * expected(keys[1]) / total
-    assert found.estimated == expected(keys[2]) / total
-    assert shares(RooflineCosts(GPU), Graph({}, {}, (), (), ())).estimated == 1.0
-
-    body = Graph({}, values, (ops[0],), (), ())  # measured, four times
-    looped = Graph({}, values, (replace(ops[0], target="magis.loop", body=Loop(4, body)), ops[2]), (), ())
-    inside = 4 * 3 * expected(keys[0])
-    assert shares(costs, looped).measured == inside / (inside + expected(keys[2]))
-
-
-def _moved(value, shift):
-    return replace(value, id=shift[value.id], storage=shift[value.storage])
-
-
-def _renamed(op, shift):
-    return replace(
-        op, args=replace_refs(op.args, shift), outputs=tuple(None if v is None else shift[v] for v in op.outputs)
-    )
-
-
-def test_entries_that_this_torch_refuses_are_no_kin() -> None:
-    times = {gelu(size): 2 * expected(gelu(size)) for size in (64, 128, 512)}
-    strange = {
-        "aten.nowhere.default(float32[3]{1})": 5,
-        "no signature": 6,
-        "aten.gelu.default(float32[2,3]{3,1}, float32[2]{1})": 7,
-        f"aten.gelu.default(float32[{'9' * 5000}]{{1}})": 8,
-        f"aten.gelu.default({'[' * 5000})": 9,
-        f"aten.gelu.default(float32[{2**62},{2**62}]{{1,1}})": 10,
-    }
-    prices = Prices(GPU, profile_of({**times, **strange}))
-    assert prices.price(*parse_with_outputs(gelu(256))).source == INTERPOLATED
-
-
-def test_what_made_reads_back_is_the_call() -> None:
-    key = "aten.addmm.default(float32[8]{1}, float32[4,2]{2,1}, float32[2,8]{8,1})"
-    op, values = parse_with_outputs(key)
-    assert signature(op, values) == key
-    (out,) = op.made()
-    assert (values[out].shape, values[out].stride, values[out].nbytes) == ((4, 8), (8, 1), 128)
-    assert values[out].storage not in {values[number].storage for number in op.inputs()}
-    view, looks = parse_with_outputs("aten.t.default(float32[4,2]{2,1})")
-    assert looks[view.made()[0]].storage == looks[view.inputs()[0]].storage

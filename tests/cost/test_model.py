@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,56 +81,6 @@ def test_big_operators_reach_the_fitted_shares(device: DeviceModel) -> None:
     op, values = pointwise(1 << 28)
     reached = work(op, values).moved_bytes / roofline_ns(device, op, values) * 1e9
     assert reached / device.bandwidth == pytest.approx(fitted.bandwidth, rel=0.02)
-
-
-def three_by_three(
-    batch: int, channels: int, size: int, *, groups: int = 1, last: bool = False, dtype: str = "float16"
-) -> tuple[Op, dict[int, Value]]:
-    """Three by three, as many channels out as in."""
-    shape = (batch, channels, size, size)
-    stride = (channels * size * size, 1, channels * size, channels) if last else dense(0, *shape).stride
-    picture = Value(0, shape, stride, dtype, 0)
-    values = {
-        0: picture,
-        1: dense(1, channels, channels // groups, 3, 3, dtype=dtype),
-        2: replace(picture, id=2, storage=2),
-    }
-    rest: tuple[Arg, ...] = ((1, 1), (1, 1), (1, 1), False, (0, 0), groups)
-    return Op(0, "aten.convolution.default", (Ref(0), Ref(1), None, *rest), (), (2,)), values
-
-
-@gpus
-def test_tensor_cores_want_channels_last(device: DeviceModel) -> None:
-    """In half precision on all of them, in single where that runs on tensor cores: not on a V100."""
-    for dtype in ("float16", "float32"):
-        first, last = (
-            roofline_ns(device, *three_by_three(64, 64, 56, last=last, dtype=dtype)) for last in (False, True)
-        )
-        assert (first > last) is (dtype == "float16" or device.name != "sim:v100")
-    depthwise = (roofline_ns(device, *three_by_three(64, 64, 56, groups=64, last=last)) for last in (False, True))
-    assert len(set(depthwise)) == 1
-
-
-@gpus
-def test_convolutions_of_few_channels_reach_less(device: DeviceModel) -> None:
-    """By arithmetic: as many groups more are as many products less, in a time that shrinks less."""
-    whole = roofline_ns(device, *three_by_three(256, 512, 14, last=True))
-    grouped = roofline_ns(device, *three_by_three(256, 512, 14, groups=32, last=True))
-    assert whole / 32 < grouped < whole
-
-
-def test_long_sums_are_divided_among_multiprocessors() -> None:
-    """The gradient of a small weight over many rows keeps a GPU as busy as one with more results."""
-    device = find_device("sim:rtx3090")
-    short, long = (roofline_ns(device, *product(128, inner, 128)) for inner in (1 << 12, 1 << 20))
-    assert long < 256 * short / 4
-
-
-def test_views_are_free_on_gpus_and_host_work_on_the_cpu() -> None:
-    values = {0: dense(0, 4, 8), 1: Value(1, (8, 4), (1, 8), "float32", 0)}
-    turn = Op(0, "aten.t.default", (Ref(0),), (), (1,))
-    assert all(roofline_ns(device, turn, values) == 0 for device in GPUS)
-    assert 500 <= roofline_ns(find_device("cpu"), turn, values) <= 2000
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.profile_store import SCHEMA, Entry, Profile, ProfileError, load, merge, save, without_changed_operators
+from magis.cost.profile_store import SCHEMA, Entry, Profile, ProfileError, load, merge, save
 
 DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
 entries = st.dictionaries(
@@ -92,49 +92,3 @@ def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, 
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
     assert path.read_text() == text
-
-
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "profile.json"
-    save(Profile(DEVICE, {"k": Entry(1, 0, 2, 3)}), path)
-    before = path.read_bytes()
-
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save(Profile(DEVICE, {"k": Entry(4, 0, 5, 6)}), path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_operator_that_looks_otherwise_today_is_another_one() -> None:
-    profile = Profile(
-        DEVICE,
-        {
-            "aten.mm.default(a)": Entry(1, 0, 0, 1),
-            "aten.add.Tensor(a)": Entry(2, 0, 0, 1),
-            "gone(a)": Entry(3, 0, 0, 1),
-        },
-        {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a)", "gone": "gone()"},
-    )
-    today = {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a, *, Tensor b)"}
-    kept, changed = without_changed_operators(profile, today.get)
-    assert changed == ("aten.add.Tensor", "gone")
-    assert dict(kept.entries) == {"aten.mm.default(a)": Entry(1, 0, 0, 1)}
-    assert without_changed_operators(kept, today.get) == (kept, ())
-
-
-def test_data_types_and_digest() -> None:
-    key = "aten.where.self(bool[4]{1}, float32[4]{1}, [bfloat16[4]{1}], dtype:float16)"
-    profile = Profile(DEVICE, {key: Entry(5, 1, 2, 3)})
-    assert profile.dtypes == {"bool", "float32", "bfloat16"}
-    other = Profile(DEVICE, {key: Entry(6, 1, 2, 3)})
-    assert profile.digest != other.digest
-    assert profile.digest == Profile({}, {key: Entry(5, 9, 2, 30)}).digest  # how it was found does not count
-    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 3, 3)}).digest
-    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 2, 3)}, link=1).digest
-    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 2, 3)}, copy_ns=1).digest

@@ -7,7 +7,7 @@ import pytest
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.region import Region, region_problems
-from magis.graph import Graph, dump
+from magis.graph import Graph
 from magis.ops.splits import Split, splits
 from tests.fission.cutout import check_same, loops
 from tests.fission.rows import step
@@ -84,22 +84,6 @@ def test_what_leaves_by_a_view_is_opened_again_behind_the_loop() -> None:
     assert found.ops[0].made() == (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "parts", "message"),
-    [
-        ({}, 2, "a region has operators and at least 2 parts, not 0 and 2"),
-        ({0: Split((0,), (0,), (), 4)}, 1, "a region has operators and at least 2 parts, not 1 and 1"),
-        ({0: Split((0,), (0,), (), 4)}, -4, "a region has operators and at least 2 parts, not 1 and -4"),
-        ({7: Split((0,), (0,), (), 4)}, 2, "the region names operators that the graph does not have"),
-        ({-1: Split((0,), (0,), (), 4)}, 2, "the region names operators that the graph does not have"),
-        ({0: Split((0,), (0,), (), 4)}, 3, "operator 0 (aten.exp.default): 3 parts do not divide 4"),
-    ],
-)
-def test_no_region(cuts: dict[int, Split], parts: int, message: str) -> None:
-    graph = step(*PRODUCT, "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward", "output 2")
-    assert reasons(graph, Region(cuts, parts)) == [message]
-
-
 CHAIN = (
     *PRODUCT,
     "storage 4 temporary 128",
@@ -116,16 +100,6 @@ def test_what_lies_between_belongs_to_the_region() -> None:
     assert reasons(graph, cut(graph, 2, op0=0, op2=0)) == [
         "operator 2 (aten.mul.Tensor): depends on an operator that needs the region's result"
     ]
-
-
-def test_pieces_are_no_region() -> None:
-    graph = step(
-        *CHAIN[:-2],
-        "op 2 %4 = aten.neg.default(%1) reads 1:0 phase forward",
-        "output 3",
-        "output 4",
-    )
-    assert reasons(graph, cut(graph, 2, op0=0, op2=0)) == ["the region falls into 2 unconnected pieces"]
 
 
 def test_one_component_of_the_dimension_graph() -> None:
@@ -199,48 +173,6 @@ def test_running_statistics_are_written_stretch_by_stretch() -> None:
     assert dict(loop.writes) == {2: 1, 3: 1}
 
 
-def test_running_statistics_read_by_channel_belong_to_the_region() -> None:
-    graph = step(
-        *NORM,
-        BATCH_NORM,
-        "op 1 %8 = aten.unsqueeze.default(%2, 1) phase forward",
-        "op 2 %7 = aten.add.Tensor(%4, %8) reads 2:1 4:0 phase forward",
-        "output 7",
-    )
-    (by_channel,) = (n for n, split in enumerate(splits(graph.ops[2], graph.values)) if split.outputs == (1,))
-    looped(graph, cut(graph, 2, op0=0, op1=0, op2=by_channel))
-
-
-def test_running_statistics_read_whole_do_not() -> None:
-    """The second part would find those of the first one changed."""
-    graph = step(
-        *NORM,
-        BATCH_NORM,
-        "value 9 @2 float64 [2, 4, 6] {0, 1, 0} +0",
-        "op 1 %8 = aten.unsqueeze.default(%2, 1) phase forward",
-        "op 2 %7 = aten.mul.Tensor(%1, %8) reads 1:0 2:1 phase forward",
-        "output 4",
-        "output 7",
-    )
-    by_row = next(n for n, split in enumerate(splits(graph.ops[2], graph.values)) if split.outputs == (0,))
-    assert reasons(graph, cut(graph, 2, op0=0, op2=by_row)) == [
-        "operator 2 (aten.mul.Tensor): takes value 8, on storage 2, which the region writes stretch by stretch"
-    ]
-
-
-def test_a_strided_buffer_is_not_written_stretch_by_stretch() -> None:
-    """Its stretches are copies: what is written there would be lost."""
-    strided = {
-        "storage 2 buffer 32": "storage 2 buffer 56",
-        "value 2 @2 float64 [4] {1} +0": "value 2 @2 float64 [4] {2} +0",
-        "value 8 @2 float64 [4, 1] {1, 1} +0": "value 8 @2 float64 [4, 1] {2, 1} +0",
-    }
-    graph = step(*(strided.get(line, line) for line in NORM), BATCH_NORM, "output 4", "output 5")
-    assert reasons(graph, cut(graph, 2, op0=0)) == [
-        "operator 0 (aten.native_batch_norm.default): writes storage 2, which is not the region's own"
-    ]
-
-
 def test_a_weight_is_not_updated_in_parts() -> None:
     graph = step(
         "storage 1 parameter 128",
@@ -255,18 +187,3 @@ def test_a_weight_is_not_updated_in_parts() -> None:
     assert reasons(graph, cut(graph, 2, op0=0)) == [
         "operator 0 (aten.add_.Tensor): writes storage 1, which is not the region's own"
     ]
-
-
-def test_what_others_overwrite_does_not_leave() -> None:
-    graph = step(
-        *PRODUCT,
-        "value 4 @2 float64 [4, 4] {4, 1} +0",
-        "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward",
-        "op 1 %4 = aten.neg_.default(%2) reads 2:0 writes 2:1 phase forward",
-        "output 4",
-    )
-    assert reasons(graph, cut(graph, 2, op0=0)) == [
-        "operator 1 (aten.neg_.default): writes storage 2, which the region makes"
-    ]
-    found = looped(graph, cut(graph, 2, op0=0, op1=0))
-    assert "aten.neg_" in dump(found)

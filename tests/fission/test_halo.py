@@ -134,51 +134,7 @@ def test_from_the_last_overlapping_windows_to_the_loss_and_back(name: str, parts
 # --- what is no region ------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_other_parts_are_had_from_outside_only() -> None:
-    graph = form("super-resolution")
-    first, second = found(graph, CONVOLUTION)[:2]
-    (relu,) = (at for at in range(first, second) if graph.ops[at].target == "aten.relu.default")
-    middle = next(s for s in splits(graph.ops[relu], graph.values) if s.inputs == (2,))
-    region = Region({relu: middle, second: along(graph, second, 2)}, 2)
-    (problem,) = region_problems(graph, region)
-    value = graph.ops[second].inputs()[0]
-    assert problem.startswith(f"operator {second} ({CONVOLUTION}): takes value {value} cut along 2 with rows of other")
-    assert problem.endswith("other parts, which its maker gives by 2")
-
-
-def test_rows_that_overlap_are_not_ready_within_the_region() -> None:
-    graph = form("super-resolution")
-    last = found(graph, BACKWARD)[0]
-    value = graph.ops[last].outputs[0]
-    user = next(at for at in range(last + 1, len(graph.ops)) if value in graph.ops[at].inputs())
-    (split,) = (s for s in splits(graph.ops[user], graph.values) if s.outputs == (2,))
-    (problem,) = region_problems(graph, Region({last: along(graph, last, 2), user: split}, 2))
-    assert problem.startswith(f"operator {user} ({graph.ops[user].target}): takes value {value} cut along 2, which")
-    assert problem.endswith("which its maker gives by rows of 2 that overlap")
-
-
-def test_what_other_parts_read_is_not_overwritten() -> None:
-    """A relu of the same shape could lie on what a plain convolution takes, not on what one with a halo does."""
-    graph = form("super-resolution")
-    second = found(graph, CONVOLUTION)[1]
-    looped = expand(graph, Region({second: along(graph, second, 2)}, 2), in_place=True)
-    (loop,) = loops(looped)
-    taken = {looped.values[value].storage for value in loop.inputs()}
-    assert taken.isdisjoint({looped.values[value].storage for value in loop.made()})
-
-
 # --- growing ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_region_grows_from_a_picture_into_the_convolution_that_takes_it_and_no_further() -> None:
-    graph = form("convnext")
-    first, second = (at for at in found(graph, CONVOLUTION) if graph.ops[at].args[-1] != 1)
-    cuts = grow(graph, {graph.ops[first].inputs()[0]: 2}, range(first, len(graph.ops)))
-    assert isinstance(cuts[first].inputs[0], Halo)
-    assert second not in cuts
-    names = {graph.ops[at].target.split(".")[1] for at in cuts}
-    assert {"convolution", "native_layer_norm", "addmm", "gelu"} <= names
-    check(graph, Region(connected(graph, cuts)[0], 4))
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -64,40 +63,7 @@ def test_the_digest_sees_every_change(graph: Graph, data: st.DataObject) -> None
     assert len(digest(base)) == 16
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda g: replace(g, inputs=(*g.inputs, 0)),
-        lambda g: replace(g, outputs=()),
-        lambda g: replace(g, constants={0: (1.0,)}),
-        lambda g: replace(g, storages={**g.storages, 1: replace(g.storages[1], nbytes=1)}),
-        lambda g: replace(g, storages={**g.storages, 1: replace(g.storages[1], kind="buffer")}),
-        *(
-            lambda g, key=key, new=new: replace(g, values={**g.values, 0: replace(g.values[0], **{key: new})})
-            for key, new in [
-                ("shape", (1,)), ("stride", (2, 2)), ("dtype", "int8"), ("storage", 0), ("offset", 1), ("name", "")
-            ]
-        ),
-        lambda g: replace(g, ops=g.ops[::-1]),
-    ],
-)  # fmt: skip
-def test_the_digest_sees_changes_outside_of_operators(change: Callable[[Graph], Graph]) -> None:
-    graph = captured(NETS["linear"].build()).graph
-    assert digest(graph) == digest(captured(NETS["linear"].build()).graph)
-    assert digest(change(graph)) != digest(graph)
-
-
 # --- hostile texts ----------------------------------------------------------------------------------------------------
-
-
-def refuse(text: str) -> str:
-    """The one line with which the text is refused."""
-    with pytest.raises(GraphTextError) as caught:
-        parse(text)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 300
-    return message
 
 
 def survive(text: str) -> None:
@@ -106,57 +72,6 @@ def survive(text: str) -> None:
         parse(text)
     except GraphTextError as error:
         assert "\n" not in str(error)  # noqa: PT017  (both outcomes are fine)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("nonsense 1", "line 2 of the graph: unknown entry 'nonsense'"),
-        ("storage 1 parameter", "ends too early"),
-        ("storage 1 parameter 4 5", "unexpected '5' at the end"),
-        ("storage x parameter 4", "expected a whole number, found 'x'"),
-        ("storage 1 parameter 4.5", "expected a whole number"),
-        ("storage 1 parameter 1" + 30 * "0", "expected a whole number"),
-        ("storage 1 parameter " + 10_000 * "9", "expected a whole number"),
-        ("input --5", "unexpected '--5'"),
-        ("input ²", "unexpected '²'"),
-        ("input \u0661", "unexpected"),
-        ("storage 1 parameter 4\nstorage 1 parameter 4", "line 3 of the graph: 1 is described twice"),
-        ("value 1 @3 float32 [] {} +0\nvalue 1 @3 float32 [] {} +0", "line 3 of the graph: 1 is described twice"),
-        ("constant 1 [1]\nconstant 1 [1]", "line 3 of the graph: 1 is described twice"),
-        ('value 1 @3 float32 [] {} +0 "\\ud800"', "line 2 of the graph: 'utf-8' codec can't encode"),
-        ("value 1 3 float32 [] {} +0", "expected '@'"),
-        ("value 1 @3 float32 [1, 2 {} +0", "expected a whole number, found '{'"),
-        ("value 1 @3 float32 [] {} +0 unquoted", "expected a quoted name"),
-        ('value 1 @3 float32 [] {} +0 "\\x"', "line 2 of the graph"),
-        ('value 1 @3 float32 [] {} +0 "open', """unexpected '"open'"""),
-        ("constant 1 0.5", "a constant is a list of numbers"),
-        ('constant 1 ["a"]', "a constant is a list of numbers"),
-        ("constant 1 [[1]]", "a constant is a list of numbers"),
-        ("op 0 %1 = aten.f.default(", "ends too early"),
-        ("op 0 1 = aten.f.default()", "expected a value such as %5, found '1'"),
-        ("op 0 %1 = aten.f.default(~) phase forward", "unexpected"),
-        ("op 0 %1 = aten.f.default(foo) phase forward", "unexpected 'foo'"),
-        ("op 0 %1 = aten.f.default() sings", "unknown fact 'sings'"),
-        ('op 0 %1 = "os"()', "expected an operator, found '\"os\"'"),
-        ("op 0 %1 = aten.5.default()", "expected an operator, found 'aten.5.default'"),
-        ("op 0 %1 = aten.f.default(5=1)", "expected a name, found '5'"),
-        ('op 0 %1 = aten.f.default("a"=1)', "expected a name"),
-        ("op 0 %1 = aten.f.default(a.b=1)", "expected a name, found 'a.b'"),
-        ("op 0 %1 = aten.f.default() phase (", "expected a name, found '('"),
-        ("storage 1 [ 4", "expected a name, found '['"),
-        ("op 0 %1 = aten.f.default() reads 1", "ends too early"),
-        ("op 0 %1 = aten.f.default() origin", "ends too early"),
-        ("op 0 %1 = aten.f.default() module 5", "expected a quoted name"),
-        ("op 0 %1 = aten.f.default(%" + 10_000 * "9" + ")", "line 2 of the graph"),
-        ("op 0 %" + 10_000 * "9" + " = aten.f.default()", "line 2 of the graph"),
-        ("op 0 %1 = aten.f.default(" + 10_000 * "9" + ")", "line 2 of the graph"),
-        ("op 0 %1 = aten.f.default(" + 1000 * "[" + ")", "nested more than 20 deep"),
-        ("op 0 %1 = aten.f.default(" + 100_000 * "[" + 100_000 * "]" + ")", "nested more than 20 deep"),
-    ],
-)
-def test_a_wrong_line_is_named(line: str, message: str) -> None:
-    assert message in refuse(HEADER + line + "\n")
 
 
 @given(st.text(max_size=200))

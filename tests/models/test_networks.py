@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from magis.extensions.models.building import REAL, SEED, SelfAttention, alibi_slopes, causal_mask
-from magis.extensions.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
-from magis.extensions.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
+from magis.extensions.models.building import REAL, SEED, SelfAttention, causal_mask
+from magis.extensions.models.decoders import GptNeo, GptNeoConfig
+from magis.extensions.models.encoders import VIT_SIZES, VitConfig, vit
 from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 from magis.models import Workload, all_names, get
 
@@ -129,18 +128,6 @@ def test_blocks_are_disjoint_and_hold_most_of_the_network(name: str) -> None:
     assert sum(parameter.numel() for parameter in held) > 0.6 * parameters(made.module)
 
 
-def test_bert_decodes_with_its_word_embedding() -> None:
-    config = BertConfig(batch_size=2, seq_len=4, layers=1, width=8, heads=2, vocab_size=11, max_positions=4)
-    made = bert(config, SEED, "seed-bert", 0)
-    tokens, sentence = made.module(*made.inputs)
-    assert (tuple(tokens.shape), tuple(sentence.shape)) == ((2, 4, 11), (2, 2))
-    (gradient,) = torch.autograd.grad(tokens[0, 0, 10], made.module.get_parameter("embeddings.word.weight"))
-    assert gradient[10].abs().sum() > 0
-    parts = [nn.functional.cross_entropy(tokens.flatten(0, 1), made.targets[0].flatten())]
-    parts.append(nn.functional.cross_entropy(sentence, made.targets[1]))
-    assert torch.equal(made.loss_fn((tokens, sentence), *made.targets), parts[0] + parts[1])
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_written_out_attention_equals_the_fused_kernel(packed: bool, window: int | None) -> None:
@@ -155,13 +142,6 @@ def test_written_out_attention_equals_the_fused_kernel(packed: bool, window: int
     torch.testing.assert_close(attention(x, mask), fused)
     attention.scale *= 2
     assert not torch.allclose(attention(x, mask), fused)
-
-
-def test_alibi_slopes_are_the_published_ones() -> None:
-    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
-    assert alibi_slopes(16)[:2] == [2**-0.5, 2**-1]
-    # 12 heads: those of 8, then every other one of 16
-    assert alibi_slopes(12) == [*alibi_slopes(8), *alibi_slopes(16)[0:8:2]]
 
 
 def influence(module: nn.Module, layers: nn.ModuleList, x: Tensor, *masks: Tensor | None) -> Tensor:
@@ -188,21 +168,3 @@ def test_gpt_neo_alternates_between_global_and_local_causal_attention(style: obj
     x = torch.randn(1, 6, 8)
     for layer, mask, expected in zip(net.layers, list(masks), (causal, near), strict=True):
         assert torch.equal(influence(net, nn.ModuleList([layer]), x, mask), expected)
-
-
-def test_btlm_is_causal_and_its_bias_falls_with_distance() -> None:
-    config = BtlmConfig(1, 6, layers=2, width=8, inner=12, heads=2, vocab_size=9, mup_base_width=4)
-    real, seed = Btlm(config, REAL), Btlm(config, SEED)
-    assert seed.mask.tolist() == causal_mask(6).tolist()
-    assert tuple(real.mask.shape) == (1, 2, 6, 6)
-    for head, slope in enumerate(alibi_slopes(2)):
-        assert real.mask[0, head, 5].tolist() == [-slope * (5 - column) for column in range(6)]
-        assert torch.equal(real.mask[0, head].isinf(), causal_mask(6).isinf())
-    logits = real(torch.tensor([[1, 2, 3, 4, 5, 6]]))
-    changed = real(torch.tensor([[1, 2, 3, 4, 5, 7]]))
-    assert torch.equal(logits[:, :5], changed[:, :5])
-    assert not torch.equal(logits[:, 5], changed[:, 5])
-    # muP: doubling the output scale doubles the logits
-    scaled = Btlm(replace(config, output_scale=2 * config.output_scale), REAL)
-    scaled.load_state_dict(real.state_dict())
-    torch.testing.assert_close(scaled(torch.tensor([[1, 2, 3]]).repeat(1, 2)), 2 * real(torch.tensor([[1, 2, 3] * 2])))

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
 
-import magis.models
-from magis.errors import UsageError
-from magis.models import Workload, from_factory, get
-from magis.models.custom import as_workload
+from magis.models import from_factory, get
 
 HERE = "tests.models.factories"
-
-
-def test_the_package_exports_its_types_lazily() -> None:
-    assert magis.models.Workload is Workload
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = magis.models.Nothing
 
 
 def test_the_seed_decides_weights_and_batch_and_leaves_no_trace() -> None:
@@ -52,63 +39,3 @@ def test_a_factory_is_called_with_the_seed_set() -> None:
     one, same, other = (from_factory(f"{HERE}:as_tuple").build("small", seed) for seed in (1, 1, 2))
     assert torch.equal(one.inputs[0], same.inputs[0])
     assert not torch.equal(one.inputs[0], other.inputs[0])
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        ("no_tuple", "the factory returned a int; return a magis.api.Workload, (module, inputs, targets, loss_fn), "),
-        ("short", "a batch of a Tensor; pass (inputs, targets)"),
-        ("no_module", "the module is a str, not an nn.Module"),
-        ("no_tensors", "inputs hold a object, which is no tensor, number, text or container"),
-        ("no_loss", "the loss function is a str, not callable"),
-        ("class_of_module", "the factory returned the class Linear; call it: Linear()"),
-        ("class_of_loss", "the factory returned the class MSELoss; call it: MSELoss()"),
-        ("class_of_optimizer", "the factory returned the class RMSprop; call it: RMSprop(module.parameters())"),
-        ("fails", "the factory failed: ValueError: two lines"),
-        ("leaves", "the factory called exit (SystemExit: 2)"),
-        ("leaves_without_a_word", "the factory called exit (SystemExit)"),
-    ],
-)
-def test_factories_that_return_something_else(factory: str, message: str) -> None:
-    spec = get(f"{HERE}:{factory}")
-    with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        spec.build("small", 0)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"{HERE}:{factory}: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "program", "message"),
-    [
-        (
-            "broken_networks",
-            "raise RuntimeError('no data set here')",
-            "cannot import broken_networks: RuntimeError: no data set here",
-        ),
-        (
-            "exiting_script",
-            "import sys; sys.exit('usage: train')",
-            r"^exiting_script:make: importing exiting_script called exit \(SystemExit: usage: train\); put what a",
-        ),
-    ],
-)
-def test_a_module_that_fails_at_import(
-    name: str, program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"{name}.py").write_text(program)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match=message):
-        get(f"{name}:make")
-
-
-def test_parts_in_evaluation_mode_stay_so() -> None:
-    """Frozen statistics of a module that is trained otherwise; a module in evaluation mode as a whole is trained."""
-    x = torch.randn(3, 4)
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    module[0].eval()
-    made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
-    assert [part.training for part in made.module] == [False, True]
-    module.eval()
-    made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
-    assert all(part.training for part in made.module)

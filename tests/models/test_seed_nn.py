@@ -48,15 +48,3 @@ def test_the_first_example_of_the_seed() -> None:
     assert built(graph) == (expected, [(64, 512), (64, 512)])
     with pytest.raises(FrozenInstanceError):
         graph.name = "other"  # type: ignore[misc]
-
-
-def test_own_sizes() -> None:
-    assert built(nn.mlp(8, inputs=5, hidden=7, layers=2)[0]) == (5 * 7 + 7 * 7 + 7 * 1000, [(8, 5)])
-    assert built(nn.resnet50(2, image_size=32, width=8)[0])[1] == [(2, 3, 32, 32)]
-    assert built(nn.densenet121(2, image_size=32, growth=4)[0])[1] == [(2, 3, 32, 32)]
-    assert built(nn.vgg11(2, image_size=32, width=8)[0])[1] == [(2, 3, 32, 32)]
-    assert built(nn.unet(2, image_size=32, width=4, levels=2)[0])[1] == [(2, 3, 32, 32)]
-    assert built(nn.unetpp(2, image_size=32, width=4, levels=2)[0])[1] == [(2, 3, 32, 32)]
-    small = {"batch_size": 2, "seq_len": 4096, "layers": 1, "width": 8, "heads": 2, "vocab_size": 9}
-    assert built(nn.gpt_neo(**small)[0]) == (9 * 8 + 12 * 8 * 8, [(2, 4096)])
-    assert built(nn.btlm(**small, inner=10)[0]) == (9 * 8 + 4 * 8 * 8 + 3 * 8 * 10, [(2, 4096)])

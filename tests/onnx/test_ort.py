@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from magis.capture import Workload
 from magis.cases.run_case import run_case
@@ -164,17 +161,6 @@ def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized
     assert by_name["outputs"] >= 3 * weights
 
 
-def test_prediction_needs_no_real_tensor() -> None:
-    with FakeTensorMode():
-        fake = NETWORKS["gpt"]()
-    there, not_there = (
-        ort_memory.predicted_memory(export_step(work), name="gpt", optimized=True) for work in (NETWORKS["gpt"](), fake)
-    )
-    assert there == not_there
-    with pytest.raises(UsageError, match="gpt: ONNX Runtime cannot run a step on fake tensors"):
-        in_ort(fake)
-
-
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("magis.extensions.onnx.ort_step.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
@@ -182,16 +168,6 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
     assert str(caught.value) == (
         "the strategy ort needs onnxruntime and onnx, not installed here; pip install 'pytest-magis[ort]'"
     )
-
-
-def test_a_step_says_nothing_on_any_stream() -> None:
-    program = (
-        "from magis.models import get; from magis.extensions.onnx.ort_step import export_step, make_ort_step;"
-        "work = get('mlp').build('small', 0); make_ort_step(work, export_step(work)).run()"
-    )
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_a_step_is_exported_once_for_all_cases_and_rough_ratios_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:

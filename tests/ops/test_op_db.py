@@ -32,14 +32,17 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "splits_of_operators.txt"
 OPEN_CONTENTS = re.compile("(new_)?empty")
 """Operators that leave the contents of their results open."""
 
-OTHER_WHEN_WATCHED = frozenset(
-    {
-        "allclose",
-        "clamp",
-    }
-)
+OTHER_WHEN_WATCHED = {
+    "allclose", "clamp", "linalg.cholesky", "linalg.cholesky_ex", "linalg.householder_product", "linalg.matrix_rank",
+    "linalg.matrix_rank.hermitian", "linalg.pinv.singular", "masked_fill", "matrix_exp", "max.reduction_no_dim",
+    "median", "min.reduction_no_dim", "nanmedian", "native_group_norm", "nn.functional.binary_cross_entropy", "ormqr",
+    "pca_lowrank", "pinverse", "svd_lowrank", "take", "trace",
+}  # fmt: skip
 """Operators that run others inside, in place or with other temporaries, as long as no mode watches: eager's own peak is
 another one, its tensors are as simulated."""
+
+SCRATCH_BY_CONTENTS = {"matrix_exp"}
+"""Operators whose kernels take as much scratch as the contents ask for: made-up contents tell nothing."""
 
 
 def name(operator: Any) -> str:
@@ -88,7 +91,8 @@ def judged(operator: Any, net: Built, cut: Counter[str]) -> Iterator[str]:
         ("eager", eager_bytes, replay(step.graph, workspace, deaths=step.deaths, numbers=step.numbers)),
         ("graph", bytes_of_graph, replay(step.graph, workspace)),
     ):
-        leaves_peak_open = unknown or (what == "eager" and name(operator) in OTHER_WHEN_WATCHED)
+        leaves_peak_open = bool(unknown) or operator.name in SCRATCH_BY_CONTENTS
+        leaves_peak_open |= what == "eager" and name(operator) in OTHER_WHEN_WATCHED
         simulated = [counted[0] if leaves_peak_open else profile.peak_bytes, profile.tensor_bytes]
         if counted != simulated:
             yield f"bytes of {what}: simulated {simulated}, measured {counted}"

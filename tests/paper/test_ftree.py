@@ -13,7 +13,6 @@ from magis.extensions.paper.ftree import (
     Analysis,
     FTree,
     Mutation,
-    Node,
     arranged,
     disable,
     enable,
@@ -129,41 +128,6 @@ def test_a_mutation_as_a_reader_sees_it(name: str) -> None:
     text = [f"# before\n{describe(before, graph)}"]
     text += [f"# {found.name}\n{describe(found.tree, graph)}" for found in rule(before)]
     check_golden(f"ftree_{name}.txt", "\n".join(text))
-
-
-def names(found: Iterator[Mutation]) -> list[str]:
-    return [each.name for each in found]
-
-
-def test_which_nodes_the_rules_take() -> None:
-    _, tree = three_levels()
-    assert names(enable(tree)) == ["enable 2: n = 2"]  # the leaf alone
-    middle = tree.with_parts({1: 2})
-    assert names(enable(middle)) == ["enable 0: n = 3", "enable 2: n = 3"]  # 2 is in force: 6 leaves 3
-    assert names(lift(middle)) == ["lift 1 to 0"]
-    assert names(disable(middle)) == ["disable 1"]
-    assert names(mutate(middle)) == ["mutate 1: n = 3"]
-    assert names(mutate(tree.with_parts({1: 3}))) == ["mutate 1: n = 6"]
-    assert names(mutate(tree.with_parts({1: 6}))) == []
-    nested = tree.with_parts({0: 2, 2: 3})
-    assert names(lift(nested)) == []  # the one without enabled ancestors has no parent
-    assert names(disable(nested)) == ["disable 2"]
-    assert names(enable(nested)) == []  # 6 rows are used up; node 1 is no leaf and its child has an enabled ancestor
-
-
-def test_enabled_siblings_do_not_overlap() -> None:
-    """Two candidates that share an operator: with one enabled the other is not offered."""
-    graph = learner()
-    tree = Analysis(graph).tree(HOT)
-
-    def some(*positions: int) -> Node:
-        return replace(tree.nodes[0], positions=positions, cuts={p: tree.nodes[0].cuts[p] for p in positions})
-
-    both = arranged([tree.nodes[0], some(0, 1), some(1, 2)])
-    assert both.parents == (-1, 0, 0)
-    assert names(enable(both)) == ["enable 1: n = 2", "enable 2: n = 2"]
-    assert names(enable(both.with_parts({1: 2}))) == ["enable 0: n = 3"]
-    assert list(problems(both.with_parts({1: 2, 2: 2}))) == ["nodes 1 and 2 are enabled and overlap"]
 
 
 def back(tree: FTree) -> FTree:

@@ -141,21 +141,6 @@ def test_what_a_loop_hands_out_is_not_recomputed_from_outside() -> None:
     assert RECOMPUTE in flags_of(body, dict.fromkeys(handed, RECOMPUTE)).tolist()
 
 
-def test_moves_are_about_hot_spots() -> None:
-    graph, analysis = step()
-    whole = framed(FTree())
-    view = view_at_peak(whole, {})
-    assert view.moves
-    assert {move.storage for move in view.moves} <= set(view.hot)
-    assert sum(view.hot.values()) <= view.figures.peak - graph.persistent_bytes()
-    tree = analysis.tree(view.hot)
-    looped = view_at_peak(framed(tree.with_parts({0: 8})), {})
-    assert any(move.inside for move in looped.moves) or looped.figures.peak < view.figures.peak
-    decided = {move.storage: move.flag for move in view.moves if move.flag != SWAP}
-    back = view_at_peak(whole, decided)
-    assert all(decided[move.storage] != KEEP for move in back.moves if move.flag == KEEP)
-
-
 # --- search -----------------------------------------------------------------------------------------------------------
 
 LIMITS = [{"memory": "0.8"}, {"memory": "0.5"}, {"latency": "1.05"}, {"latency": "2"}, {"latency": "6"}]
@@ -168,34 +153,6 @@ def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
     order = None if result.best.order is None else np.array(result.best.order, dtype=np.int32)
     check(result.best.tree, dict(result.best.decided), order)
     assert judge(framed(result.best.tree), dict(result.best.decided), order) == result.figures
-
-
-@pytest.mark.parametrize("limit", LIMITS, ids=str)
-def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
-    result = found(**limit)
-    peak, latency_ns = start()
-    goal = Objective(
-        int(Fraction(limit["memory"]) * peak) if "memory" in limit else None,
-        int(Fraction(limit["latency"]) * latency_ns) if "latency" in limit else None,
-    )
-    keys = [goal.key(point.figures.peak, point.figures.latency_ns) for point in result.curve]
-    assert keys == sorted(set(keys), reverse=True)
-    assert [point.states for point in result.curve] == sorted({point.states for point in result.curve})
-    assert [point.seconds for point in result.curve] == sorted(point.seconds for point in result.curve)
-    assert result.curve[0].figures == result.start
-    assert result.curve[-1].figures == result.figures
-
-
-def test_the_same_again_and_no_worse_with_more_states() -> None:
-    first, again = found(latency="2"), PaperSearch(*_arguments("2"), states=STATES).run()
-    assert (first.figures, first.best.mark, first.curve) == (again.figures, again.best.mark, again.curve)
-    fewer = PaperSearch(*_arguments("2"), states=STATES // 4).run()
-    assert fewer.curve == first.curve[: len(fewer.curve)]
-
-
-def _arguments(latency: str) -> tuple[Graph, RooflineCosts, Objective]:
-    graph, _ = step()
-    return graph, costs(), Objective(None, int(Fraction(latency) * start()[1]))
 
 
 def test_one_recomputation_by_brute_force() -> None:

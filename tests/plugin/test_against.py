@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from magis.extensions.versions import checkout, environment_of, scratch_folder
-from tests.plugin.wheels import NETWORK, git, offer, wheel_of
+from tests.plugin.wheels import NETWORK, git, offer
 
 # the made-up core reads figures from fake.json, which is part of each revision
 TEST = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
@@ -221,11 +221,6 @@ def test_other_releases_are_compared_with_and_what_the_run_writes_is_its_own(gat
 # Environments of other releases
 
 
-def width_of(python):
-    program = "import net_width; print(net_width.INNER)"
-    return int(subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout)
-
-
 def test_an_environment_is_kept_until_another_package_is_installed(tmp_path, monkeypatch):
     offer(tmp_path, monkeypatch, v1_0=64)
     said = []
@@ -242,26 +237,3 @@ def test_an_environment_is_kept_until_another_package_is_installed(tmp_path, mon
         made.append(environment_of(["net-width==1.0"], said.append, tmp_path))
     assert len(set(made)) == 3
     assert len(said) == 3
-
-
-def test_what_an_address_names_is_installed_anew_in_every_run(tmp_path, monkeypatch):
-    offer(tmp_path, monkeypatch)
-    found = []
-    for run, inner in (("first", 64), ("second", 96)):
-        wheel = wheel_of(tmp_path, "1.0", inner)
-        python = environment_of([f"net-width @ {wheel.as_uri()}"], lambda _text: None, tmp_path / run)
-        assert python.is_relative_to(tmp_path / run)
-        found.append(width_of(python))
-    assert found == [64, 96]
-    assert not (tmp_path / "environments").exists()
-
-
-def test_an_address_is_installed_where_the_same_version_is(tmp_path, monkeypatch):
-    offer(tmp_path, monkeypatch, v1_0=64)
-    here = environment_of(["net-width==1.0"], lambda _text: None, tmp_path)
-    (tmp_path / "other").mkdir()
-    wheel = wheel_of(tmp_path / "other", "1.0", 96)
-    program = "from pathlib import Path; from magis.extensions.versions import environment_of as of\n"
-    program += f"print(of(['net-width @ {wheel.as_uri()}'], lambda _: None, Path({str(tmp_path)!r})))"
-    done = subprocess.run([here, "-c", program], capture_output=True, text=True, check=True)
-    assert (width_of(here), width_of(done.stdout.strip())) == (64, 96)

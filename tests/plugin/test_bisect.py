@@ -120,23 +120,6 @@ def test_cases_have_the_names_of_a_run_and_of_its_results(history, capsys):
         assert second.startswith("  test_memory.test_net[magis mem 0.8]: ")
 
 
-def test_under_a_limit_on_reserved_bytes_these_are_compared(gate, capsys):
-    gate.pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
-    git(gate.root, "init", "--quiet", "--initial-branch=main")
-    text = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8], memory_limit_of='reserved', device='sim:rtx3090')\n"
-    (gate.root / "test_memory.py").write_text(f"{text}def test_net(): ...\n")
-    for number, reserved in enumerate((1.0, 1.0, 1.2), 1):
-        gate.fake(any_case={"ori_reserved": 1.0, "opt_reserved": reserved})
-        git(gate.root, "add", ".")
-        git(gate.root, "commit", "--quiet", "--allow-empty", f"--message=commit {number}")
-        git(gate.root, "tag", f"c{number}")
-    assert main(["bisect", "c1", "c3", *ARGS]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "commit 3" in first
-    assert second.startswith("  test_memory.test_net[magis reserved 0.8]: ")
-    assert second.endswith(", +20.0%")
-
-
 @pytest.mark.soak
 def test_the_release_at_which_a_case_grew_is_named(gate, tmp_path_factory, monkeypatch, capsys):
     gate.use_real_core()
@@ -183,23 +166,6 @@ def test_a_command_cleans_up_where_the_interrupt_was_sent_to_its_caller_alone(tm
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0
-
-
-def test_a_last_version_that_cannot_be_measured_is_no_all_clear(history, capsys):
-    assert main(["bisect", "c1", "c3", *ARGS]) == 4
-    assert "commit 3 could not be measured; name another last version" in capsys.readouterr().err
-
-
-def test_a_version_without_the_case_is_left_out(gate, capsys):
-    root = written(gate, MADE_UP, 3, planted=2)
-    for number, name in ((4, "test_other"), (5, "test_net")):
-        (root / "test_memory.py").write_text(f"# {number}\n{MADE_UP.replace('test_net', name)}")
-        git(root, "commit", "--quiet", "--all", f"--message=commit {number}")
-        git(root, "tag", f"c{number}")
-    assert main(["bisect", "c3", "c5", *ARGS]) == 1
-    out, err = capsys.readouterr()
-    assert out == "nothing grew between c3 and c5 (3 measurements)\n"
-    assert "  left out: it has no case test_memory.test_net[eager]\n" in err
 
 
 # What runs on versions leave, and what they are given. The made-up core reads figures from fake.json

@@ -17,15 +17,6 @@ def own_tests(gate):
     gate.pytester.mkdir("checks").joinpath("test_own.py").write_text("def test_own(): pass\ndef test_two(): pass\n")
 
 
-def test_an_empty_directory_is_enough(gate, node_ids):
-    (gate.root / "conftest.py").rename(gate.root / "fake_core.py")
-    result = gate("-p", "fake_core", "--magis-models=bert", "--collect-only", "-q", "--rootdir=.")
-    assert node_ids(result) == IDS
-    for parallel in ([], ["-n2"]):
-        result = gate.in_subprocess("-p", "fake_core", "--magis-models=bert", "--rootdir=.", *parallel)
-        result.assert_outcomes(failed=3)
-
-
 @pytest.mark.parametrize(
     ("given", "own"),
     [
@@ -67,17 +58,6 @@ def test_collect_only_writes_nothing(gate):
     assert gate.calls() == []
 
 
-def test_last_failed(gate, workers):
-    gate.accept("--magis-models=bert,vit")
-    gate.fake(**{"vit[magis-mem0.6]": {"opt_tensor": 1.005}})
-    gate("--magis-models=bert,vit", workers=workers).assert_outcomes(passed=5, failed=1)
-    (gate.root / "calls.txt").unlink()
-    gate("--magis-models=bert,vit", "--lf").assert_outcomes(failed=1)
-    assert [call[0] for call in gate.calls()] == ["vit[magis-mem0.6]"]
-    gate.fake()
-    gate("--magis-models=bert,vit", "--lf").assert_outcomes(passed=1)
-
-
 def test_junit_has_the_failure_and_the_result(gate, workers):
     gate.accept("--magis-models=bert")
     gate.fake(**{"bert[magis-mem0.8]": {"opt_tensor": 1.005}})
@@ -102,36 +82,6 @@ def test_junit_has_the_failure_and_the_result(gate, workers):
         "0.8",
     )
     assert float(red["magis.latency_ratio"]) == 1.02
-
-
-RERUN = """
-import pytest
-from _pytest.runner import runtestprotocol
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    "Runs what failed a second time, as plugins for reruns do."
-    for attempt in (1, 2):
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        again = attempt == 1 and any(report.failed for report in reports)
-        for report in reports:
-            if again and report.failed:
-                report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-        if not again:
-            return True
-"""
-
-
-def test_a_case_that_ran_twice_counts_once(gate, workers):
-    gate.accept("--magis-models=bert")
-    (gate.root / "calls.txt").unlink()
-    gate.extend_conftest(RERUN)
-    gate.fake(**{"bert[magis-mem0.8]": {"fail_times": 1}})
-    result = gate("--magis-models=bert", workers=workers)
-    result.assert_outcomes(passed=3)
-    assert len(gate.calls()) == 4
-    assert [row["verdict"] for row in gate.rows()] == ["pass"] * 3
 
 
 def test_all_cases_of_a_model_run_in_one_process(gate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from magis.results import Span
 from magis.units import MIB
-from pytest_magis.outputs.html.curves import GAP, PANEL, WIDTH, Curves
+from pytest_magis.outputs.html.curves import PANEL, WIDTH, Curves
 from tests.plugin.pages import Page, measured
 
 CSS = (files("pytest_magis.outputs.html") / "page.css").read_text(encoding="utf-8")
@@ -54,17 +53,6 @@ def test_bytes_are_stacked_by_kind_on_equal_axes() -> None:
     assert [kind for kind in ("parameters", "optimizer state", "activations", "scratch") if kind in page.text] == [
         "parameters", "activations", "scratch",
     ]  # fmt: skip
-
-
-def test_the_limit_is_a_line_with_its_bytes_in_every_panel() -> None:
-    page = page_of(CURVES)
-    lines = [float(each["y1"] or "") for tag, each in page.tags if tag == "line" and each["class"] == "limit"]
-    assert lines == [PANEL + GAP - PANEL / 2, 2 * (PANEL + GAP) - PANEL / 2]
-    assert page.text.count(" limit 8.00 MiB") == 1 + 2
-    assert "memory limit 8.00 MiB" in page.text
-    high = Curves({"original": ORIGINAL}, 100 * MIB)
-    assert high.bytes_scale.end >= 100 * MIB
-    assert page_of(replace(CURVES, limit=None)).text.count("limit") == 0
 
 
 def test_a_picture_has_a_title_and_a_description() -> None:

@@ -27,17 +27,6 @@ def test_the_summary_holds_the_table_and_what_red_cases_say(gate, workers):
     assert (gate.root / "summary.md").read_text().startswith("## magis: all 3 cases green\n")  # replaced
 
 
-def test_steps_of_a_job_add_to_its_summary(gate, monkeypatch):
-    path = gate.root / "job.md"
-    path.write_text("# before\n")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
-    gate.accept("--magis-models=bert")
-    gate("--magis-models=bert")
-    text = path.read_text()
-    assert text.startswith("# before\n## magis: all 3 cases green\n")
-    assert text.count("## magis:") == 2
-
-
 def test_red_cases_are_annotations_on_github_alone(gate, monkeypatch):
     gate.fake(**{"bert[magis-mem0.6]": {"raise": "50% too\nlarge, twice: a"}})
     assert not [line for line in gate("--magis-models=bert").outlines if line.startswith("::")]
@@ -57,10 +46,3 @@ def test_text_of_others_is_no_markup(gate):
     assert "<script>" not in text
     assert "&lt;script>\\|\\`x\\`\\*\\_\\[a\\](b)" in text
     assert len({line.count(" | ") for line in text.splitlines() if line.startswith("|")}) == 1
-
-
-def test_nothing_is_written_where_nobody_asks(gate, monkeypatch):
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    before = set(gate.files())
-    gate("--magis-models=bert")
-    assert set(gate.files()) - before <= {"results.csv", "calls.txt"}

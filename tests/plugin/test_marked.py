@@ -168,31 +168,6 @@ def test_the_fixture_gates_what_a_test_has_at_hand(gate):
     assert lines(result, "test_memory.test_net.2[eager]:")
 
 
-NAMED = """
-import pytest
-
-def check(magis, name):
-    magis.check(lambda: None, name=name)
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_one(magis, width):
-    check(magis, "net")
-
-def test_two(magis):
-    check(magis, "net")
-
-def test_three(magis):
-    check(magis, "net")
-"""
-
-
-def test_two_checked_networks_of_one_name_are_red(gate):
-    (gate.root / "test_memory.py").write_text(NAMED)
-    result = gate.in_subprocess("--magis-update=new", "--magis-strategies=eager")
-    result.assert_outcomes(passed=3, failed=1)  # with its parameters a network has a name of its own
-    assert lines(result, "magis.check: the network of test_memory.test_two is called 'net' too; give each its name")
-
-
 REAL = """
 import pytest, torch
 from torch import nn
@@ -245,50 +220,6 @@ def test_mixed():
 """
 
 
-def test_torch_is_prepared_for_being_timed(gate, monkeypatch):
-    """By the text of a module, before it is imported; a conftest that loads torch is told of."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    asks = "import os, torch\nassert os.environ.get('OMP_WAIT_POLICY') == {!r}\ndef test_env({}): ...\n"
-    (gate.root / "test_memory.py").write_text(asks.format("PASSIVE", "magis"))
-    (gate.root / "test_other.py").write_text(asks.format(None, ""))
-    gate.in_subprocess("test_memory.py").assert_outcomes(passed=1)
-    gate.in_subprocess("test_other.py").assert_outcomes(passed=1)
-    gate.extend_conftest("import torch\n")
-    (gate.root / "test_memory.py").write_text(MARKED)
-    told = [line for line in gate.in_subprocess("test_memory.py").outlines if "set OMP_WAIT_POLICY=PASSIVE" in line]
-    assert len(told) == 1
-
-
-FLAKY = """
-import pytest, torch
-from torch import nn
-
-@pytest.fixture
-def resource():
-    state = {"open": True}
-    yield state
-    state["open"] = False
-
-calls = []
-
-@pytest.mark.magis(memory_ratios=[0.95], latency_tolerance=9, budget=50)
-def test_net(resource):
-    calls.append(1)
-    if len(calls) <= 2:  # on fake tensors, then on real ones
-        raise RuntimeError("not yet")
-    assert resource["open"]
-    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
-"""
-
-
-def test_every_case_has_fixtures_of_its_own(gate):
-    gate.use_real_core()
-    (gate.root / "test_memory.py").write_text(FLAKY)
-    result = gate("--magis-update=new")
-    result.assert_outcomes(passed=1, failed=1)
-    assert "RuntimeError: not yet" in result.stdout.str()
-
-
 def test_real_networks(gate):
     gate.use_real_core()
     (gate.root / "test_memory.py").write_text(REAL)
@@ -303,25 +234,3 @@ def test_real_networks(gate):
     assert [path.name for path in sorted((gate.root / "baselines" / "sim-h200").iterdir())] == [
         "test_memory.test_huge.json"
     ]
-
-
-OWN = """
-import pytest
-
-@pytest.fixture
-def magis():
-    return "mine"
-
-def test_other(magis):
-    assert magis == "mine"
-"""
-
-
-def test_a_fixture_of_the_same_name_is_the_projects_own(gate):
-    (gate.root / "test_own.py").write_text(OWN)
-    gate.extend_conftest(
-        "import sys\ndef pytest_unconfigure(): sys.stderr.write(str('pytest_magis.gate' in sys.modules))\n"
-    )
-    result = gate.in_subprocess()
-    result.assert_outcomes(passed=1)
-    assert result.stderr.str().strip() == "False"

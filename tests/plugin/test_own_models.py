@@ -5,12 +5,7 @@ The kinds of mistakes are all told apart in tests/api/test_check.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-
-from tests.plugin.conftest import PLUGINS
 
 BAD = {
     "own_nets:branches": "own_nets:branches: the step depends on the data of a tensor (*) in module * at own_nets.py:*",
@@ -38,13 +33,6 @@ def test_a_bad_model_is_one_line_and_nothing_is_written(gate, model):
     refused(gate, model)
 
 
-def test_models_of_other_projects_are_looked_at_under_their_own_name(gate):
-    gate.use_real_core()
-    hook = "def pytest_magis_models(config):\n    return {'ours': 'own_nets:branches'}\n"
-    (gate.root / "conftest.py").write_text(hook)
-    assert gate.refuses("--magis-models=ours", *SIMULATED).startswith("ERROR: ours: the step depends on the data")
-
-
 @pytest.mark.parametrize(
     "choice",
     [
@@ -62,39 +50,6 @@ def test_a_model_that_is_not_chosen_does_no_harm(gate, choice):
     assert [row["name"] for row in gate.rows()] == ["own_nets:sound"]
 
 
-def test_plain_pytest_does_not_find_a_package_in_the_current_directory(gate):
-    (gate.root / "nets_here.py").write_text("def make(): ...\n")
-    (gate.root / "conftest.py").unlink()
-
-    def run(*args):
-        # -P: no current directory on sys.path, as with the command `pytest`
-        command = [sys.executable, *args[:1], "-m", "pytest", *PLUGINS, "--magis-models=nets_here:make", *args[1:]]
-        command += ["--magis-device=cpu", "--collect-only", "-q"]
-        return subprocess.run(command, cwd=gate.root, check=False, capture_output=True, text=True)
-
-    refused = run("-P")
-    assert refused.returncode == pytest.ExitCode.USAGE_ERROR
-    assert refused.stderr.strip() == (
-        "ERROR: nets_here:make: no package 'nets_here'; if it lies in the current directory, start "
-        "`python -m pytest` or set `pythonpath = .` in the ini file; else install it"
-    )
-    for way_out in (["-P", "-o", "pythonpath=."], ["-u"]):
-        found = run(*way_out)
-        assert "magis::nets_here:make[eager]" in found.stdout.splitlines(), found.stderr
-
-
-def test_another_plugin_may_run_what_magis_refuses(gate):
-    gate.use_real_core()
-    hook = """
-def pytest_magis_run_case(case):
-    raise RuntimeError(f"asked for {case.model}")
-"""
-    (gate.root / "conftest.py").write_text(hook)
-    result = gate("--magis-models=own_nets:branches", *SIMULATED)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*RuntimeError: asked for own_nets:branches*"])
-
-
 def test_an_operator_that_nobody_declared_runs(gate, workers):
     gate.use_real_core()
     arguments = ("--magis-models=own_nets:undeclared", "--magis-memory-ratios=0.8", "--magis-budget=500", *ON_CPU)
@@ -105,12 +60,6 @@ def test_an_operator_that_nobody_declared_runs(gate, workers):
     assert optimized["opt-is-prof-result"] == "True"
     assert optimized["opt-memory"] == optimized["opt-simul-memory"]
     assert int(optimized["opt peak bytes"]) <= 0.8 * int(eager["ori peak bytes"])
-
-
-def test_a_factory_may_convert_its_module(gate):
-    gate.use_real_core()
-    gate("--magis-models=own_nets:converts", "--magis-strategies=eager", *ON_CPU).assert_outcomes(passed=1)
-    assert [row["dtype"] for row in gate.rows()] == ["float32"]
 
 
 @pytest.mark.parametrize("name", ["in_bfloat16", "wide_buffer", "reads_data"])

@@ -27,13 +27,6 @@ def test_a_front_of_every_model_is_written(fronts):
     assert ET.fromstring((fronts.root / "out/fronts/bert.svg").read_text()).tag.endswith("svg")
 
 
-def test_a_front_is_chosen_by_its_name(fronts):
-    result = fronts.run_fronts("--magis-models=bert,vit", "--magis-pareto=out", "magis::bert[pareto]")
-    assert result.ret == 0
-    result.assert_outcomes(passed=1)
-    assert [path.name for path in sorted((fronts.root / "out").iterdir())] == ["bert.json", "bert.svg"]
-
-
 MARKED = """
 import pytest
 
@@ -78,25 +71,6 @@ def test_a_mark_takes_the_budgets_of_the_option(gate):
     gate("--magis-budget=thorough", "--magis-pareto=out", "-k", "pareto").assert_outcomes(passed=5, deselected=15)
     for name, number in budgets.items():
         assert json.loads((gate.root / f"out/test_memory.test_{name}.json").read_text())["states"] == number
-
-
-def test_a_front_that_cannot_be_searched_is_red_in_one_line(fronts):
-    (fronts.root / "fake.json").write_text(json.dumps({"vit[pareto]": {"raise": "the model branches on its data"}}))
-    result = fronts.run_fronts("--magis-models=vit", "--magis-pareto=out", "magis::vit[pareto]")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["the model branches on its data"])
-    assert "Traceback" not in result.stdout.str()
-    assert not (fronts.root / "out").exists()
-
-
-def test_a_real_front_is_written_and_said(gate):
-    gate.use_real_core()
-    result = gate("--magis-models=own_nets:sound", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["front: *.svg (* plans, * judged)"])
-    path = gate.root / "out" / "own_nets%3Asound.json"
-    read = json.loads(path.read_text())
-    assert read["lower_bound_bytes"] <= read["points"][0]["peak_bytes"] < read["original"]["peak_bytes"]
 
 
 def test_a_real_front_of_a_marked_test(gate):

@@ -102,13 +102,6 @@ def said_of_eager(result):
     return [line for line in of_eager.splitlines() if line.startswith(KINDS)]
 
 
-def test_unchanged_is_green_and_says_nothing(planted):
-    result = planted("")
-    result.assert_outcomes(passed=2)
-    assert findings(result) == []
-    assert "accept" not in result.stdout.str()
-
-
 def test_three_percent_slower_is_red_at_the_same_peak(gate, kept, planted):
     result = planted("again=BATCH")
     result.assert_outcomes(failed=2)

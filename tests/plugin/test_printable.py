@@ -17,7 +17,6 @@ from magis.errors import MagisError
 from magis.frontends.limits import PlanReport
 from magis.module_bytes import ModuleBytes, StepGrowth
 from magis.printable import printable, warn
-from magis.progress import ProgressPlace, shown_if_slow
 from magis.report import read_results, write_csv
 from magis.report.pictures import label
 from magis.units import aligned
@@ -68,16 +67,6 @@ def test_a_line_shows_every_character_and_changes_nothing_twice(name):
     (header, cells) = aligned([["name"], [name]], left=(0,))
     assert can_only_be_read(header)
     assert can_only_be_read(cells)
-
-
-@given(NAMES)
-def test_a_log_of_progress(name):
-    told: list[str] = []
-    with shown_if_slow(ProgressPlace(told.append), name) as tell:
-        tell.__self__._due = 0.0  # as if it had been silent for long
-        tell(name)
-    assert told
-    assert all(can_only_be_read(line) for line in "".join(told).removesuffix("\n").split("\n"))
 
 
 @given(NAMES)

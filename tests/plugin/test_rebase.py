@@ -112,38 +112,6 @@ def test_where_nothing_moved_nothing_else_is_measured(upgraded, capsys):
     assert files(upgraded) == before
 
 
-def test_less_memory_is_kept_too(upgraded, capsys):
-    upgraded.fake(**{BY_PACKAGE: {"opt_tensor": 0.9}})
-    cases = entries(upgraded)
-    assert main(["rebase", "net-width==1.0", "--", BERT]) == 0
-    assert capsys.readouterr().out.endswith("\n3 cases, compared with net-width==1.0: 1 updated, 0 still red\n")
-    assert changed(cases, entries(upgraded)) == {"magis-mem0.8"}
-
-
-def test_red_for_another_reason_is_told_and_left(upgraded, capsys):
-    upgraded.fake(**{BY_CODE: {"numbers": "differs: 1 of 3"}, "bert[eager]": {"raise": "no such batch"}})
-    cases = entries(upgraded)
-    assert main(["rebase", "net-width==1.0", "--", BERT]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "left bert[eager]: red for another reason: no such batch" in lines
-    assert f"left {BY_CODE}: red for another reason: numbers: differs: 1 of 3" in lines
-    assert lines[-1] == "3 cases, compared with net-width==1.0: 1 updated, 2 still red"
-    assert changed(cases, entries(upgraded)) == {"magis-mem0.8"}
-
-
-def test_what_cannot_be_judged_with_the_old_release_is_left(upgraded, capsys):
-    upgraded.extend_conftest(
-        "\nmade = figures\ndef figures(root, name):\n    figure = made(root, name)\n"
-        "    return {'raise': 'too old'} if figure['opt_tensor'] == 0.95 else figure\n"
-    )
-    before = files(upgraded)
-    assert main(["rebase", "net-width==1.0", "--", BERT]) == 1
-    out, _ = capsys.readouterr()
-    assert out.startswith(f"left {BY_PACKAGE}: optimized tensor bytes: ")
-    assert "; with net-width==1.0 there is nothing to compare: too old\n" in out
-    assert files(upgraded) == before
-
-
 def test_the_release_of_torch_is_the_one_that_the_baselines_name(upgraded, shelf, capsys):
     wheel_of(shelf, "1.0", 64, package="torch")
     path = upgraded.root / "baselines" / "cpu" / "bert.json"
@@ -193,39 +161,3 @@ def test_another_torch_is_another_device_and_is_measured_where_the_code_moved_no
 
 
 # On the real core: a layer whose width is that of the package, one whose width is the project's, and one that has both
-
-NETWORKS = """
-import pytest, torch
-from torch import nn
-
-try:
-    from net_width import INNER
-except ImportError:
-    INNER = 96
-OWN = 64
-
-@pytest.mark.parametrize("widths", ["package", "own", "both", "neither"])
-@pytest.mark.magis(strategies=["eager"], device="sim:h100")
-def test_net(widths):
-    inner = {"package": INNER, "own": OWN, "both": INNER + OWN, "neither": 32}[widths]
-    module = nn.Sequential(nn.Linear(32, inner), nn.ReLU(), nn.Linear(inner, 8))
-    return module, (torch.randn(256, 32), torch.randn(256, 8)), nn.functional.mse_loss
-"""
-
-
-def test_networks_that_use_a_package(gate, shelf, monkeypatch, capsys):
-    gate.use_real_core()
-    offer(shelf, monkeypatch, v1_0=64)
-    gate.pytester.makeini(INI)
-    (gate.root / "test_memory.py").write_text(NETWORKS)
-    store(gate, "test_memory.py")
-    (gate.root / "test_memory.py").write_text(NETWORKS.replace("OWN = 64", "OWN = 80"))
-    before = files(gate)
-    assert main(["rebase", "net-width==1.0", "--", "test_memory.py"]) == 1
-    both, own, updated, said = capsys.readouterr().out.splitlines()
-    for name, line in (("both", both), ("own", own)):
-        moved = "the code moved it: with net-width==1.0 original tensor bytes: "
-        assert line.startswith(f"left test_memory.test_net-{name}[eager]: {moved}")
-    assert updated.startswith("updated test_memory.test_net-package[eager]: original tensor bytes: ")
-    assert said == "4 cases, compared with net-width==1.0: 1 updated, 2 still red"
-    assert changed(before, files(gate)) == {"baselines/sim-h100/test_memory.test_net-package.json"}

@@ -10,12 +10,6 @@ SIM = ("--magis-models=bert", "--magis-device=sim:rtx3090", "--magis-memory-rati
 RESERVED = (*SIM, "--magis-memory-limit-of=reserved", "--magis-csv-full")
 LABEL = "magis-mem0.8-reserved"
 HELD = {"ori_reserved": 1.5, "opt_reserved": 1.25}
-MARKED = """
-import pytest
-
-@pytest.mark.magis(memory_ratios=[0.8], strategies=["magis"], {arguments})
-def test_net(): ...
-"""
 
 
 def measured(gate, label="magis-mem0.8"):
@@ -56,15 +50,6 @@ def test_baselines_hold_them_and_more_is_red(gate, workers):
     result.stdout.fnmatch_lines(["better: original reserved bytes: *, baseline *, -6.7%"])
 
 
-def test_one_line_says_that_a_step_grew_in_tensors_and_in_what_is_reserved(gate):
-    gate.fake(any_case=HELD)
-    gate.accept(*SIM)
-    gate.fake(any_case=HELD | {"opt_tensor": 1.005})
-    result = gate(*SIM)
-    result.assert_outcomes(passed=1, failed=1)
-    assert "reserved" not in "\n".join(line for line in result.outlines if line.startswith("worse: "))
-
-
 def test_a_baseline_without_them_passes_until_they_are_added(gate):
     gate.fake(any_case=HELD)
     gate.accept(*SIM)
@@ -95,13 +80,3 @@ def test_a_limit_of_reserved_bytes_is_a_case_of_its_own(gate, node_ids):
     assert (
         node_ids(gate(*SIM, "--magis-memory-limit-of=peak", "--collect-only", "-q"))[1] == "magis::bert[magis-mem0.8]"
     )
-
-
-def test_a_mark_asks_for_it(gate):
-    (gate.root / "test_memory.py").write_text(
-        MARKED.format(arguments="memory_limit_of='reserved', device='sim:rtx3090'")
-    )
-    gate.fake(any_case=HELD | {"opt_reserved": 1.4})
-    gate.accept("test_memory.py")
-    cases = gate.baseline("test_memory.test_net", "sim-rtx3090")["configurations"]["small"]["cases"]
-    assert set(cases) == {LABEL}

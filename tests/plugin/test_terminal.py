@@ -107,15 +107,6 @@ def test_a_terminal_shows_progress_and_nothing_stays(slow):
     assert not [line for line in screen(shown) if "searching" in line]
 
 
-def test_a_log_has_lines_of_progress(slow, workers):
-    """Beside what pytest writes, which is as ever."""
-    result = slow.in_subprocess("--magis-models=bert", "--magis-update=new", *(("-n", str(workers)) if workers else ()))
-    result.assert_outcomes(passed=3)
-    said = [line for line in result.errlines if line.startswith("magis: ")]
-    assert {"magis: bert[eager]: searching plans (0 s)", "magis: bert[magis-mem0.6]: capturing (0 s)"} <= set(said)
-    assert not [line for line in result.outlines if "searching" in line]
-
-
 LONG = "conftest:" + "long_name_" * 8
 
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +17,7 @@ from magis.extensions.models.building import REAL
 from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
 from magis.extensions.models.encoders import BertConfig, bert
 from magis.extensions.ranks.strategies.distributed import of_kind
-from magis.predict import LiveStorage, fake_world, predict_rank
+from magis.predict import LiveStorage, predict_rank
 from magis.results import RankMemory
 from magis.strategies import distributed_strategy
 
@@ -83,21 +82,6 @@ def test_bytes_at_the_peak_are_told_apart_by_kind() -> None:
     }  # fmt: skip
     assert ledger.peak_bytes == 892
     del other, grad, last, after
-
-
-def test_what_a_backends_thread_has_not_let_go_of_yet_does_not_count() -> None:
-    held: list[torch.UntypedStorage] = []
-    with fake_world(2, 0), LiveStorage(let_threads_rest=held.clear) as ledger:
-        ledger.open_window()
-        sent = torch.zeros(100)
-        dist.all_reduce(sent)
-        held.append(sent.untyped_storage())
-        del sent
-        ours = torch.zeros(10)
-        following = torch.zeros(100)
-        ledger.close_window()
-    assert ledger.peak_bytes == 440
-    del ours, following
 
 
 def tiny(batch: int = 8, layers: int = 2) -> BertConfig:

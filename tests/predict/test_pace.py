@@ -19,7 +19,6 @@ from magis.extensions.ranks.strategies.schedules import Waiting
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
 from magis.strategies.distributed_names import distributed_strategy
-from magis.strategies.rank_step import RankStep, World
 
 V100 = find_device("sim:v100")
 LINKS = Links(1e9, message_ns=100, hidden=0.5)
@@ -111,37 +110,3 @@ def test_gradients_of_micro_batches_hide_behind_the_last_one(name: str, *, shown
     sent = 2048 * 2048 * 4 / links_of("v100").bytes_per_s * 1e3
     assert alone / 8 < sent < alone / 2
     assert two - alone == pytest.approx(sent - alone / 8 if shown else 0.0, abs=alone / 1000)
-
-
-def test_nothing_hides_what_an_optimizer_sends() -> None:
-    sent = torch.zeros(1000)
-
-    class Sending(torch.optim.SGD):
-        def step(self, closure=None):
-            dist.broadcast(sent, 0, async_op=True)
-            return super().step(closure)
-
-    pace = StepTime(V100, LINKS)
-    with fake_world(4, 0), fake_tensors():
-        sent = torch.zeros(1000)
-        optimizer = Sending([nn.Parameter(torch.zeros(4))], lr=0.1)
-        with pace:
-            optimizer.step()
-            dist.broadcast(sent, 0, async_op=True)
-    assert pace.exposed_ns == pytest.approx(4100.0)
-    assert pace.hidden_ns == pytest.approx(4100.0)
-
-
-def test_a_step_of_the_users_may_count_what_it_likes() -> None:
-    class Counting:
-        name, group = "counting", 1
-
-        def prepare(self, work: Workload, world: World) -> RankStep:
-            step = distributed_strategy("ddp").prepare(work, world)
-            step.count = 0  # type: ignore[attr-defined]
-            return step
-
-    memory, ms = predict_step(Counting(), net, 2, 0, V100)
-    assert memory.predicted is not None
-    assert memory.predicted.tensor_bytes > 0
-    assert ms > 0

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
 
 from magis import UsageError, optimize
 from magis.capture import OptimizerSpec, capture
-from magis.capture.captured import record_eager
 from magis.graph import Graph, dump, parse, verify
 from magis.ops.generators import GET_STATE, SEED, SET_STATE, held_generators
-from magis.planner.conformance import check_conforms
 from magis.results import Case
-from tests.randomness.nets import DRAWS, NETS, WIDTH, Drawing, OwnGenerators, block, rows
+from tests.randomness.nets import DRAWS, NETS, WIDTH, Drawing, OwnGenerators, rows
 from tests.training.loops import assert_same
 
 adamw = partial(AdamW, lr=1e-2, foreach=False)
@@ -128,80 +125,7 @@ def test_a_capture_leaves_every_generator_alone() -> None:
     assert torch.default_generator is torch.random.default_generator is torch._C.default_generator
 
 
-class _LeavesOut(nn.Module):
-    """A checkpoint whose body is left out by chance: its recomputation must draw the same chance again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(4))
-
-    def _body(self, layer: nn.Module, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.1)
-        return x if torch.rand([]) < 0.5 else layer(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for each in self.blocks:
-            x = checkpoint(self._body, each, x, use_reentrant=False)
-        return x
-
-
-def test_layers_that_are_left_out_by_chance_are_left_out_again() -> None:
-    inputs, targets = rows()
-    module, rule = _LeavesOut(), OptimizerSpec("gradients")
-    for seed in range(3):
-        torch.manual_seed(seed)
-        found = capture(module, (inputs,), (targets,), F.l1_loss, rule)
-        assert found.drawn
-        torch.manual_seed(seed)
-        check_conforms(found.graph, record_eager(module, (inputs,), (targets,), F.l1_loss, rule).graph)
-
-
 # --- generators of a step's own ---------------------------------------------------------------------------------------
-
-
-def test_another_generator_is_taken_up() -> None:
-    module, data = OwnGenerators(), rows()
-    step = optimize(module, data, F.l1_loss, None, memory_ratio=1.0, budget=20)
-    for seed in (5, 6):
-        module.noise = torch.Generator().manual_seed(seed)
-        twin = copy.deepcopy(module)
-        torch.manual_seed(seed)
-        loss = step(*data)
-        torch.manual_seed(seed)
-        assert torch.equal(loss, F.l1_loss(twin(data[0]), data[1]).detach())
-
-
-def test_a_loss_function_holds_one_too() -> None:
-    noise = torch.Generator()
-
-    def noisy(output: Tensor, targets: Tensor) -> Tensor:
-        return F.l1_loss(output + torch.rand(output.shape, generator=noise), targets)
-
-    module, data = block(), rows()
-    step = optimize(module, data, noisy, None, memory_ratio=1.0, budget=20)
-    losses = []
-    for run in (lambda: step(*data), lambda: noisy(module(data[0]), data[1]).detach()):
-        torch.manual_seed(3)
-        noise.manual_seed(4)
-        losses.append((run(), noise.get_state()))
-    assert torch.equal(losses[0][0], losses[1][0])
-    assert torch.equal(losses[0][1], losses[1][1])
-
-
-def test_generators_are_found_wherever_functions_hold_them() -> None:
-    around, default = torch.Generator(), torch.Generator()
-
-    def noisy(output: Tensor, *_: Tensor, generator: torch.Generator = default) -> Tensor:
-        if not later:
-            return torch.rand(output.shape, generator=generator)
-        return torch.rand(output.shape, generator=around)
-
-    assert held_generators(nn.Linear(1, 1), noisy) == {"loss.generator": default, "loss.around": around}
-    later = [torch.default_generator]  # bound after the function is made, and not the step's own
-    assert held_generators(nn.Linear(1, 1), partial(noisy, generator=around)) == {
-        "loss.function.generator": default, "loss.function.around": around,
-    }  # fmt: skip
 
 
 def test_a_saved_plan_finds_its_generators_again(tmp_path: Any) -> None:

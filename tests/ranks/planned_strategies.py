@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 
 from torch import nn
 
@@ -29,19 +28,6 @@ class Unable(PlannedRanks):
         if world.rank:
             found.module.register_forward_pre_hook(lambda _module, args: args[0].tolist() and None)
         return found
-
-
-class OtherReplica(PlannedRanks):
-    def own_part(self, work: Workload, world: World) -> Workload:
-        if world.rank == 3:
-            usual = work.loss_fn
-            work = replace(work, loss_fn=lambda *args: usual(*args) * 1.5)
-        return super().own_part(work, world)
-
-
-def stages_of_another_replica() -> PlannedRanks:
-    """Whose second pipeline has another loss."""
-    return OtherReplica("magis+pp2", budget=100)
 
 
 def of_another_width() -> PlannedRanks:

@@ -94,16 +94,6 @@ def test_a_damaged_file_is_one_warning_and_made_again(kept: Kept, damage: str) -
     assert not path.is_symlink()
 
 
-def test_what_was_not_used_longest_goes_first(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, Bounds(entries=3))
-    for number in range(3):
-        kept.save(f"plan-{number}", TEXT)
-        os.utime(tmp_path / f"plan-{number}.txt", (number, number))
-    assert kept.load("plan-0", read) == TEXT  # used now
-    kept.save("plan-3", TEXT)
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["plan-0", "plan-2", "plan-3"]
-
-
 def test_bytes_are_bounded_and_the_newest_stays(tmp_path: Path) -> None:
     kept = Kept(tmp_path, Bounds(total_bytes=len(TEXT) + 500))
     for number in range(4):
@@ -121,14 +111,6 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
         Kept(tmp_path).save("plan-2", TEXT)
         assert not dead.exists()
         assert alive.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    kept = Kept(tmp_path / "file" / "cache")
-    with pytest.warns(RuntimeWarning, match="nothing is kept for the next run") as said:
-        save_thrice(kept)
-    assert len(said) == 1
 
 
 def test_a_full_disk_is_one_warning_and_leaves_nothing(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

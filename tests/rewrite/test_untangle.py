@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis.graph import Graph, dump, parse, verify
+from magis.graph import Graph, verify
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.runtime.codegen import compile_step
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, NETS, SGD, Built, Net, labels, mlp, rows
-from tests.oracles import captured, differences, graph_step, history, same
+from tests.oracles import captured, differences, graph_step, history
 
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 
@@ -90,21 +89,6 @@ def test_not_a_bit_changes(name: str) -> None:
         assert differences(expected, found) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("flat", [True, False], ids=["rows", "pixels"])
-def test_means_of_many_rows_are_the_same(dtype: torch.dtype, flat: bool) -> None:
-    """More rows than numbers of half precision can count one by one."""
-    net = Net(
-        lambda: nn.Linear(2, 3, dtype=dtype) if flat else nn.Conv2d(2, 3, 1, dtype=dtype),
-        rows(3001, 2, dtype=dtype) if flat else rows(2, 2, 40, 37, dtype=dtype),
-        lambda: (torch.randint(-1, 3, (3001,) if flat else (2, 40, 37)),),
-        functools.partial(F.cross_entropy, ignore_index=-1),
-    ).build()
-    graph = captured(net).graph
-    assert differences(history(graph_step(graph, net), 2), history(graph_step(untangle(graph), net), 2)) == []
-    assert untangle(graph) != graph
-
-
 # --- what waits for what ----------------------------------------------------------------------------------------------
 
 
@@ -130,48 +114,3 @@ def test_a_mean_as_a_reader_sees_it() -> None:
 
 
 # --- what must stay ---------------------------------------------------------------------------------------------------
-
-
-LIKE = """magis graph 1
-storage 1 batch 24
-storage 2 temporary 24
-storage 3 temporary 12
-value 1 @1 float32 [2, 3] {3, 1} +0
-value 2 @2 float32 [2, 3] {3, 1} +0
-input 1
-op 0 %2 = aten.relu.default(%1) reads 1:0 phase forward
-"""
-
-
-def like(call: str, value: str = "float32 [2, 3] {3, 1}", nbytes: int = 24) -> Graph:
-    graph = parse(
-        f"{LIKE}storage 4 temporary {nbytes}\nvalue 3 @4 {value} +0\n"
-        f'op 1 %3 = aten.{call} reads 2:0 phase backward module "a.b"\noutput 3\n'
-    )
-    verify(graph)
-    return graph
-
-
-@pytest.mark.parametrize(
-    ("call", "value", "expected"),
-    [
-        ("ones_like.default(%2)", "float32 [2, 3] {3, 1}", "aten.full.default([2, 3], 1, "),
-        ("zeros_like.default(%2)", "float32 [2, 3] {3, 1}", "aten.full.default([2, 3], 0, "),
-        ("full_like.default(%2, 0.5)", "float32 [2, 3] {3, 1}", "aten.full.default([2, 3], 0.5, "),
-        ("full_like.default(%2, 7, dtype=<dtype int64>)", "int64 [2, 3] {3, 1}", "aten.full.default([2, 3], 7, "),
-        ("empty_like.default(%2)", "float32 [2, 3] {3, 1}", "aten.empty.memory_format([2, 3], "),
-    ],
-)
-def test_a_factory_forgets_what_it_is_like(call: str, value: str, expected: str) -> None:
-    graph = like(call, value, 48 if "int64" in value else 24)
-    after = untangle(graph)
-    verify(after)
-    (_, op), (_, same_op) = graph.ops, after.ops
-    assert (same_op.inputs(), same_op.reads, same_op.outputs) == ((), (), op.outputs)
-    assert (same_op.phase, same_op.module) == ("backward", "a.b")
-    dtype, _, _ = value.partition(" ")
-    assert expected in dump(after)
-    assert f"dtype=<dtype {dtype}>" in dump(after)
-    results = [compile_step(each)([torch.randn(2, 3)], {})[0] for each in (graph, after)]
-    assert results[0].dtype == results[1].dtype
-    assert "empty" in call or same(*results)

@@ -112,16 +112,3 @@ def test_rules(old: str, new: str, problem: str) -> None:
     assert old in text
     found = list(problems(parse(text.replace(old, new))))
     assert any(problem in line for line in found), found
-
-
-def test_memory_that_parts_read_is_not_added_to() -> None:
-    """In place of what the loop takes: the first part would clear what the second one reads."""
-    text = dump(negated(1, 2))
-    text = text.replace("storage 1 batch 240", "storage 1 temporary 240\nstorage 5 batch 240")
-    text = text.replace("input 1\nop 0 (%2)", "value 5 @5 float32 [12, 5] {5, 1} +0\ninput 5\nop 0 (%2)", 1)
-    text = text.replace("op 0 (%2) =", "op 9 %1 = aten.neg.default(%5) reads 5:0 phase forward\nop 0 (%2) =")
-    text = text.replace("storage 2 temporary 240\n", "", 1).replace("value 2 @2 float32", "value 2 @1 float32")
-    text = text.replace("  storage 2 outer 240\n", "").replace("reads 2:0 4:0 writes 2:1", "reads 1:0 4:0 writes 1:1")
-    lines = "\n".join(problems(parse(text)))
-    assert "operator 2 (magis.join): adds to memory whose stretches are read" in lines
-    assert "operator 0 (magis.part): takes memory from outside that parts write, other than its own stretch" in lines

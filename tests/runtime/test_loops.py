@@ -68,21 +68,6 @@ def test_stretches_as_they_lie(number: int) -> None:
     assert not re.findall(COPIED, generate(VIEWS[number].graph))
 
 
-@pytest.mark.parametrize("number", range(len(COPIES)))
-def test_stretches_copied(number: int) -> None:
-    check(COPIES[number])
-    assert len(re.findall(COPIED, generate(COPIES[number].graph))) == 1
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions(name: str) -> None:
-    check(REDUCTIONS[name], exact=not name.startswith("mean"))
-
-
-def test_nested_loops() -> None:
-    check(nested())
-
-
 def test_a_loop_that_writes_its_input_stretch_by_stretch() -> None:
     x, m = torch.randn(4, 6), torch.randn(4)
     halved = m * 0.5
@@ -151,17 +136,6 @@ def _learned() -> None:
 @pytest.mark.usefixtures("_learned")
 @pytest.mark.parametrize("written", MEASURED)
 def test_simulated_bytes_are_measured_bytes(written: Written) -> None:
-    assert simulated(written.graph) == really(written.graph, written.inputs())
-
-
-MEAN = pytest.param("mean", marks=pytest.mark.xfail(reason="its share, a Python number, becomes a tensor", strict=True))
-
-
-@pytest.mark.parametrize("how", ["sum", "max", "min", "same", MEAN])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reduction_takes_no_scratch(how: str, dtype: str) -> None:
-    """The reduction itself is the worst moment: the operator before it takes no scratch."""
-    written = reduction(how, "aten.amax.default(%3, [0])", 4, 2, dtype, torch.clone)
     assert simulated(written.graph) == really(written.graph, written.inputs())
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import random
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,13 +15,11 @@ from hypothesis import strategies as st
 from magis.cost.devices import CONSTANTS_VERSION, UnknownDevice
 from magis.runtime import measure
 from magis.runtime.measure import (
-    Allocation,
     WindowPeak,
     collector_spared,
     device_identity,
     device_memory,
     free_device_memory,
-    replay,
     tensor_peak,
     window_peak,
 )
@@ -92,13 +86,6 @@ def test_hand_made_programs_to_the_byte(program: Callable[[], object], peak: int
     assert tensor_peak(program) == peak * 1024
 
 
-def backward() -> None:
-    weight = torch.ones(16, 256, requires_grad=True)  # 16 KiB
-    hidden = torch.ones(8, 16) @ weight  # 0.5 + 8
-    loss = hidden.relu().sum()  # + 8 + 4 bytes
-    loss.backward()
-
-
 def test_frees_of_older_tensors_do_not_count() -> None:
     """Neither those that no profile knows nor those that an earlier profile remembers."""
     for remember in (False, True):
@@ -134,32 +121,6 @@ def test_scratch_inside_an_operator_counts_in_the_window_alone() -> None:
     assert window.kept_bytes == mask_and_output
 
 
-def test_peaks_repeat_exactly() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(),
-        torch.nn.Linear(16 * 36, 10),
-    )  # fmt: skip
-    image = torch.rand(4, 3, 8, 8)
-
-    def step() -> None:
-        net.zero_grad(set_to_none=True)
-        net(image).square().mean().backward()
-
-    step()
-    step()
-    net.zero_grad(set_to_none=True)
-    found = []
-    for _ in range(4):
-        found.append(window_peak(step))
-        net.zero_grad(set_to_none=True)
-        torch.rand(random.Random(len(found)).randrange(1000))  # another state of the heap
-    assert len(set(found)) == 1
-    tensors = {tensor_peak(lambda: (step(), net.zero_grad(set_to_none=True))) for _ in range(3)}
-    assert len(tensors) == 1
-    assert tensors.pop() < found[0].peak_bytes
-
-
 @examples(6)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=15))
 def test_any_program_of_allocations_and_frees(program: list[tuple[bool, int]]) -> None:
@@ -187,48 +148,6 @@ def test_any_program_of_allocations_and_frees(program: list[tuple[bool, int]]) -
     assert tensor_peak(run) == peak
 
 
-def test_replay_of_a_log() -> None:
-    events = [(1, 0xA, 100), (2, 0xB, -50), (3, 0xC, 30), (4, 0xA, -100), (5, 0xD, 60), (6, 0xD, 70)]
-    assert replay(Allocation(*event) for event in events) == WindowPeak(130, 100)
-    assert replay([]) == WindowPeak(0, 0)
-
-
-def test_errors_come_through_and_leave_things_as_they_were(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        window_peak(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        tensor_peak(lambda: 1 / 0)
-    assert gc.isenabled()
-    assert window_peak(straight).peak_bytes == 8 * 1024
-    os.write(1, b"still here\n")
-    assert capfd.readouterr().out == "still here\n"
-
-
-PRINTING = """
-import os, sys, torch
-from magis.runtime.measure import window_peak
-old = [torch.ones(1000)]
-def step():
-    old.clear()
-    print("from python")
-    print("an error", file=sys.stderr)
-    os.write(1, b"from below\\n")
-    return torch.ones(10)
-for _ in range(2):
-    window_peak(step)
-print("after", flush=True)
-os.close(1), os.close(2)
-assert window_peak(lambda: torch.ones(256)).peak_bytes == 1024
-"""
-
-
-def test_the_profiler_is_silent_and_the_program_is_not(repository: Path) -> None:
-    """Closed descriptors do no harm."""
-    done = subprocess.run([sys.executable, "-c", PRINTING], cwd=repository, capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.split("\n")) == sorted(["", *["from below", "from python"] * 2, "after"])
-    assert done.stderr == "an error\n" * 2
-
-
 def test_identities() -> None:
     with one_thread():
         found = device_identity("cpu")
@@ -242,25 +161,6 @@ def test_identities() -> None:
     assert device_identity("sim:h100") == {"device": "sim:h100", "constants": str(CONSTANTS_VERSION)}
     with pytest.raises(UnknownDevice):
         device_identity("tpu")
-
-
-@pytest.mark.parametrize(
-    ("variable", "told"),
-    [
-        ("ONEDNN_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
-        ("DNNL_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
-        ("ONEDNN_DEFAULT_FPMATH_MODE", "DEFAULT_FPMATH_MODE=SSE41"),
-        ("ONEDNN_CPU_ISA_HINTS", "CPU_ISA_HINTS=SSE41"),
-    ],
-)
-def test_what_changes_onednns_scratch_is_part_of_the_identity(
-    monkeypatch: pytest.MonkeyPatch, variable: str, told: str
-) -> None:
-    before = device_identity("cpu")
-    monkeypatch.setenv(variable, "SSE41")
-    assert device_identity("cpu") == {**before, "oneDNN": told}
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert device_identity("cpu")["oneDNN"] == f"{told} off"
 
 
 @pytest.mark.parametrize(

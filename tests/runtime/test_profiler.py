@@ -12,18 +12,13 @@ import torch
 from magis.cost.profile_store import Entry
 from magis.runtime import profiler as cuda_profile
 from magis.runtime.profiler import (
-    LEAST,
-    TOGETHER,
     CallBatch,
     EventWatch,
     PreparedCall,
     ProfilingEffort,
     Wall,
-    batches,
     prepared,
     record,
-    schema_of,
-    schemas,
 )
 from magis.units import MIB
 from tests.runtime.simulated_gpu import EventDevice
@@ -32,7 +27,6 @@ CPU = torch.device("cpu")
 MM = "aten.mm.default(float32[64,64]{64,1}, float32[64,64]{64,1})"
 ADD = "aten.add_.Tensor(float32[1000]{1}, float32[1000]{1}, alpha=$)"
 SHRINK = "aten.mul_.Tensor(float32[1000]{1}, 1e-12)"
-UNKNOWN = "aten.no_such_thing.default(float32[3]{1})"
 BIG = "aten.gelu.default(float32[4194304]{1})"  # 16 MiB in, 16 MiB out
 
 
@@ -61,15 +55,6 @@ def test_rounds_run_every_call_once_and_the_median_counts() -> None:
     assert script.calls[0::2] == [script.calls[0]] * 7  # in turn, never twice running
     assert script.calls[0] is not script.calls[1]
     assert found == {MM: Entry(3000, 2000, 9, 7), ADD: Entry(3001, 2000, 9, 7)}
-
-
-def test_at_least_five_rounds_then_seconds_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 1000, 100))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
-    found = record(
-        CallBatch((MM,), 1), ProfilingEffort(rounds=50, seconds=1.0), CPU, Script(lambda _number: 5), lambda _key: 0
-    )
-    assert found[MM].samples == LEAST
 
 
 def test_every_call_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +103,6 @@ def test_what_is_written_in_place_is_filled_anew_before_every_round() -> None:
     assert seen == [pytest.approx(0.75e-12, rel=1e-6, abs=0)] * 6
 
 
-def test_batches_hold_what_fits_in_order() -> None:
-    sizes = {name: f"aten.relu.default(float32[{size}]{{1}})" for name, size in (("a", 100), ("b", 100), ("c", 300))}
-    each = 100 * 4 * 3  # argument, and results of two rounds
-    found = list(batches([*sizes.values(), sizes["a"].replace("100", "90000")], 3 * each))
-    assert [batch.keys for batch in found] == [(sizes["a"], sizes["b"]), (sizes["c"],)]  # the last is too large
-    assert [batch.nbytes for batch in found] == [2 * each, 3 * each]
-
-
-def test_schemas() -> None:
-    assert schema_of("aten.mm.default") == "aten::mm(Tensor self, Tensor mat2) -> Tensor"
-    assert schema_of("aten.no_such_thing.default") is None
-    assert schemas([MM, UNKNOWN]) == {"aten.mm.default": "aten::mm(Tensor self, Tensor mat2) -> Tensor"}
-
-
 def test_on_a_gpu_the_larger_of_kernel_and_host_time_counts() -> None:
     cuda = EventDevice()
     watch = EventWatch(cuda)
@@ -151,15 +122,6 @@ def test_on_a_gpu_the_larger_of_kernel_and_host_time_counts() -> None:
     assert second >= 20_000_000
     assert cuda.log.count("synchronize") == 2  # before the first, and for the answer
     assert watch.times() == []
-
-
-def test_kernels_of_other_calls_are_not_waited_for() -> None:
-    """A stream that is full blocks the host: after so many calls the clock waits, outside of what it times."""
-    cuda = EventDevice()
-    watch = EventWatch(cuda)
-    for _ in range(2 * TOGETHER):
-        watch.time(lambda: None)
-    assert cuda.log.count("synchronize") == 2
 
 
 class FakeAllocator(EventDevice):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from magis.graph import verify
 from magis.ops.optimizers import OptimizerSpec
 from magis.runtime.double_precision import (
     RELATIVE,
@@ -19,7 +17,6 @@ from magis.runtime.double_precision import (
     exact,
     gradient_values,
     least_error,
-    with_gradients,
 )
 from tests import nets
 from tests.oracles import captured, eager_step, graph_step
@@ -52,62 +49,6 @@ def test_loss_and_gradients_are_those_of_a_double_module(rule: OptimizerSpec) ->
         assert gradient.dtype == torch.float64
 
 
-class Grouped(nn.Module):
-    """A product of groups of rows with a matrix each, which has no kernel for doubles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 16, 16))
-        self.register_buffer("ends", torch.tensor([4, 8], dtype=torch.int32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(x, self.weight, self.ends)  # type: ignore[arg-type]
-
-
-def test_what_has_no_kernel_for_doubles_runs_in_the_steps_own_type() -> None:
-    net = nets.Net(Grouped, nets.rows(8, 16), nets.labels(8, 16), F.cross_entropy).build()
-    graph = captured(net).graph
-    found, _ = exact(graph, graph_step(graph, net).tensors, graph.outputs)
-    assert found[0].dtype == torch.float64
-    torch.testing.assert_close(
-        found[0].float(), F.cross_entropy(net.module(*net.inputs), *net.targets), rtol=1e-5, atol=0
-    )
-
-
-class Rows(nn.Module):
-    """Takes a tensor, and rows of it as they lie in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 3))
-
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return (rows @ self.weight + x[1:, :3].sum()).sin()
-
-
-@pytest.mark.parametrize(("first", "size"), [(0, 32), (8, 24), (3, 8)])
-def test_inputs_that_share_memory_do_so_in_double_precision(first: int, size: int) -> None:
-    x = torch.randn(4, 8)
-    rows = x.flatten()[first : first + size].view(-1, 8)
-    net = nets.Net(Rows, lambda: (x, rows), nets.labels(len(rows), 3), F.cross_entropy).build()
-    graph = captured(net).graph
-    found, _ = exact(graph, graph_step(graph, net).tensors, graph.outputs)
-    twin = copy.deepcopy(net.module).double()
-    loss = F.cross_entropy(twin(x.double(), rows.double()), net.targets[0])
-    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
-
-
-def test_named_numbers_are_those_of_the_step() -> None:
-    """Of a running average over all batches, say."""
-    make = partial(deep, norm=nn.BatchNorm1d(8, momentum=None))
-    net = nets.Net(make, nets.rows(4, 6), nets.labels(4, 3), F.cross_entropy).build()
-    graph, twin = captured(net).graph, copy.deepcopy(net.module).double()
-    step = graph_step(graph, net)
-    found, _ = exact(graph, step.tensors, graph.outputs, numbers=step.numbers())
-    loss = F.cross_entropy(twin(net.inputs[0].double()), net.targets[0])
-    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
-
-
 def test_random_numbers_are_those_of_the_step() -> None:
     """Dropout of half the elements: exact and eager drop the same ones, or the gradients would be far apart."""
     net = nets.Net(lambda: deep(dropout=nn.Dropout(0.5)), nets.rows(16, 6), nets.labels(16, 3), F.cross_entropy).build()
@@ -122,22 +63,6 @@ def test_random_numbers_are_those_of_the_step() -> None:
     torch.testing.assert_close(found[0].float(), loss, rtol=1e-5, atol=0)
     for name, gradient in zip(gradients, found[1:], strict=True):
         torch.testing.assert_close(gradient.float(), eager.gradients()[name], rtol=1e-4, atol=1e-6)
-
-
-def test_a_step_that_returns_its_gradients_computes_the_same() -> None:
-    net = nets.trained_mlp(nets.ADAMW).build()
-    graph = captured(net).graph
-    wider, names = with_gradients(graph)
-    verify(wider)
-    assert wider.ops == graph.ops
-    eager, ours = eager_step(net), graph_step(wider, net)
-    for step in (eager, ours):
-        step.prepare()
-        step.run()
-    results = ours.results()
-    assert torch.equal(results[0], eager.results()[0])
-    for name, gradient in zip(names, results[1:], strict=True):
-        assert torch.equal(gradient, eager.gradients()[name])
 
 
 @pytest.mark.parametrize(
@@ -207,17 +132,6 @@ def test_terms_that_cancel_leave_their_rounding(dtype: torch.dtype) -> None:
     assert closeness("bias", (zero + 1.8 * eps * terms).to(dtype), zero.to(dtype), zero, terms=terms).share <= 1.0
     without = out.grad[out.grad.abs().sum(1).argmax()].to(dtype)
     assert closeness("bias", without, zero.to(dtype), zero, terms=terms).share > 1.0
-
-
-def test_a_weight_may_be_chosen_by_a_mask() -> None:
-    """Whose gradient is made by an operator that takes truth values."""
-    net = nets.Net(
-        lambda: nets.Block(lambda m, x: torch.where(x > 0, m.w, 0.0) + x, w=nn.Parameter(torch.randn(6))),
-        nets.rows(4, 6), nets.rows(4, 6),
-    ).build()  # fmt: skip
-    graph = captured(net).graph
-    (_,), (terms,) = exact(graph, graph_step(graph, net).tensors, [*gradient_values(graph).values()])
-    assert terms > 0
 
 
 # --- numbers that are none are equal where both are -------------------------------------------------------------------

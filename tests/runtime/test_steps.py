@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.runtime.measure import window_peak
-from tests.nets import ADAMW, FORWARD, NETS, Attention, Block, Net, rows
+from tests.nets import FORWARD, NETS, Block, Net
 from tests.oracles import captured, eager_step, graph_step, same
 
 
@@ -50,35 +47,6 @@ def test_gradients_are_none_before_and_there_after_the_window() -> None:
     assert [p.grad for p in step.module.parameters()] == [None, None]
 
 
-def test_a_generated_step_leaves_no_gradients() -> None:
-    net = NETS["linear"].build()
-    step = graph_step(captured(net).graph, net)
-    kept = window_peak(step.run).kept_bytes
-    assert kept == 5 * 3 * 4  # the loss, whose memory is as large as the output of the layer
-    assert all(p.grad is None for p in step.module.parameters())
-
-
-class Targets(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_eager_attention_is_explicit_on_demand(explicit: bool) -> None:
-    net = Net(Attention, rows(2, 6, 16), rows(2, 6, 16), explicit_attention=explicit).build()
-    with Targets() as targets:
-        eager_step(net).run()
-    assert any("flash_attention" in name for name in targets.seen) != explicit
-    assert any("softmax" in name for name in targets.seen) == explicit
-
-
 def test_results_are_all_that_a_step_returns() -> None:
     for name in ("returns-tuple", "returns-dict", "returns-input", "optimizer-gradients", "linear"):
         net = NETS[name].build()
@@ -89,17 +57,6 @@ def test_results_are_all_that_a_step_returns() -> None:
         eager.prepare()
         own.prepare()
         assert own.results() == ()
-
-
-def test_state_starts_at_zero_in_the_layout_of_the_parameter() -> None:
-    net = Net(
-        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), rows(1, 2, 5, 5), rows(1, 3, 3, 3), rule=ADAMW
-    ).build()
-    step = graph_step(captured(net).graph, net)
-    state = step.state()
-    assert set(state) == {f"{kind}:{name}" for kind in ("exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
-    assert state["exp_avg:weight"].stride() == step.module.weight.stride()
-    assert all(not tensor.any() and not tensor.requires_grad for tensor in state.values())
 
 
 def test_a_constant_is_made_afresh_in_every_step() -> None:

@@ -160,19 +160,6 @@ def test_a_buffer_is_used_again_when_its_load_is_waited_for(host: type[StreamHos
 # --- buffers, streams, broken steps ---------------------------------------------------------------------------------
 
 
-def test_buffers_are_made_once() -> None:
-    with one_thread():
-        net, _ = problem("attention-dropout")
-        graph = plan("attention-dropout")
-        gpu, _, step = recorded(graph, net, 1)
-        made = list(gpu.pinned_bytes)
-        assert 0 < len(made) <= swaps(graph)
-        for _ in range(3):
-            step.prepare()
-            step.run()
-        assert gpu.pinned_bytes == made
-
-
 def test_a_broken_step_leaves_no_copy_behind() -> None:
     """What it held is freed: the compute stream waits for copies that may still touch it."""
     graph = prefetched()
@@ -242,27 +229,6 @@ def test_the_first_operator_that_takes_what_was_loaded_waits_for_it() -> None:
     found = lines(prefetched())
     assert found.count("host.ready(v4)") == 1
     assert found.index("host.ready(v4)") == found.index("v6 = f2(v4, [2, 2])  # aten.view.default") - 1
-
-
-def changed(text: str, *more: tuple[str, str]) -> Graph:
-    for old, new in more:
-        assert old in text
-        text = text.replace(old, new)
-    graph = parse(text)
-    verify(graph)
-    return graph
-
-
-def test_what_was_loaded_for_nothing_is_waited_for_before_it_is_forgotten() -> None:
-    graph = changed(
-        PREFETCHED, *((line + "\n", "") for line in PREFETCHED.splitlines() if "%6" in line or "output 7" in line)
-    )
-    found = lines(graph)
-    assert found.index("host.ready(v4)") == found.index("del v3, v4") - 1
-    gpu = SimulatedGpu()
-    with gpu:
-        compile_step(graph, host=make_host("cpu", gpu))([torch.ones(4)], {})
-    check(gpu)
 
 
 def test_parts_of_a_loop_are_swapped_as_well() -> None:

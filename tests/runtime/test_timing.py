@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from magis.results import RatioInterval
 from magis.runtime import timing as module
-from magis.runtime.timing import StoppingRule, Timing, interleave, longest_wait, ratio_interval, waits
+from magis.runtime.timing import StoppingRule, Timing, interleave, ratio_interval
 from tests.runtime.simulated_gpu import EventDevice
 
 positive = st.floats(1e-3, 1e6)
@@ -115,18 +114,6 @@ def times(*ratios: float, waited: tuple[float, ...] = ()) -> Timing:
     return Timing((100.0,) * len(ratios), tuple(100.0 * ratio for ratio in ratios), waited)
 
 
-def around(ratio: float, half: float = 0.01, pairs: int = 16) -> Timing:
-    """Pairs that spread evenly around a ratio."""
-    return times(*(ratio - half + 2 * half * index / (pairs - 1) for index in range(pairs)))
-
-
-def test_a_pair_counts_if_no_thread_waited_long_for_a_core() -> None:
-    found = times(0.9, 3.0, 0.91, 5.0, waited=(0.0, 0.6, 0.1, 0.11)).undisturbed()
-    assert found == times(0.9, 0.91)
-    assert found.waited == (0.0, 0.1)
-    assert times(0.9, 3.0).undisturbed() == times(0.9, 3.0)  # where nobody counts that
-
-
 @pytest.mark.parametrize(("disturbed", "pairs"), [({1, 2, 3, 7}, 12), (set(range(8)), 16), (set(range(1000)), 28)])
 def test_disturbed_pairs_are_repeated_until_the_machine_is_given_up(
     monkeypatch: pytest.MonkeyPatch, disturbed: set[int], pairs: int
@@ -145,41 +132,6 @@ def test_disturbed_pairs_are_repeated_until_the_machine_is_given_up(
     assert len(found.first_ms) == pairs  # of 0.1 s; after a third of the 8 s there is no hope
     assert len(found.undisturbed().first_ms) == pairs - len(disturbed & set(range(pairs)))
     assert module.is_too_busy(found) == (len(disturbed) == 1000)
-
-
-def test_two_looks_make_one_ratio_that_holds_both() -> None:
-    first, second = around(0.93), around(0.95, pairs=12)
-    found = module.agreed(first, second)
-    low, high = ratio_interval(first).low, ratio_interval(second).high
-    assert (found.low, found.high, found.pairs, found.doubt) == (low, high, 28, "")
-    assert found.ratio == pytest.approx(0.94)
-
-
-def test_looks_that_do_not_repeat_each_other_are_in_doubt() -> None:
-    """Ratios of one step in several processes of a busy machine, the odd ones known to within a tenth."""
-    for ratio, half in ((2.81, 0.3), (3.16, 0.4), (0.74, 0.05)):
-        found = module.agreed(around(0.95, 0.02), around(ratio, half))
-        assert "two looks at the ratio do not repeat each other" in found.doubt
-    wide = around(0.95, 0.2)
-    assert module.agreed(wide, wide).doubt
-    assert not module.agreed(around(0.93, 0.03), around(0.96, 0.03)).doubt
-
-
-def test_a_slow_down_that_both_looks_see_is_not_in_doubt() -> None:
-    bounds = 0.91, 0.99
-    slow = around(1.2, 0.2)
-    assert not module.agreed(slow, slow, bounds).doubt
-    assert module.agreed(slow, slow).doubt  # known too roughly to be compared with
-    assert module.agreed(slow, around(0.95), bounds).doubt
-
-
-def test_a_busy_machine_is_said_and_needs_no_second_look() -> None:
-    busy = times(*[2.81] * 16, waited=(0.6, 0.8) * 8)
-    found = module.agreed(busy, None)
-    assert (found.ratio, found.pairs) == (2.81, 16)
-    assert found.doubt == "the machine is too busy: threads waited for a core 70% of the time"
-    assert module.agreed(around(0.95), busy).doubt == found.doubt
-    assert not module.agreed(times(2.81, waited=(0.6,)), None).doubt  # nobody wanted an interval
 
 
 def enclosed(count: int, rank: int) -> float:
@@ -304,26 +256,3 @@ def test_cuda_is_waited_for() -> None:
 
 
 # --- what Linux counts of threads that wait for a core ----------------------------------------------------------------
-
-
-def counted(folder: Path, **threads: str) -> dict[str, int]:
-    for name, text in threads.items():
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "schedstat").write_text(text)
-    return waits(folder)
-
-
-def test_the_second_number_of_every_thread_is_its_wait(tmp_path: Path) -> None:
-    before = counted(tmp_path, main="100 20 3\n", worker="90 5000 7\n")
-    assert before == {"main": 20, "worker": 5000}
-    after = counted(tmp_path, main="200 50 4\n", worker="95 5010 8\n", late="1 35 1\n")
-    assert longest_wait(before, after) == 35
-    assert longest_wait({}, {}) == 0
-
-
-@pytest.mark.parametrize("text", ["", "100\n", "a b c\n"])
-def test_what_is_not_counted_is_left_out(tmp_path: Path, text: str) -> None:
-    assert counted(tmp_path, main=text, worker="1 2 3") == {"worker": 2}
-    (tmp_path / "ended").mkdir()
-    assert "ended" not in waits(tmp_path)
-    assert waits(tmp_path / "nowhere") == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -219,49 +218,3 @@ def weights(layers: int, ns: int, message_ns: int) -> Problem:
         blocks.append(BlockRow((first + 4,), (layer,), 1))
         hidden = first + 2
     return build_problem(nodes, storages, blocks)
-
-
-def test_without_room_messages_are_waited_for_at_once() -> None:
-    problem = weights(4, ns=100, message_ns=60)
-    order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, KEEP, dtype=np.int8)
-    waiting = evaluate(without_messages(problem), order, flags)
-    found = evaluate(problem, order, flags)
-    assert found.peak == waiting.peak
-    assert waiting.latency_ns == problem.least_ns
-    assert found.latency_ns == problem.least_ns + 8 * 60
-    some = evaluate(replace(problem, ceiling=waiting.peak + 1000), order, flags)
-    assert problem.least_ns + 60 < some.latency_ns < found.latency_ns
-
-
-@pytest.mark.parametrize(("at_once", "latency"), [(False, 10 + 100), (True, 10 + 100 + 10 + 50)])
-def test_a_message_that_is_waited_for_at_once_queues_behind_those_under_way(at_once: bool, latency: int) -> None:
-    nodes = [
-        NodeRow((), (0,), 10),
-        NodeRow((0,), (1,), 0, message_ns=100),
-        NodeRow((), (2,), 10, at_once=at_once),
-        NodeRow((2,), (3,), 50),
-        NodeRow((1, 3), (4,), 0),
-    ]
-    problem = build_problem(nodes, [StorageRow(8)] * 5, ceiling=1 << 40)
-    order, flags = np.arange(5, dtype=np.int32), np.full(5, KEEP, dtype=np.int8)
-    assert evaluate(problem, order, flags).latency_ns == latency
-
-
-def test_a_weight_that_is_gathered_again_is_sent_ahead() -> None:
-    nodes = [
-        NodeRow((), (0,), 10, redo_ok=True, preads=(0,)),
-        NodeRow((0,), (1,), 0, message_ns=50, redo_ok=True),
-        NodeRow((1,), (2,), 100),
-        NodeRow((2,), (3,), 100),
-        NodeRow((3,), (4,), 100),
-        NodeRow((4, 1), (5,), 100),
-    ]
-    problem = build_problem(nodes, [StorageRow(size) for size in (10, 1000, 8, 8, 8, 8)], ceiling=1 << 40)
-    flags = np.array([DROP, RECOMPUTE, KEEP, KEEP, KEEP, KEEP], dtype=np.int8)
-    events = expand(problem, np.arange(6, dtype=np.int32), flags)
-    found = list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))
-    assert found == [
-        (FIRST, 0), (FIRST, 1), (ARRIVE, 1), (FIRST, 2), (FIRST, 3), (REDO, 0), (REDO, 1), (FIRST, 4), (ARRIVE, 1),
-        (FIRST, 5),
-    ]  # fmt: skip
-    assert evaluate(problem, np.arange(6, dtype=np.int32), flags).latency_ns == 10 + 50 + 400

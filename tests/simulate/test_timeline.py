@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from magis.cases.run_case import run_case
 from magis.cost.cost_model import RooflineCosts
@@ -20,8 +17,7 @@ from magis.cost.machines import machines
 from magis.cost.profile_store import Profile
 from magis.graph import Graph
 from magis.graph.hazards import is_pure_view
-from magis.report import thinned, trace_text
-from magis.results import Case, CaseResult, Span
+from magis.results import Case, CaseResult
 from magis.rewrite.realize import realize
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import evaluate, expand
@@ -59,35 +55,6 @@ def test_both_steps_last_and_peak_as_simulated(swapped: CaseResult) -> None:
         for stream in {span.stream for span in spans}:
             own = [span for span in spans if span.stream == stream]
             assert all(a.start_ms + a.ms <= b.start_ms + 1e-9 for a, b in pairwise(own))
-
-
-def test_what_the_plan_did_is_what_the_search_counted(swapped: CaseResult) -> None:
-    stats = swapped.search
-    by_kind = {kind: [row for row in stats.changes if row.kind == kind] for kind in {row.kind for row in stats.changes}}
-    assert stats.recomputed_ops + stats.swapped_bytes > 0
-    assert sum(row.nbytes for row in by_kind.get("swapped", ())) == stats.swapped_bytes
-    assert sum(row.count for row in by_kind.get("recomputed", ())) == stats.recomputed_ops
-    ratio = swapped.optimized.simulated_ms / swapped.original.simulated_ms
-    assert stats.worst_latency_ratio == pytest.approx(ratio, rel=1e-4)  # it waits for no copy
-    assert swapped.timelines is not None
-    assert sum(span.again for span in swapped.timelines.optimized) == stats.recomputed_ops
-
-
-def test_slices_of_a_trace_hold_those_of_their_calls(swapped: CaseResult) -> None:
-    assert swapped.timelines is not None
-    found = json.loads(trace_text(swapped))["traceEvents"]
-    slices = [event for event in found if event["ph"] == "X"]
-    modules = [event for event in slices if "args" not in event]
-    calls = [event for event in slices if "args" in event]
-    assert len(calls) == len(swapped.timelines.original) + len(swapped.timelines.optimized)
-    assert {"1.up (forward)", "6.down (backward)"} <= {event["name"] for event in modules}
-    for call in calls:
-        if call["args"]["module"]:
-            track = [each for each in modules if (each["pid"], each["tid"]) == (call["pid"], call["tid"])]
-            end = call["ts"] + call["dur"]
-            around = [m for m in track if m["ts"] <= call["ts"] + 1e-6 and end <= m["ts"] + m["dur"] + 1e-6]
-            assert any(m["name"] == f"{call['args']['module']} ({call['cat']})" for m in around)
-    assert any(call["args"]["line"].startswith("tests/api/nets.py:") for call in calls)
 
 
 class Microsecond:
@@ -186,18 +153,3 @@ def test_a_plan_without_slack_waits_on_all_but_the_nominal_one() -> None:
     nominal, *others = machines(costs, 0.2)
     assert elapsed_ns(graph, nominal) == promised
     assert all(elapsed_ns(graph, machine) > promised * machine.kernels + len(graph.ops) for machine in others)
-
-
-LEVELS = st.lists(st.integers(0, 1000), min_size=1, max_size=300)
-
-
-@given(LEVELS, st.integers(4, 64))
-def test_a_thinned_line_keeps_its_ends_and_its_peak(levels: list[int], most: int) -> None:
-    spans = tuple(Span("op", "", "forward", "", float(at), 1.0, level) for at, level in enumerate(levels))
-    short = thinned(spans, most)
-    assert len(short) <= max(most, 4)
-    assert [span.start_ms for span in short] == sorted({span.start_ms for span in short})
-    assert (short[0], short[-1]) == (spans[0], spans[-1])
-    assert max(span.nbytes for span in short) == max(levels)
-    if len(levels) <= most:
-        assert short == spans

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +10,7 @@ import torch
 from magis.capture.workload import Workload, fake_tensors
 from magis.errors import UsageError
 from magis.runtime.steps import EagerStep
-from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
-from magis.strategies.strategy_names import LISTED, PLANNED_CODE, PLANS, family, is_local
-from pytest_magis.strategies import Magis, by_name
+from magis.strategies.single_device import Local, local, window_of_compiled
 from tests.api.nets import blocks
 
 
@@ -128,11 +123,6 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
     assert scaler.get_scale() < 2.0**40
 
 
-def test_blocks_that_nobody_names_are_those_of_the_longest_list() -> None:
-    assert blocks_of(replace(small(), blocks=())) == small().blocks
-    assert blocks_of(replace(small(), blocks=("layers.0",))) == ("layers.0",)
-
-
 def test_what_is_kept_on_the_host_is_counted_where_it_is_another_memory() -> None:
     kept: list[int] = []
 
@@ -159,31 +149,3 @@ def test_a_budget_keeps_less_of_compiled_code() -> None:
     less = window_of_compiled(local("compile-budget", "cpu"), small())
     gradients = sum(p.nbytes for p in small().module.parameters())
     assert gradients < less < 0.9 * whole
-
-
-def test_planned_code_is_a_local_strategy_with_limits() -> None:
-    assert PLANNED_CODE not in LISTED, "all would compile each model once more for every limit"
-    assert PLANNED_CODE not in PLANS
-    assert is_local(PLANNED_CODE)
-    assert family(PLANNED_CODE) == "local"
-    assert isinstance(by_name(PLANNED_CODE), Magis)  # one case for each limit
-    strategy = local(PLANNED_CODE, "cpu", memory_ratio=0.6)
-    assert not strategy.is_captured
-    assert not strategy.keeps_numbers
-    assert strategy.limits == (("memory_ratio", 0.6),)
-    assert local(PLANNED_CODE, "cpu", latency_ratio=1.1).limits == (("latency_ratio", 1.1),)
-    assert local("compile", "cpu", memory_ratio=0.6).limits == ()
-
-
-def test_the_step_of_planned_code_asks_for_the_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def compile_(call: Callable[[], Any], **settings: Any) -> Callable[[], Any]:
-        asked.append(settings)
-        return call
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    step = local(PLANNED_CODE, "cpu", memory_ratio=0.6).step(small())
-    step.prepare()
-    assert step.run().isfinite()
-    assert asked == [{"backend": "magis", "options": {"inductor": True, "memory_ratio": 0.6}}]

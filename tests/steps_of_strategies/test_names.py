@@ -9,7 +9,6 @@ import pytest
 
 from magis.errors import UsageError
 from magis.strategies.distributed_names import (
-    check_planned,
     distributed_strategy,
     group_of,
     is_distributed,
@@ -78,21 +77,6 @@ def test_an_unknown_name_is_one_clear_line(name: str) -> None:
     with pytest.raises(UsageError, match=r"is no distributed strategy") as caught:
         distributed_strategy(name)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("magis+pp4+zb", "one stage on each rank; zb has two; use pp4+zb without magis, or magis+pp4"),
-        ("magis+zero1", "ranks of zero1 run no plans; use zero1 without magis, or magis+ddp, "),
-    ],
-)
-def test_a_strategy_whose_ranks_run_no_plans_says_so(name: str, line: str) -> None:
-    with pytest.raises(UsageError, match=line.replace("+", r"\+")) as caught:
-        check_planned(name)
-    assert "\n" not in str(caught.value)
-    for other in ("magis+pp4", "pp4+zb", "magis+fly"):
-        check_planned(other)
 
 
 def test_names_are_told_without_torch() -> None:

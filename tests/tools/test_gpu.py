@@ -69,16 +69,6 @@ def test_what_succeeded_is_left_out_and_what_is_late_is_cut_off(
     assert "bad: no time left; run the command again to go on" in capsys.readouterr().out
 
 
-def test_the_pieces_cover_the_workloads(repository: Path, tmp_path: Path) -> None:
-    module = _load(repository, "run")
-    names = [piece.name for piece in module._pieces(tmp_path, tmp_path / "p.json", "cpu", "small", ["vit", "bert"])]
-    assert names == [
-        "tests", "profile-vit", "profile-bert", "memory-0.8-vit", "memory-0.8-bert", "latency-1.1-vit",
-        "latency-1.1-bert", "memory-0.6-vit", "memory-0.6-bert", "latency-1.05-vit", "latency-1.05-bert",
-        "memory-0.4-vit", "memory-0.4-bert", "dtypes-bfloat16", "oom", "trace", "report",
-    ]  # fmt: skip
-
-
 def test_the_page_sets_measured_figures_beside_the_papers(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

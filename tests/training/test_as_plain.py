@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,8 +19,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.optim import AdamW
 
-from magis.capture.autocast import device_forms
-from magis.runtime.time_slices import Watched
 from tests.nets import Block
 from tests.training.loops import Loops
 
@@ -223,11 +220,3 @@ def test_a_check_that_fails_raises_eagers_own_error(name: str) -> None:
     assert messages[0] == messages[1]
     both.agree_on(x, target, seed=1)
     both.same()
-
-
-@pytest.mark.parametrize("mode", [partial(device_forms, "cuda"), partial(Watched, lambda *_: None)])
-def test_function_modes_leave_layers_that_eager_fuses(mode: Callable[[], AbstractContextManager[object]]) -> None:
-    fused, x = layer().eval().requires_grad_(False), torch.randn(2, 5, 16)
-    with torch.autograd.profiler.profile() as profile, torch.no_grad(), mode():
-        fused(x)
-    assert "aten::_transformer_encoder_layer_fwd" in {event.name for event in profile.function_events}

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis import checkpoint_policy, estimate, optimize
+from magis import optimize
 from magis.capture.workload import as_batch
-from tests.training.loops import BUDGET, Loops, assert_same, gate, net
+from tests.training.loops import BUDGET, Loops, assert_same, net
 
 
 class Encoding(UserDict[str, Any]):
@@ -129,22 +129,3 @@ def test_another_constant_is_another_kind_of_batch(one: Any, other: Any) -> None
     first, second = (as_batch(((rows(0), constant), rows(1))) for constant in (one, other))
     assert first.key() != second.key()
     assert first.key() == as_batch(((rows(5), one), rows(6))).key()
-
-
-def test_no_batch_is_kept_alive_by_its_form() -> None:
-    for _, make in FORMS.values():
-        batch = as_batch((make(0), rows(1)))
-        assert batch.form is not None
-        made = [torch.zeros(16, 8) for _ in batch.inputs]
-        tensors = [each for each in torch.utils._pytree.tree_leaves(batch.form.make(made)) if isinstance(each, Tensor)]
-        assert not {each.data_ptr() for each in tensors} & {each.data_ptr() for each in batch.inputs}
-
-
-@pytest.mark.parametrize("name", ["none", "record", "dictionary"])
-def test_the_gate_and_the_other_doors(name: str) -> None:
-    read, make = FORMS[name]
-    parts = Reads(read), (make(0), rows(1)), nn.functional.mse_loss
-    assert gate(copy.deepcopy(parts)).optimized.measured.peak_bytes
-    assert estimate(lambda: copy.deepcopy(parts), device="sim:rtx3090").fits()
-    policy = checkpoint_policy(parts[0], parts[1], nn.functional.mse_loss, memory_ratio=1.0, blocks=["body.0"])
-    assert policy

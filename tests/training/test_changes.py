@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, adam, sgd
+from torch.optim import SGD
 
 from magis import UsageError, optimize
 from tests.nets import Block
@@ -102,31 +102,6 @@ def test_a_module_that_goes_back_and_forth_is_searched_once_in_each_state(monkey
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "place", "name"),
-    [
-        (MOMENTUM, SGD, "step"), (MOMENTUM, SGD, "_init_group"), (MOMENTUM, sgd, "sgd"),
-        (MOMENTUM, sgd, "_single_tensor_sgd"), (Adam, adam, "_single_tensor_adam"), (AdamW, adam, "adam"),
-    ],
-)  # fmt: skip
-def test_a_part_of_the_step_patched_for_all_is_noticed(
-    make: Any, place: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loops = Loops(net(depth=2), make, **ANY)
-    loops.agree(1)
-    monkeypatch.setattr(place, name, lambda *_, **__: None)
-    loops.agree(1)
-    assert "is not torch's own" in loops.step.report().update
-
-
-def test_options_that_leave_a_state_short_fail_as_in_eager_mode() -> None:
-    loops: Any = Loops(net(depth=2), Adam, **ANY)
-    loops.agree(1)
-    loops.optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(KeyError, match="max_exp_avg_sq"):
-        loops.step(*batch())
-
-
 # -- the batch --------------------------------------------------------------------------------------------------------
 
 
@@ -163,15 +138,3 @@ def test_contexts_in_which_eager_would_not_train_are_refused() -> None:
         step(*batch())
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"called under torch.autocast"):
         optimize(module, batch(), loss_of, None, **ANY)
-
-
-def test_the_default_data_type_is_noticed() -> None:
-    data = batch()
-    loops = Loops(Block(lambda m, x: m.body(x) * torch.full((), 1 / 3), body=net(depth=2)), MOMENTUM, **ANY)
-    loops.agree_on(*data)
-    torch.set_default_dtype(torch.float64)
-    try:
-        loops.agree_on(*data)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    loops.same()

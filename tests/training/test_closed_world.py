@@ -153,56 +153,9 @@ def log(*given: Any) -> None:
     logging.getLogger("tests").debug(*given)
 
 
-def timed() -> Callable[[Tensor], Any]:
-    timer = Timer()
-
-    def read(x: Tensor) -> Tensor:
-        with timer:
-            return x * 1.0
-
-    return read
-
-
-class DrawnByHand:
-    """Large numbers of one's own, beside a clock."""
-
-    def __init__(self) -> None:
-        self.number = 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.number = (self.number * 1103515245 + 12345) % 2**31
-        log("%s", perf_counter())
-        return x * (1.0 + self.number % 3)
-
-
 def masked() -> Callable[[Tensor], Any]:
     mask = functools.lru_cache(lambda size: torch.ones(size, size).tril())
     return lambda x: x @ mask(x.shape[-1])
-
-
-def written(x: Tensor) -> Tensor:
-    with open(os.devnull, "a") as file:  # noqa: PTH123
-        file.write(f"{datetime.now():%H:%M} {x.shape}")
-    return x
-
-
-IDLE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
-    "a clock": lambda: lambda x: x * 1.0 if log("%s", time.perf_counter()) else x,
-    "a clock of one's own": lambda: lambda x: x * 1.0 if log("%s", perf_counter()) else x,
-    "seconds that have passed": timed,
-    "a clock beside numbers": DrawnByHand,
-    "the time of day": lambda: lambda x: x * 1.0 if log(time.strftime("%H:%M:%S"), time.ctime()) else x,
-    "a date": lambda: lambda x: x * 1.0 if log(datetime.now().isoformat(), dt.date.today()) else x,
-    "memory of the process": lambda: lambda x: x * 1.0 if log(resource.getrusage(resource.RUSAGE_SELF)) else x,
-    "an address": lambda: lambda x: {id(x): x * 1.0}[id(x)],
-    "a file that is written": lambda: written,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*keeps results of the step that was planned")
-@pytest.mark.parametrize("name", IDLE)
-def test_what_a_log_tells_is_no_reason_to_refuse(name: str) -> None:
-    assert outcome((IDLE[name](), lambda: None)) == "right"
 
 
 @pytest.mark.parametrize("name", ["time", "monotonic_ns", "perf_counter"])

@@ -94,20 +94,6 @@ def test_training_goes_on_where_eager_left_off() -> None:
     loops.same()
 
 
-def test_without_an_optimizer_gradients_are_left_for_clipping_and_accumulation() -> None:
-    loops = Loops(net(), None, memory_ratio=0.9)
-    assert loops.step.report().update == "left to the caller"
-    twins = loops.module, loops.twin
-    updaters = [RMSprop(each.parameters(), lr=1e-3) for each in twins]
-    for _ in range(2):
-        loops.agree(3)  # gradients of all steps are summed up
-        assert torch.equal(*(nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in twins))
-        for updater in updaters:
-            updater.step()
-            updater.zero_grad()
-    loops.same()
-
-
 @pytest.mark.parametrize("make", [Adam, AdamW, partial(SGD, momentum=0.9)])
 def test_fused_updates_are_part_of_the_step(make: Any) -> None:
     loops = Loops(net(), lambda params: make(params, lr=1e-2, fused=True), memory_ratio=0.95)
@@ -193,17 +179,6 @@ def test_a_step_in_parts_trains_as_well_but_for_rounding() -> None:
         assert ours.grad is not None
         assert exact.grad is not None
         assert (ours.grad.double() - exact.grad).abs().max() <= 1e-5 * exact.grad.abs().max()
-
-
-def test_a_latency_limit_and_one_in_bytes() -> None:
-    module = net(64, 8)
-    data = batch(512, 64)
-    fast = optimize(module, data, loss_of, None, latency_ratio=1.2, budget=BUDGET).report()
-    assert fast.latency_ratio <= 1.2
-    assert fast.memory_ratio < 1
-    lean = optimize(module, data, loss_of, None, memory_limit="2 MiB", budget=BUDGET).report()
-    assert lean.planned_bytes <= lean.limit_bytes == 2**21
-    assert "peak memory" in str(lean)
 
 
 def test_limits_that_cannot_be_kept_name_what_can() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
-from magis.capture import OptimizerSpec, Workload, capture
-from magis.planner.subject import Subject
-from magis.planner.workload_source import Source
 from tests.training.loops import BUDGET, Loops, assert_same, batch, gate, loss_of, net
 
 
@@ -182,42 +178,6 @@ def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
         assert_same(mine.state_dict(), plain.state_dict())
 
 
-class Returns(nn.Module):
-    """What a model with a loss of its own may return."""
-
-    def __init__(self, how: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__()
-        self.net, self.how = net(), how
-
-    def forward(self, x: Tensor, target: Tensor) -> object:
-        out = self.net(x)
-        return self.how(out, loss_of(out, target))
-
-
-class Named(NamedTuple):
-    logits: Tensor
-    total: Tensor
-    steps: Tensor
-
-
-FOUND: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "(logits, loss)": lambda out, loss: (out, loss),
-    "once more": lambda out, loss: {"parts": [loss], "all": loss, "seen": loss.detach()},
-    "named": lambda out, loss: Named(out, loss, torch.tensor(3)),
-    ".loss before others": lambda out, loss: {"loss": loss, "aside": loss * 2},
-}
-
-
-@pytest.mark.parametrize("how", FOUND)
-def test_the_only_number_that_can_be_trained_is_the_loss(how: str) -> None:
-    module = Returns(FOUND[how])
-    step = optimize(
-        module, (batch(), ()), None, torch.optim.SGD(module.parameters(), lr=0.1), memory_ratio=0.9, budget=BUDGET
-    )
-    expected = loss_of(module.net(batch()[0]), batch()[1])
-    assert torch.equal(step(batch(), ()), expected)
-
-
 class Packed(nn.Module):
     """A recurrent layer on sequences of their own lengths."""
 
@@ -272,29 +232,6 @@ def word_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)])
-def test_tied_weights_are_trained_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    loops = Loops(Shared(), kind, word_loss, words(), memory_ratio=0.8)
-    assert loops.step.report().update == "part of the step"
-    for seed in range(3):
-        data = words(seed)
-        loops.agree_on(*data)
-    loops.same()
-    assert loops.module.head.weight is loops.module.embed.weight
-    assert loops.module.second.weight is loops.module.third.weight
-
-
-def test_tied_weights_count_once_in_the_gate() -> None:
-    module = Shared()
-    found = capture(module, (words()[0],), (words()[1],), word_loss, OptimizerSpec("adam"))
-    assert found.parameters == tuple(name for name, _ in module.named_parameters())
-    kept = sum(parameter.nbytes for parameter in module.parameters())
-    nbytes = {
-        kind: sum(s.nbytes for s in found.graph.storages.values() if s.kind == kind) for kind in ("parameter", "state")
-    }
-    assert nbytes == {"parameter": kept, "state": 2 * kept}
-
-
 class Seeded(nn.Module):
     """Draws from generators that it makes in every step."""
 
@@ -313,12 +250,6 @@ class Seeded(nn.Module):
         assert isinstance(mine, torch.Generator)
         other = torch.Generator().manual_seed(3)
         return self.more(x + torch.randn(x.shape, generator=other)) + torch.randn(x.shape, generator=mine)
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.8])
-def test_generators_that_a_step_makes_begin_anew_in_every_step(ratio: float) -> None:
-    loops = Loops(Seeded(), partial(torch.optim.SGD, lr=0.1, momentum=0.9), memory_ratio=ratio)
-    loops.agree(3)
 
 
 def with_its_own_loss() -> tuple[object, ...]:

@@ -196,45 +196,6 @@ def test_a_step_with_a_validation_in_it_is_not_measured(capfd: pytest.CaptureFix
     assert net.modes_of_evaluation == {0}
 
 
-def test_an_epoch_that_a_callback_ends_ends_the_step(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
-
-    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
-        def on_substep_end(self, _args: Any, state: Any, control: Any, **_given: Any) -> None:
-            control.should_epoch_stop = state.global_step == 1
-
-    net = Net()
-    assert list(hugging_face(net, Stops(), accumulated=2, evaluates="epoch").peaks) == [1]
-    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured"]
-    assert net.modes_of_evaluation == {0}
-
-
-def test_a_scheduler_with_slots_is_left_alone() -> None:
-    class Constant:
-        __slots__ = ()
-
-        def step(self) -> None: ...
-
-        def get_last_lr(self) -> list[float]:
-            return [0.1]
-
-    net = Net()
-    callback = hugging_face(net, optimizers=(torch.optim.SGD(net.parameters()), Constant()))
-    assert list(callback.peaks) == [1, 2]
-
-
-def test_an_error_of_another_callback_ends_the_step() -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
-
-    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
-        def on_pre_optimizer_step(self, *_: Any, **_given: Any) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hugging_face(Net(), Stops())
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
 @pytest.mark.parametrize(
     ("make", "modules", "extra"),
     [
