@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -13,8 +13,9 @@ from magis.cases.run_case import run_case
 from magis.graph import verify
 from magis.planner import planning, plans
 from magis.planner.bench import Bench
-from magis.planner.planning import plan
-from magis.planner.plans import ENOUGH, Plan
+from magis.planner.fission_plan import plan_with_fission
+from magis.planner.planning import better, plan, plan_whole
+from magis.planner.plans import ENOUGH, Plan, PlanScratch, SearchesFromNothing
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.search import budgeted_evaluator
@@ -163,6 +164,45 @@ def test_a_plan_that_no_cap_stopped_is_the_plan_without_one(
     assert not stopped[-1]
 
 
+def test_loops_come_before_the_front(little: int) -> None:
+    told: list[str] = []
+    subject = subject_of(BLOCKS, "sim:rtx3090")
+    limit = int(0.4 * subject.original.peak_bytes)
+    of = partial(plan, subject, memory_limit=limit, latency_limit_ns=None, seconds=None, seed=0, stored=None)
+    of(budget=little, tell=told.append)
+    assert list(dict.fromkeys(line.partition(",")[0].partition(":")[0] for line in told)) == [
+        "searching", "searching with parts of the step as loops", "searching among plans for all limits",
+    ]  # fmt: skip
+
+
+def test_what_was_begun_is_not_searched_for_again() -> None:
+    subject, begun = shared(BLOCKS, "sim:rtx3090"), SearchesFromNothing()
+    goal = Objective(memory_limit=int(0.4 * subject.original.peak_bytes))
+    of = partial(plan_whole, PlanScratch(subject, None), goal, budget=300, begun=begun)
+    first, again = of(), of()
+    assert (again.latency_ns, again.peak) == (first.latency_ns, first.peak)
+    assert first.states > again.states == 0
+
+
+def test_limits_that_only_loops_keep_get_full_looks() -> None:
+    """Brief looks lead to a plan that is 41% slower than 1.727 of eager's latency."""
+    subject = shared("seed-mlp", "sim:rtx3090")
+    found = planned(subject, 0.2, None, None)
+    assert found.feasible
+    assert found.fission
+    assert found.latency_ns <= 1.74 * subject.original_ns
+
+
+def test_the_better_of_two_plans_says_why_it_has_no_loops() -> None:
+    goal = Objective(memory_limit=1 << 62)
+    plain = planned(shared(BLOCKS, "cpu"), 1.0, 1, None)
+    slow = replace(plain, fission="", unsplit="no cut is worth its time", states=2)
+    quick = replace(slow, unsplit="", latency_ns=slow.latency_ns - 1, states=3)
+    best = better(goal, slow, quick)
+    assert (best.latency_ns, best.unsplit, best.states) == (quick.latency_ns, slow.unsplit, 5)
+    assert better(goal, slow, replace(quick, fission="a loop")).unsplit == ""
+
+
 @pytest.mark.parametrize(
     ("device", "budget", "share"),
     [
@@ -213,6 +253,19 @@ def test_a_search_ends_close_to_the_bound_of_latency(monkeypatch: pytest.MonkeyP
     found = of(budget=12_000)
     assert free.latency_ns <= found.latency_ns <= ENOUGH * first.latency_ns
     assert found.states < free.states
+
+
+def test_a_plan_with_loops_wins_by_a_nanosecond_and_not_when_it_is_as_good() -> None:
+    subject = shared(PROJECTED, "sim:rtx3090")
+    scratch, limit = PlanScratch(subject, None), int(0.3 * subject.original.peak_bytes)
+    wanted = PlanRequest(Objective(memory_limit=limit), 0, 1000)
+    plain = replace(planned(subject, 1.0, 1, None), fission="")
+    assert not plain.feasible or plain.peak > limit
+    cut = plan_with_fission(scratch, wanted, replace(plain, feasible=False))
+    assert cut.fission
+    for more, wins in ((0, False), (1, True)):
+        as_good = replace(plain, planned=cut.planned, latency_ns=cut.latency_ns + more, feasible=cut.feasible)
+        assert bool(plan_with_fission(scratch, wanted, as_good).fission) == wins
 
 
 def test_an_interrupt_leaves_nothing_half_made(clocked: Callable[..., Clock]) -> None:

@@ -43,6 +43,10 @@ def of_cumsum(op: Op, _values: Mapping[int, Value]) -> int:
     return 7 if op.target == "aten.cumsum.default" else 1000
 
 
+def none(_op: Op, _values: Mapping[int, Value]) -> int:
+    return 0
+
+
 CUMSUM = (
     "op 1 %3 = aten.cumsum.default(%2, 0) reads 2:0 phase forward",
     "op 2 %4 = aten.neg.default(%3) reads 3:0 phase forward",

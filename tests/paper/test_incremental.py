@@ -13,7 +13,8 @@ from magis.extensions.paper.stretch_order import best_order, floor_of, peak_of
 from magis.extensions.paper.stretches import Steps, cuts, stretch
 from magis.extensions.paper.waists import NARROW, core, in_parts, precedence, waists
 from magis.simulate.evaluator import Evaluator, check_order
-from magis.simulate.problem import KEEP, Int32s, Problem
+from magis.simulate.problem import KEEP, Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
+from tests.search.networks import transformer, unet
 from tests.simulate.plans import plans, problems, random_order
 from tests.strategies import examples
 
@@ -51,6 +52,18 @@ def legal_orders(problem: Problem) -> list[Int32s]:
         for order in itertools.permutations(range(problem.n_nodes))
         if all(before[v] <= set(order[:k]) for k, v in enumerate(order))
     ]
+
+
+def whole(problem: Problem, order: Int32s) -> Int64s:
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    return best_order(stretch(Steps(problem), order, position, 0, len(order), {}), 4096)
+
+
+def chained(*edges: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Problem:
+    """One storage per node, made from those named."""
+    rows = [NodeRow(inputs, (node,), 1) for node, inputs in enumerate(edges)]
+    return build_problem(rows, [StorageRow(size) for size in (sizes or (1,) * len(edges))])
 
 
 # --- waists -----------------------------------------------------------------------------------------------------
@@ -107,6 +120,32 @@ def test_a_full_order_is_the_best_of_all(problem: Problem) -> None:
     order = full_order(problem)
     check_order(problem, order)
     assert peak(problem, order) == best
+
+
+@examples(60)
+@given(plans())
+def test_a_stretch_counts_bytes_as_the_evaluator_does(plan: tuple[Problem, Int32s, np.ndarray]) -> None:
+    problem, order, _ = plan
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    made = stretch(Steps(problem), order, position, 0, len(order), {})
+    assert peak_of(made, np.arange(len(order))) + problem.persistent_bytes == peak(problem, order)
+    assert floor_of(made) <= peak_of(made, whole(problem, order))
+
+
+def test_real_steps_keep_their_hazards_in_full() -> None:
+    for problem, _ in (transformer(3, batch=2), unet(3)):
+        order = full_order(problem, most=64)
+        check_order(problem, order)
+        assert peak(problem, order) <= peak(problem, program(problem))
+
+
+def test_cuts_cover_an_interval_once() -> None:
+    problem, _ = transformer(4, batch=2)
+    steps = Steps(problem)
+    found = cuts(steps.narrowness, program(problem), 7, problem.n_nodes - 3)
+    assert [found[0][0], *(end for _, end in found)] == [*(start for start, _ in found), problem.n_nodes - 3]
+    assert all(end - start <= 60 for start, end in found)
 
 
 # --- incremental ------------------------------------------------------------------------------------------------

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_magis.outputs.benchmark import BenchmarkRows
+from pytest_magis.run_plan import Outcome
+from pytest_magis.verdict import Verdict
+from tests.plugin.verdicts import result as made
 
 THEIRS = ("-p", "pytest_benchmark.plugin")
 RUN = (*THEIRS, "--magis-models=bert")

@@ -77,3 +77,15 @@ EAGER = "magis::bert[eager]"
 def test_limits_make_cases(gate, node_ids, given, labels):
     result = gate("--collect-only", "-q", "--magis-models=bert", *given)
     assert node_ids(result) == [EAGER, *(f"magis::bert[magis-{label}]" for label in labels)]
+
+
+def test_rows_hold_latency_ratio_and_limit(gate):
+    gate("--magis-models=bert", "--magis-latency-ratios=1.1")
+    row = gate.rows()[1]
+    assert (row["latency limit ratio"], row["latency limit"], row["memory limit ratio"]) == ("1.1", "11.0", "")
+
+
+def test_a_limit_that_the_device_does_not_keep_is_said(gate):
+    gate.fake(any_case={"latency": 1.2})
+    gate.accept("--magis-models=bert", "--magis-latency-ratios=1.1")
+    assert "latency ratio 1.200 is above the limit of 1.1 that was asked for" in gate.rows()[1]["note"]

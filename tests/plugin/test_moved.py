@@ -54,6 +54,28 @@ def stored(before):
     return stored_case(updated(None, "bert", "label", before.case, before), "label", before.case)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"graph": "g2", "step": "s2"},  # other operators
+        {"ori": (1001, 1101)},  # other bytes of eager's
+        {"ori": (999, 1099)},
+        {"opt": (700, 881)},  # above the limit
+    ],
+)
+@pytest.mark.parametrize("planner", ["p1", "p2"])
+def test_another_step_that_got_worse_or_a_missed_limit_is_red_whoever_planned(change, planner):
+    before = planned()
+    now = planned(planner=planner, **({"opt": (701, 751)} | change))
+    verdict = compare(now, before, "new,moved")
+    assert not verdict.passed
+    assert "moved" not in {finding.kind for finding in verdict.findings}
+
+
+def test_the_same_planner_makes_no_other_bytes_of_the_same_step():
+    check(compare(planned(opt=(701, 751)), planned()), "FAIL worse", "worse", passed=False)
+
+
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.2, 3.0])
 def test_noise_alone_turns_no_latency_red(ratio):
     """Step, planner and torch are those of the baseline, so the code that runs is: the machine made the difference."""
@@ -65,6 +87,28 @@ def test_noise_alone_turns_no_latency_red(ratio):
     assert compare(replace(now, graph_digest="g2", step_digest="s2"), before).passed == (ratio < 1)
     in_doubt = replace(now, ratio=RatioInterval(ratio, ratio, ratio, 9, "the machine is too busy"))
     check(compare(in_doubt, before), "pass", passed=True)
+
+
+def test_a_simulated_latency_has_no_noise():
+    before = planned(device="sim:h100")
+    check(compare(planned(device="sim:h100", ratio=1.2), before), "FAIL worse", "worse", passed=False)
+
+
+@pytest.mark.parametrize("figures", FIGURES.values())
+def test_a_file_that_is_older_was_planned_by_an_older_planner(figures):
+    before = updated(None, "bert", "label", planned().case, result())
+    assert '"planner"' not in render(before)
+    old = stored_case(parse(render(before), Path("bert.json")), "label", planned().case)
+    check(judge(planned(**figures), old), "pass, moved", "moved", passed=True)
+    other = judge(planned(graph="g2", **({"opt": (701, 751)} | figures)), old)
+    assert "moved" not in {finding.kind for finding in other.findings}
+    # what nothing planned is compared as ever
+    assert compare(result(opt=(701, 751)), result()).label == "FAIL worse"
+
+
+def test_a_limit_that_is_no_longer_met_was_moved_by_nobody():
+    now = planned(planner="p2", feasible=False, opt=(900, 990))
+    check(compare(now, planned()), "FAIL worse", "moved", "worse", passed=False)
 
 
 def test_a_machine_may_have_a_plan_of_its_own_beside_the_others():
@@ -150,7 +194,7 @@ def test_the_gate_runs_with_the_threads_that_a_user_has(repository, tmp_path):
     threads = run("-c", "import torch; print(torch.get_num_threads())").strip()
     csv = tmp_path / "rows.csv"
     run("-m", "pytest", "--magis-models=mlp", "--magis-strategies=eager", "--magis-update=new",
-        f"--magis-baselines={tmp_path / 'baselines'}", f"--magis-csv={csv}", "--magis-csv-full")  # fmt: skip
+        f"--magis-baselines={tmp_path / 'baselines'}", f"--magis-csv={csv}")  # fmt: skip
     assert f"threads={threads}," in csv.read_text()
     (path,) = (tmp_path / "baselines").rglob("*.json")
     assert f"threads={threads}," in json.dumps(json.loads(path.read_text()))

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from pytest_magis.flags import OPTIONS
+
 TOLERANCES = ("-0.01", "nan", "inf", "5%", "")
 BAD = {
     "budget": ("0", "-1", "1.5", "many", "", "1e3", "²", "9" * 30),

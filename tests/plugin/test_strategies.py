@@ -48,6 +48,15 @@ def collected(gate, strategies, *more):
     return gate("--collect-only", "-q", "--magis-models=bert", f"--magis-strategies={strategies}", *more)
 
 
+@pytest.mark.parametrize(("asked", "outcome"), [("che*", {"skipped": 1}), ("checkpoint", {"failed": 1})])
+def test_what_only_a_pattern_asks_for_is_skipped_where_it_is_not_for_the_model(gate, asked, outcome, workers):
+    gate.fake(any_case={"raise": "3 heads cannot be cut into 2"})
+    result = gate("-rs", "--magis-models=bert", f"--magis-strategies={asked}", workers=workers)
+    result.assert_outcomes(**outcome)
+    result.stdout.fnmatch_lines(["*3 heads cannot be cut into 2*"])
+    assert result.ret == (0 if asked == "che*" else 1)
+
+
 def test_strategies_are_set_beside_each_other_leanest_first(gate):
     gate.fake(**{"bert[checkpoint]": {"opt_peak": 0.5, "opt_tensor": 0.5}})
     result = gate("--magis-models=bert", "--magis-strategies=eager,checkpoint,magis", "--magis-memory-ratios=0.8")

@@ -238,6 +238,22 @@ def test_appending_to_other_columns_keeps_them(tmp_path, measured):
     assert path.read_text() == "name,old,opt-memory,ori-memory\nx,1,2,3\nbert,,4000.0,5250.5\n"
 
 
+def test_a_row_of_ranks_names_each_peak_and_the_terms_of_the_worst(measured):
+    def rank(number, predicted, seen):
+        terms = (Term("parameters", predicted - 10), Term("gradients", 10)) if predicted else ()
+        return RankMemory(
+            number, Memory(predicted, predicted) if predicted else None, Memory(seen, seen) if seen else None, terms
+        )
+
+    result = replace(measured, samples=21, ranks=(rank(0, 70, 90), rank(1, 80, None), rank(2, None, 60)))
+    row = row_from_result(result)
+    assert row["peak bytes of each rank"] == "0: 90; 1: 80; 2: 60"
+    assert row["predicted peak of the worst rank by terms"] == "parameters 70 + gradients 10"
+    assert row["samples per second"] == pytest.approx(21e3 / result.optimized.measured_ms)
+    spread = row["samples per second"] * result.optimized.spread_ms / result.optimized.measured_ms
+    assert row["samples per second spread"] == pytest.approx(spread)
+
+
 @pytest.mark.parametrize(
     ("times", "expected"),
     [((), (None, None)), ((3.0,), (3.0, 0.0)), ((4.0, 1.0), (2.5, 1.5)), ((5.0, 1.0, 2.0, 3.0, 4.0), (3.0, 1.0))],

@@ -72,6 +72,20 @@ def test_matches_of_different_calls_together_are_as_one_after_the_other(stack: G
     assert together.persistent_bytes() == one_by_one.persistent_bytes()
 
 
+@pytest.mark.parametrize(("share", "merged"), [(0.9, True), (0.994, True), (0.996, False), (1.0, False), (1.2, False)])
+def test_calls_are_merged_where_that_saves_half_a_percent(stack: Graph, share: float, merged: bool) -> None:
+    """Time falls in proportion to the layers that are merged, to ``share`` with all of them."""
+
+    def nanoseconds(graph: Graph) -> int:
+        done = sum(not name.endswith(("key", "value")) for name in modules(graph, "aten.addmm.default"))
+        return round(1e6 * (1 - (1 - share) * done / 12))
+
+    found = quickest(stack, nanoseconds)
+    assert (found is not stack) == merged
+    if merged:
+        assert found.ops == aggregated(stack)[0].ops
+
+
 class Overwritten(nn.Module):
     """Puts a buffer together from its own pieces, and overwrites it before the result is used."""
 

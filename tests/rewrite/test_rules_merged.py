@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +129,33 @@ def test_an_update_in_between_forbids_the_merge() -> None:
     assert not [*matches(rule("merge-mm"), graph)]
 
 
+def test_a_match_that_is_refused_half_way_leaves_its_weights_apart() -> None:
+    """Of three pairs the second has biases that can lie side by side, and one weight for both, which cannot."""
+
+    def pair(block: Any, one: str, other: str, x: Tensor) -> Tensor:
+        first, second = getattr(block, one), getattr(block, other)
+        return torch.relu(first(x)) * torch.tanh(second(x))
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        return pair(block, "e", "f", pair(block, "c", "d", pair(block, "a", "b", x))).sum(1)
+
+    def layers() -> Block:
+        block = Block(run, **{name: nn.Linear(4, 4, dtype=torch.float64) for name in "abcdef"})
+        block.d.weight = block.c.weight  # type: ignore[union-attr]
+        return block
+
+    net = Net(layers, rows(7, 4, dtype=torch.float64), rows(7, dtype=torch.float64), rule=FORWARD)
+    before = normal(net)
+    after, applied = aggregated(before)
+    verify(after)
+    assert applied["merge-addmm"] == 2
+    merged = {value.name.removeprefix(MERGED) for value in merged_inputs(after)}
+    assert merged == {
+        f"parameter:{a}.{kind},parameter:{b}.{kind}" for a, b in ("ab", "ef") for kind in ("weight", "bias")
+    }
+    check_training(after, net.build(), history(graph_step(before, net.build())), rtol=1e-9, atol=1e-11)
+
+
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, bool]] = {
@@ -168,6 +197,24 @@ def two_weights(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Graph,
     return Graph(storages, {value.id: value for value in values}, (), (0, 1), ()), values
 
 
+def refusals() -> Iterator[Any]:
+    graph, (a, b) = two_weights((3, 4), (4, 1))
+    other = replace(b, dtype="int32")
+    yield pytest.param(replace(graph, values={0: a, 1: other}), [a, other], id="two data types")
+    yield pytest.param(graph, [a, a], id="the same weight twice")
+    part = replace(a, id=2, shape=(2, 4))
+    yield pytest.param(replace(graph, values={0: a, 1: b, 2: part}), [part, b], id="not all of a storage")
+    batch = {1: graph.storages[1], 2: replace(graph.storages[2], kind="batch")}
+    yield pytest.param(replace(graph, storages=batch), [a, b], id="no parameter")
+    placed = Op(0, "aten.as_strided.default", (Ref(0), (2,), (1,), 3), (), ())
+    yield pytest.param(replace(graph, ops=(placed,)), [a, b], id="somebody names an absolute place")
+
+
+@pytest.mark.parametrize(("graph", "values"), [*refusals()])
+def test_refused(graph: Graph, values: list[Value]) -> None:
+    assert merge(graph, values, 0) is None
+
+
 # -- placement --------------------------------------------------------------------------------------------------------
 
 
@@ -192,3 +239,14 @@ def test_parameters_keep_identity_and_values() -> None:
     for each in (step, again):
         each.prepare()
         each.run()
+
+
+def test_a_moved_parameter_is_noticed() -> None:
+    net = heads(ADAMW)
+    after, _ = aggregated(normal(net))
+    module = net.build().module
+    step = bound(after, module, net)
+    key: Any = module.key
+    key.weight.data = key.weight.data.clone()
+    with pytest.raises(MagisError, match=r"parameter:key\.weight lies no longer"):
+        step.prepare()

@@ -74,6 +74,29 @@ def test_pieces_of_all_ranks_are_the_parameters_once(counts: list[int], ranks: i
         start += count
 
 
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=12), st.integers(4, 80))
+def test_buckets_keep_the_order_and_the_limit(given_grads: list[tuple[int, bool]], most: int) -> None:
+    grads = [torch.zeros(n, dtype=torch.bfloat16 if low else torch.float32) for n, low in given_grads]
+    found = [[grads[number] for number in each] for each in buckets(dict(enumerate(grads)), most)]
+    assert [id(g) for bucket in found for g in bucket] == [id(g) for g in grads]
+    for bucket in found:
+        assert len({g.dtype for g in bucket}) == 1
+        assert len(bucket) == 1 or sum(g.numel() * g.element_size() for g in bucket) <= most
+
+
+def test_averaging_divides_and_puts_back() -> None:
+    # fake ranks send nothing, so a sum over two of them is this rank's own: the mean is half of it
+    with fake_world(2, 0):
+        parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 5, 2)]
+        for parameter in (parameters[0], parameters[2]):
+            parameter.grad = torch.full_like(parameter, 4.0)
+        average_gradients(parameters, None, bucket_bytes=16)
+    assert parameters[1].grad is None
+    assert all(
+        torch.equal(p.grad, torch.full_like(p, 2.0)) for p in (parameters[0], parameters[2]) if p.grad is not None
+    )
+
+
 @pytest.mark.parametrize("ranks", [((0,), (1,)), ((0, 2), (1,))])
 @pytest.mark.parametrize("style", [REAL, SEED])
 @pytest.mark.parametrize("name", ["bert", "gpt_neo", "btlm", "vit"])
@@ -121,6 +144,18 @@ def test_zero_on_one_rank_is_the_plain_step_bit_for_bit_with_groups(stage: int) 
             optimizer.step()
             step.prepare()
             assert torch.equal(step.run(), loss.detach())
+
+
+def test_half_precision_keeps_float32_masters() -> None:
+    with alone() as world:
+        step = distributed_strategy("amp+zero2").prepare(small("gpt_neo"), world)
+        step.prepare()
+        step.run()
+        masters = [p for g in step.optimizer.param_groups for p in g["params"]]
+        assert {p.dtype for p in step.module.parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in masters} == {torch.float32}
+        rounded = torch.cat([p.to(torch.bfloat16).flatten() for p in masters])
+        assert torch.equal(rounded, torch.cat([p.detach().flatten() for p in step.module.parameters()]))
 
 
 def test_masters_move_as_float32_weights_would_and_the_weights_are_their_copies() -> None:

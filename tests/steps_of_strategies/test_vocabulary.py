@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from magis.capture import Workload
 from magis.errors import UsageError
@@ -14,11 +19,13 @@ from magis.extensions.models.building import REAL
 from magis.extensions.models.decoders import GptNeoConfig, gpt_neo
 from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.ranks import RankJob, RankPool
+from magis.extensions.ranks.strategies.distributed import local, mesh
 from magis.extensions.ranks.strategies.model_parallel import ModelParallel
 from magis.extensions.ranks.strategies.tensor_cuts import share_network
 from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 from magis.predict import fake_world, predict_rank
 from magis.strategies import World, distributed_strategy
+from tests.steps_of_strategies.test_parts import alone, small
 
 BESIDE = "tests.steps_of_strategies.beside_eager"
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from magis import optimize
+from magis.errors import UsageError
 from magis.runtime.measure import window_peak
-from tests.training.loops import BUDGET, Loops, batch, net
+from tests.training.loops import BUDGET, Loops, batch, loss_of, net
 
 
 class Lion(optim.Optimizer):
@@ -82,6 +83,12 @@ def test_numbers_and_bytes_are_those_of_a_plain_loop(kind: str, width: int) -> N
     assert 0 <= report.planned_bytes - ours <= 64
 
 
+def test_a_limit_that_its_own_step_exceeds_is_refused() -> None:
+    module = net(64, 2)
+    with pytest.raises(UsageError, match="no plan found that needs at most"):
+        optimize(module, batch(2, 64), loss_of, optim.RAdam(module.parameters()), memory_ratio=0.9, budget=BUDGET)
+
+
 def test_nothing_of_the_optimizer_is_changed_to_look_at_it() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     optimizer = optim.RMSprop(module.parameters())
@@ -91,3 +98,15 @@ def test_nothing_of_the_optimizer_is_changed_to_look_at_it() -> None:
     assert (seen, dict(optimizer.state), module[0].weight.grad) == ([], {}, None)
     step(*batch(8, 4))
     assert len(seen) == 1
+
+
+def test_a_patched_step_is_not_looked_at() -> None:
+    module = net(4, 1)
+    optimizer = optim.RMSprop(module.parameters())
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    step = optimize(module, batch(8, 4), loss_of, optimizer, memory_ratio=1.0, budget=BUDGET)
+    assert "not counted" in step.report().update
+    scheduled = optim.RMSprop(module.parameters())
+    optim.lr_scheduler.StepLR(scheduled, 1)
+    step = optimize(module, batch(8, 4), loss_of, scheduled, memory_ratio=1.0, budget=BUDGET)
+    assert "not counted" not in step.report().update

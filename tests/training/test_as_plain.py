@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,11 @@ from torch.distributions import Beta, Categorical, Independent, Laplace, Multiva
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.optim import AdamW
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from magis import CaptureError
+from magis.capture.autocast import device_forms
+from magis.runtime.time_slices import Watched
 from tests.nets import Block
 from tests.training.loops import Loops
 
@@ -220,3 +225,37 @@ def test_a_check_that_fails_raises_eagers_own_error(name: str) -> None:
     assert messages[0] == messages[1]
     both.agree_on(x, target, seed=1)
     both.same()
+
+
+def test_a_gradient_for_a_tensor_of_others_is_refused() -> None:
+    CASES["attached"] = plain, lambda out, target: F.cross_entropy(out * SHARPNESS, target)
+    with pytest.raises(CaptureError, match="requires a gradient is used"):
+        loops("attached")
+    assert SHARPNESS.grad is None
+
+
+class Watchful(torch.autograd.Function):
+    """Computes another gradient where a mode is in force."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (3.0 if _get_current_dispatch_mode() is None else 3.0 + 2**-20)
+
+
+def test_numbers_that_depend_on_who_watches_are_refused() -> None:
+    forward: Forward = lambda m, x: plain(m, Watchful.apply(m.body(x)))  # noqa: E731
+    CASES["watchful"] = forward, F.cross_entropy
+    with pytest.raises(CaptureError, match=r"other numbers where nobody watches: the gradient of body\.weight"):
+        loops("watchful")
+
+
+@pytest.mark.parametrize("mode", [partial(device_forms, "cuda"), partial(Watched, lambda *_: None)])
+def test_function_modes_leave_layers_that_eager_fuses(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    fused, x = layer().eval().requires_grad_(False), torch.randn(2, 5, 16)
+    with torch.autograd.profiler.profile() as profile, torch.no_grad(), mode():
+        fused(x)
+    assert "aten::_transformer_encoder_layer_fwd" in {event.name for event in profile.function_events}

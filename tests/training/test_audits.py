@@ -19,7 +19,8 @@ from magis.frontends import audits
 from magis.frontends.audits import Audits
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import Guards
-from tests.training.loops import Loops, batch
+from magis.runtime.measure import window_peak
+from tests.training.loops import Loops, batch, net
 
 LIMITS: dict[str, Any] = {"latency_ratio": 1.5, "memory_ratio": None, "budget": 40}
 WORLD = {"factor": 1.5, "twice": False, "raises": False}
@@ -127,6 +128,18 @@ def test_a_change_that_guards_do_not_see_ends_in_one_line(
         loops.agree(2)
 
 
+def test_a_difference_that_does_not_come_again_stops_nobody() -> None:
+    told = iter(["one", "", "one", "other", ""])
+    found = Audits(costs=1.0, agreed=3)
+    assert all(found.check(number, lambda: next(told)) is None for number in (10, 20))
+    assert found.agreed == 3
+    assert found.check(30, lambda: next(told)) is None
+    assert found.agreed == 30
+    assert str(found.check(31, lambda: "x")).startswith(
+        "the step has become another one than was planned, at step 31: x"
+    )
+
+
 @pytest.mark.parametrize(("costs", "step"), [(0.02, 0.001), (3.0, 1.0), (0.5, 0.002)])
 def test_audits_take_less_than_a_hundredth_of_the_time_and_get_rarer(
     costs: float, step: float, monkeypatch: pytest.MonkeyPatch
@@ -209,3 +222,15 @@ def test_a_loop_with_all_that_may_change_is_never_stopped_and_shows_no_trace(mak
     assert loops.module.calls == loops.twin.calls
     assert loops.module.left.equal(loops.twin.left)
     assert len(audited) > 15
+
+
+def test_an_audit_takes_no_memory_beside_the_step(audited: list[int]) -> None:
+    loops = Loops(net(64, 8), partial(SGD, lr=0.1), example=batch(512, 64), memory_ratio=0.6)
+    data = batch(512, 64)
+    for _ in range(2):
+        loops.step(*data)
+    before = len(audited)
+    peak = window_peak(lambda: loops.step(*data))
+    assert len(audited) == before + 1
+    persistent = 4 * (sum(p.numel() for p in loops.module.parameters()) + sum(t.numel() for t in data))
+    assert peak.peak_bytes + persistent == loops.step.report().planned_bytes

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis import optimize
+from magis import UsageError, checkpoint_policy, estimate, fit, optimize
 from magis.capture.workload import as_batch
-from tests.training.loops import BUDGET, Loops, assert_same, net
+from tests.training.loops import BUDGET, Loops, assert_same, gate, net
 
 
 class Encoding(UserDict[str, Any]):
@@ -129,3 +129,69 @@ def test_another_constant_is_another_kind_of_batch(one: Any, other: Any) -> None
     first, second = (as_batch(((rows(0), constant), rows(1))) for constant in (one, other))
     assert first.key() != second.key()
     assert first.key() == as_batch(((rows(5), one), rows(6))).key()
+
+
+def test_batches_of_other_kinds_by_turns() -> None:
+    """Each is planned when it first comes."""
+    loops = Loops(
+        Reads(lambda x, scale: x if scale is None else x * scale), torch.optim.SGD, example=((rows(0), 2.0), rows(1))
+    )
+    for seed, scale in enumerate((2.0, None, 3, 2.0, None, rows(50))):
+        loops.agree_on((rows(seed), scale), rows(seed + 100))
+    loops.same()
+
+
+def test_a_smaller_batch_may_need_what_a_larger_one_was_allowed() -> None:
+    """An epoch's last batch, whose weights leave nothing to give up: the limit of the loop is kept all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 5))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5)
+    batches = {rows: (torch.randn(rows, 16), torch.randint(0, 5, (rows,))) for rows in (256, 8)}
+    with pytest.raises(UsageError, match="no plan found that needs at most"):
+        optimize(model, batches[8], nn.functional.cross_entropy, optimizer, memory_ratio=0.9, budget=BUDGET)
+    step = optimize(model, batches[256], nn.functional.cross_entropy, optimizer, memory_ratio=0.9, budget=BUDGET)
+    limit = step.report().limit_bytes
+    loss = nn.functional.cross_entropy(model(batches[8][0]), batches[8][1])
+    assert torch.equal(step(*batches[8]), loss.detach())
+    assert step.report().planned_bytes <= step.report().original_bytes
+    assert step.report().limit_bytes == limit
+
+
+@pytest.mark.parametrize("wrong", [object(), {1, 2}, {rows(0): 1}, {object(): 1}, torch.Generator(), net])
+def test_what_is_no_constant_is_refused_in_one_line(wrong: Any) -> None:
+    for given in ((wrong, rows(0)), ((rows(0), [wrong]), rows(0)), (rows(0), {"a": wrong}), {"x": wrong}):
+        with pytest.raises(UsageError, match=r"(inputs|targets|the batch) hold") as error:
+            as_batch(given)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="the batch has a key that is no name"):
+        as_batch({1: rows(0)})
+
+
+def test_no_batch_is_kept_alive_by_its_form() -> None:
+    for _, make in FORMS.values():
+        batch = as_batch((make(0), rows(1)))
+        assert batch.form is not None
+        made = [torch.zeros(16, 8) for _ in batch.inputs]
+        tensors = [each for each in torch.utils._pytree.tree_leaves(batch.form.make(made)) if isinstance(each, Tensor)]
+        assert not {each.data_ptr() for each in tensors} & {each.data_ptr() for each in batch.inputs}
+
+
+def record_net() -> tuple[object, ...]:
+    read, make = FORMS["record"]
+    return Reads(read), make(0), rows(1), nn.functional.mse_loss
+
+
+@pytest.mark.parametrize("name", ["none", "record", "dictionary"])
+def test_the_gate_and_the_other_doors(name: str) -> None:
+    read, make = FORMS[name]
+    parts = Reads(read), (make(0), rows(1)), nn.functional.mse_loss
+    assert gate(copy.deepcopy(parts)).optimized.measured.peak_bytes
+    assert estimate(lambda: copy.deepcopy(parts), device="sim:rtx3090").fits()
+    policy = checkpoint_policy(parts[0], parts[1], nn.functional.mse_loss, memory_ratio=1.0, blocks=["body.0"])
+    assert policy
+
+
+def test_the_largest_batch_of_records() -> None:
+    found = fit(f"{__name__}:record_net", memory_limit="1 MiB", device="sim:rtx3090", budget=BUDGET)
+    assert found.eager is not None
+    assert found.eager.size > len(rows(0))

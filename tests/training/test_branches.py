@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from magis import run_case
+from magis import CaptureError, optimize, run_case
 from magis.api import Bench
 from magis.capture.workload import as_batch
 from magis.cases.check import check_case
@@ -80,6 +80,24 @@ def test_every_way_that_a_batch_takes_is_eagers(make: Any, scales: tuple[float, 
     loops.same()
 
 
+def test_gradients_are_left_to_the_caller_either_way() -> None:
+    loops = Loops(branches(), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for data in batches((1.0, 100.0)):
+            loops.agree_on(*data, seed=3)
+    loops.same()
+
+
+def test_infinite_activations_are_clamped_as_by_eager() -> None:
+    loops = Loops(clamped(), MAKES["adamw"])
+    data = batch()
+    data[0][3, 4] = float("inf")
+    loops.agree(2)
+    with pytest.warns(UserWarning, match="another way"):
+        loops.agree_on(*data)
+
+
 def test_nothing_is_updated_before_the_last_expectation() -> None:
     loops = Loops(branches(), MAKES["adamw"])
     entry = loops.step.prepare(as_batch(batch()))
@@ -89,6 +107,15 @@ def test_nothing_is_updated_before_the_last_expectation() -> None:
     report = loops.step.report()
     assert report.limit_bytes is not None
     assert report.planned_bytes <= report.limit_bytes
+
+
+def compared(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.body(x)
+    return y if torch.equal(y, x) else y + x
+
+
+def test_contents_may_be_compared() -> None:
+    Loops(Block(compared, body=net()), MAKES["momentum"]).agree()
 
 
 def test_the_gate_runs_what_its_batch_takes() -> None:
@@ -109,6 +136,44 @@ def test_the_gate_runs_what_its_batch_takes() -> None:
         step.tensors[0].fill_(float("inf"))
     with pytest.raises(ExpectationError, match="branches on is True for this batch, False when it was captured"):
         step.run()
+
+
+@pytest.mark.parametrize("product", [lambda y: y.prod(-1), Tensor.prod, lambda y: y.cumprod(-1)])
+def test_products_round_as_eagers_and_may_meet_zeros(product: Any) -> None:
+    """Whose formulas look for zeros, but not while somebody watches."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def loss(y: Tensor, scale: Tensor) -> Tensor:
+            return product(y * scale).square().mean()  # type: ignore[no-any-return]
+
+        several = [((torch.randn(7, 5),), (torch.ones(5),)) for _ in range(3)]
+        several.append((several[0][0], (torch.tensor([1.0, 0, 1, 1, 1]),)))
+        step = optimize(model, several[0], loss, optimizer, memory_ratio=1.0, budget=5) if planned else None
+        for inputs, targets in several:
+            if step is None:
+                optimizer.zero_grad()
+                loss(model(*inputs), *targets).backward()
+                optimizer.step()
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that eager mode runs the batch with zeros
+                    step(inputs, targets)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*found, strict=True))
+
+
+def scaled(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.body(x)
+    return y * y.abs().max().item()
+
+
+def test_numbers_are_still_refused() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the data of a tensor.*test_branches\.py"):
+        optimize(Block(scaled, body=net()), batch(), loss_of, None, memory_ratio=1.0, budget=1)
 
 
 def left_out(m: nn.Module, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.training.loops import Loops
 CONFIG = types.ModuleType("config_of_changing_numbers")
 sys.modules[CONFIG.__name__] = CONFIG
 GLOBAL = {"scale": 0.9}
+LIMITS: dict[str, Any] = {"latency_ratio": 1.5, "memory_ratio": None, "budget": 40}
 
 
 class Config:
@@ -170,6 +171,20 @@ def test_whatever_is_done_with_them(between: Callable[[Net, Tensor], Tensor], mo
 
 
 @pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda net: lambda out, y: functional.cross_entropy(out, y, label_smoothing=net.scale / 3),
+        lambda net: lambda out, y: functional.huber_loss(out.sum(1), y.float(), delta=net.scale),
+        lambda net: lambda out, y: functional.cross_entropy(out, y) + net.scale * out.pow(2).mean(),
+        lambda net: lambda out, y: net.scale**2 * functional.cross_entropy(out / net.scale, y),
+    ],
+)
+def test_in_the_loss(loss_of: Callable[[Net], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, captures = trained(lambda _net, h: h, loss_of=loss_of, monkeypatch=monkeypatch)
+    assert captures == [0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
     "between",
     [
         lambda net, h: h * float.__mul__(net.scale, 2.0),  # C code reads it: what comes out is a constant
@@ -197,6 +212,26 @@ def test_decisions_by_numbers_are_looked_at_at_every_step(monkeypatch: pytest.Mo
     assert captures == [0, 1, 0, 1, 0, 0, 0]
 
 
+def test_zero_and_one_are_no_numbers_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [0.0, 0.2, 0.4, 0.0, 0.3, 1.0, 1.0, -0.3, -0.7]
+    step, _ = trained(
+        lambda net, h: h + net.scale * functional.dropout(h, abs(net.scale)), numbers=numbers, monkeypatch=monkeypatch
+    )
+    assert sum(entry.plan.inputs is not None for entry in step._entries) == 2  # above zero and below
+
+
+def test_a_number_that_sizes_something_is_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = trained(lambda net, h: h + torch.zeros(net.count % 7 + 1, 32).mean(0), counted, monkeypatch=monkeypatch)
+    assert all(entry.plan.inputs is None for entry in step._entries)
+
+
+def test_the_forward_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = dict(vars(math))
+    step, _ = trained(lambda net, h: h * math.exp(net.scale), monkeypatch=monkeypatch)
+    assert type(step.module.scale) is float
+    assert dict(vars(math)) == functions
+
+
 def test_a_plan_with_inputs_is_saved_with_the_present_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, _ = trained(lambda net, h: h * net.scale, monkeypatch=monkeypatch)
     step.save(tmp_path / "plan.txt")
@@ -208,6 +243,23 @@ def test_a_plan_with_inputs_is_saved_with_the_present_numbers(tmp_path: Path, mo
         net, batch, functional.cross_entropy, optimizer, latency_ratio=1.5, plan=tmp_path / "plan.txt"
     )
     assert again.report().fission == "as saved"
+
+
+def test_steps_of_other_sizes_take_decisions_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from magis.planner import planning
+
+    searches: list[int] = []
+    search = planning._search_all
+    monkeypatch.setattr(planning, "_search_all", lambda *args, **names: searches.append(1) or search(*args, **names))
+    loops = Loops(
+        nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(32, 32), nn.Tanh()))), None, memory_ratio=0.9
+    )
+    before = len(searches)
+    for rows in (48, 96, 33, 64, 40):
+        loops.agree(1, rows=rows)
+        report = loops.step.report()
+        assert report.planned_bytes <= 0.9 * report.original_bytes
+    assert len(searches) - before <= 2  # fewer rows weigh less beside the weights: the limit may need another plan
 
 
 def test_batches_of_several_sizes_in_turn_are_captured_once_each_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:

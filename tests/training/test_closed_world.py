@@ -27,7 +27,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from magis import MagisError, optimize
 from tests.training.test_reads import A, Settings, W, Way, keep, outcome, put, reset
 
 DEADLINE = time.monotonic() + 1e6
@@ -153,9 +155,56 @@ def log(*given: Any) -> None:
     logging.getLogger("tests").debug(*given)
 
 
+def timed() -> Callable[[Tensor], Any]:
+    timer = Timer()
+
+    def read(x: Tensor) -> Tensor:
+        with timer:
+            return x * 1.0
+
+    return read
+
+
+class DrawnByHand:
+    """Large numbers of one's own, beside a clock."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.number = (self.number * 1103515245 + 12345) % 2**31
+        log("%s", perf_counter())
+        return x * (1.0 + self.number % 3)
+
+
 def masked() -> Callable[[Tensor], Any]:
     mask = functools.lru_cache(lambda size: torch.ones(size, size).tril())
     return lambda x: x @ mask(x.shape[-1])
+
+
+def written(x: Tensor) -> Tensor:
+    with open(os.devnull, "a") as file:  # noqa: PTH123
+        file.write(f"{datetime.now():%H:%M} {x.shape}")
+    return x
+
+
+IDLE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "a clock": lambda: lambda x: x * 1.0 if log("%s", time.perf_counter()) else x,
+    "a clock of one's own": lambda: lambda x: x * 1.0 if log("%s", perf_counter()) else x,
+    "seconds that have passed": timed,
+    "a clock beside numbers": DrawnByHand,
+    "the time of day": lambda: lambda x: x * 1.0 if log(time.strftime("%H:%M:%S"), time.ctime()) else x,
+    "a date": lambda: lambda x: x * 1.0 if log(datetime.now().isoformat(), dt.date.today()) else x,
+    "memory of the process": lambda: lambda x: x * 1.0 if log(resource.getrusage(resource.RUSAGE_SELF)) else x,
+    "an address": lambda: lambda x: {id(x): x * 1.0}[id(x)],
+    "a file that is written": lambda: written,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps results of the step that was planned")
+@pytest.mark.parametrize("name", IDLE)
+def test_what_a_log_tells_is_no_reason_to_refuse(name: str) -> None:
+    assert outcome((IDLE[name](), lambda: None)) == "right"
 
 
 @pytest.mark.parametrize("name", ["time", "monotonic_ns", "perf_counter"])
@@ -312,3 +361,28 @@ def test_a_value_that_nobody_can_watch_is_refused(name: str, tmp_path: Any) -> N
             "address",
         ):  # others look at all that A has
             delattr(A, name_of)
+
+
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out / 2 if func is torch.tanh else out
+
+
+def test_a_mode_around_the_step_is_refused() -> None:
+    mode = Halved()
+    try:
+        assert outcome((lambda x: x, lambda: keep(mode.__enter__)())) == "refused"
+    finally:
+        mode.__exit__(None, None, None)
+
+
+def test_a_loss_that_reads_its_optimizer_is_refused() -> None:
+    model = nn.Linear(6, 3)
+    adam = torch.optim.AdamW(model.parameters())
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, y) * (1.0 + len(adam.state))
+
+    with pytest.raises(MagisError, match="state, and nobody sees when that changes"):
+        optimize(model, (torch.randn(5, 6), torch.randint(0, 3, (5,))), loss_of, adam, memory_ratio=1.0, budget=1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, optimize
 from tests.nets import Block
@@ -32,6 +33,12 @@ class Odd(nn.Module):
         self.is_ready = False
 
 
+class Counting(Odd):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) * self.calls
+
+
 class Listing(Odd):
     def forward(self, x: Tensor) -> Tensor:
         self.history.append(len(self.history))
@@ -50,6 +57,11 @@ class CarryingInput(Odd):
     def forward(self, x: Tensor) -> Tensor:
         before, self.carried = self.carried, x
         return self.body(x if before is None else x + before)
+
+
+class Drawing(Odd):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * random.random()
 
 
 class Starting(Odd):
@@ -91,6 +103,27 @@ def test_what_the_first_call_sets_up_and_results_that_are_kept_are_fine() -> Non
     loops.agree(2)
 
 
+def test_results_that_a_loss_module_keeps_are_left_there() -> None:
+    class Keeping(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, out: Tensor, wanted: Tensor) -> Tensor:
+            self.last = out
+            return loss_of(out, wanted)
+
+    loss, module = Keeping(), net(depth=2)
+    step = optimize(module, batch(), loss, None, **ANY)
+    for _ in range(2):
+        inputs, targets = batch()
+        step(inputs + torch.rand(1), targets)
+        kept = loss.last
+        assert kept is not None
+    inputs, targets = batch()
+    step(inputs, targets)
+    assert torch.equal(loss.last.detach(), module(inputs))
+    assert "last" not in vars(module)
+
+
 def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
     buffers = {name: torch.zeros(32) for name in ("first", "second", "third")}
 
@@ -121,6 +154,124 @@ class Tallying(nn.Module):
         self.rows = self.rows + 2
         self.rows += x.shape[0]
         return self.body(x)
+
+
+class ReadByHook(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(lambda grad: grad / self.calls)
+        return x
+
+
+class ReadByBackward(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return Divided.apply(super().forward(x), self)
+
+
+class ReadByName(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "calls")  # noqa: B009 (what is tested)
+
+
+class ReadElsewhere(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.calls < 3 else self.body(x)
+
+
+class ReadByModuleHook(Tallying):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[2].register_full_backward_hook(lambda module, given, taken: (given[0] / self.calls,))
+
+
+class ReadByMethodHook(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(self.divided)
+        return x
+
+    def divided(self, grad: Tensor) -> Tensor:
+        return grad / self.calls
+
+
+class ReadByPattern(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        match self:
+            case Tallying(calls=3):
+                return x * 2
+        return x
+
+
+class Uneven(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += random.randrange(1, 1000)
+        return self.body(x)
+
+
+class Twofold(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Tallying) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.module.calls, None
+
+
+def test_numbers_that_are_counted_again_in_the_backward_count_on() -> None:
+    loops = Loops(Twofold(), MOMENTUM, **ANY)
+    loops.agree(3)
+    assert loops.module.calls == loops.twin.calls == 6
+
+
+def test_numbers_that_are_only_counted_count_on() -> None:
+    loops = Loops(Tallying(), MOMENTUM, **ANY)
+    assert (loops.module.calls, loops.module.rows) == (0, 0)
+    loops.agree(3)
+    assert (loops.module.calls, loops.module.rows) == (loops.twin.calls, loops.twin.rows) == (3, 198)
+    plan = loops.step.report()
+    loops.module.calls = loops.twin.calls = 10  # as loops do, from epoch to epoch
+    loops.agree(1)
+    assert loops.module.calls == loops.twin.calls == 11
+    assert loops.step.report() is plan
+
+
+READERS = (ReadByHook, ReadByMethodHook, ReadByModuleHook, ReadByBackward, ReadByName, ReadByPattern, ReadElsewhere)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_numbers_that_are_looked_at_are_as_in_eager_mode(kind: type[Tallying]) -> None:
+    loops = Loops(kind(), MOMENTUM, **ANY)
+    assert (loops.module.calls, loops.module.rows) == (0, 0)
+    for _ in range(6):
+        loops.agree(1)
+        assert (loops.module.calls, loops.module.rows) == (loops.twin.calls, loops.twin.rows)
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing])
+def test_counters_and_draws_are_as_in_eager_mode(kind: type[Odd]) -> None:
+    loops = Loops(kind(), MOMENTUM, **ANY)
+    for seed in range(5):
+        state = random.getstate()
+        loss = loops.step(*batch(seed=seed))
+        drawn = random.getstate()
+        random.setstate(state)
+        assert torch.equal(loss, loops.eager(*batch(seed=seed)))
+        assert drawn == random.getstate()
+        assert loops.module.calls == loops.twin.calls
+    loops.same()
+
+
+def test_numbers_that_are_counted_by_chance_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
+        optimize(Uneven(), batch(), loss_of, None, **ANY)
 
 
 class Shown(nn.Module):
@@ -163,6 +314,48 @@ def test_tensors_that_the_forward_leaves_in_attributes_are_those_of_the_last_ste
     assert len(loops.step._entries) == 1  # planned once
 
 
+class Collecting(Tallying):
+    """Feature maps in a list, as hooks collect them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.maps = [x.detach()]
+        return x
+
+
+def test_results_in_other_places_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"model.maps keeps results of the step that was planned"):
+        loops = Loops(Collecting(), MOMENTUM, **ANY)
+    loops.agree(2)
+
+
+class Named(Tallying):
+    """Leaves a result under a key of somebody else's."""
+
+    def __init__(self, key: object) -> None:
+        super().__init__()
+        self.maps: dict[object, Tensor] = {}
+        self.key = key
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.maps[self.key] = x.detach()
+        return x
+
+
+@pytest.mark.parametrize("key", ["x\r\n::warning::y", "##[error]y", "\x1b[2J", "a\u2028::add-mask::b"])
+def test_names_in_that_warning_can_only_be_read(key: object) -> None:
+    with pytest.warns(UserWarning, match="keeps results of the step that was planned") as caught:
+        optimize(Named(key), batch(), loss_of, None, **ANY)
+    (said,) = {str(each.message) for each in caught}
+    assert said.isprintable()
+    assert "##[" not in said
+
+
 class Drawn(Tallying):
     """Draws from a generator of its own, and from one that it makes at its first call; writes into a plain tensor."""
 
@@ -203,3 +396,14 @@ def test_planning_moves_neither_generators_nor_tensors_nor_numbers() -> None:
         assert torch.equal(loops.module.mean, loops.twin.mean)
         assert loops.module.calls == loops.twin.calls
     assert loss_fn.calls == 4  # of both loops
+
+
+def test_an_optimizer_finds_numbers_as_after_the_forward() -> None:
+    seen: list[int] = []
+    module = Tallying()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(module.calls))
+    step = optimize(module, batch(), loss_of, optimizer, **ANY)
+    for _ in range(3):
+        step(*batch())
+    assert seen == [1, 2, 3]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD
 
 import magis
 from magis.frontends import planned
 from magis.frontends.audits import Audits
+from tests.training.loops import Loops, net
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +128,71 @@ def test_a_ring_of_keys(buffer: bool, limit: dict[str, float], monkeypatch: pyte
         assert all(map(equal, model.state_dict().values(), twin.state_dict().values()))
         assert model.at == twin.at
     assert len(captures) <= 3  # the places 0 and 40 - 8 + 8 are numbers of their own
+
+
+class Tallies(nn.Module):
+    """Counts on by numbers that are read off the batch, or that the loop sets, and by one; nothing looks at them."""
+
+    total: int
+
+    def __init__(self, add: Callable[[Tallies, Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out, self.add = nn.Embedding(50, 16), nn.Linear(16, 5), add
+        self.total, self.share, self.calls = 100, 1, 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.add(self, x)
+        self.calls += 1
+        return self.out(self.table(x))
+
+
+def by_the_loops(tallies: Tallies, _x: Tensor) -> None:
+    tallies.total += tallies.share
+
+
+def by_two_reads(tallies: Tallies, x: Tensor) -> None:
+    tallies.total -= int(x.min()) + 2 * (x > 20).sum().item()
+
+
+@pytest.mark.parametrize("add", [by_the_loops, by_two_reads])
+def test_what_is_counted_follows_numbers_that_change(add: Callable[[Tallies, Tensor], object]) -> None:
+    model = Tallies(add)
+    twin, y = copy.deepcopy(model), torch.randint(0, 5, (8,))
+    batches = [torch.randint(index, 50 - index, (8,)) for index in range(5)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = magis.optimize(model, (batches[0], y), functional.cross_entropy, optimizer, latency_ratio=1.5, budget=40)
+    for index, x in enumerate(batches):
+        model.share = twin.share = 1 + index
+        step(x, y)
+        twin(x)
+        assert (model.total, model.calls) == (twin.total, twin.calls), f"step {index}"
+
+
+class OfClass(nn.Module):
+    """A part that counts on from numbers of its class, and of its class's parent."""
+
+    seen, left = 0, 40
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 2
+        self.left -= 1
+        return x
+
+
+class Warming(OfClass):
+    share = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.share = self.share + 0.1
+        return super().forward(x) * self.share / self.left
+
+
+@pytest.mark.parametrize("kind", [OfClass, Warming])
+def test_numbers_that_begin_as_their_classes_count_on(kind: type[OfClass]) -> None:
+    loops = Loops(nn.Sequential(net(), kind()), partial(SGD, lr=0.1, momentum=0.9), memory_ratio=1.0, budget=1)
+    for _ in range(4):
+        loops.agree(1)
+        ours, theirs = (vars(each[1]) for each in (loops.module, loops.twin))
+        for name in ("seen", "left", "share"):
+            assert ours.get(name) == theirs.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
+from magis.capture import OptimizerSpec, Workload, capture
+from magis.errors import CaptureError
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 from tests.training.loops import BUDGET, Loops, assert_same, batch, gate, loss_of, net
 
 
@@ -141,6 +146,18 @@ class CutOff(nn.Module):
         return self.last(kept)
 
 
+class Miscounting(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        return super().forward(x)
+
+
+def test_counts_other_than_of_calls_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Miscounting(4, momentum=None))
+    with pytest.raises(CaptureError, match=r"^1 has momentum None and counts 2 batches in 1 calls; give it a momentum"):
+        capture(net, (torch.randn(3, 4),), (), lambda out: out.sum(), OptimizerSpec("sgd"))
+
+
 class Tempered(nn.Module):
     """A loss with a temperature that is learned, and statistics of its own."""
 
@@ -178,6 +195,65 @@ def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
         assert_same(mine.state_dict(), plain.state_dict())
 
 
+def test_a_loss_that_is_no_module_may_not_train_parameters() -> None:
+    module, loss, optimizer = with_its_loss()
+    with pytest.raises(CaptureError, match=r"requires a gradient is used .*a loss with such is an nn.Module"):
+        optimize(module, batch(), lambda out, target: 2 * loss(out, target), optimizer, memory_ratio=0.9)
+
+
+class Returns(nn.Module):
+    """What a model with a loss of its own may return."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.how = net(), how
+
+    def forward(self, x: Tensor, target: Tensor) -> object:
+        out = self.net(x)
+        return self.how(out, loss_of(out, target))
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    total: Tensor
+    steps: Tensor
+
+
+FOUND: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "(logits, loss)": lambda out, loss: (out, loss),
+    "once more": lambda out, loss: {"parts": [loss], "all": loss, "seen": loss.detach()},
+    "named": lambda out, loss: Named(out, loss, torch.tensor(3)),
+    ".loss before others": lambda out, loss: {"loss": loss, "aside": loss * 2},
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_the_only_number_that_can_be_trained_is_the_loss(how: str) -> None:
+    module = Returns(FOUND[how])
+    step = optimize(
+        module, (batch(), ()), None, torch.optim.SGD(module.parameters(), lr=0.1), memory_ratio=0.9, budget=BUDGET
+    )
+    expected = loss_of(module.net(batch()[0]), batch()[1])
+    assert torch.equal(step(batch(), ()), expected)
+
+
+UNCLEAR: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
+    "two": (
+        lambda out, loss: (out, {"a": loss, "b": loss + 1}),
+        r"a tuple with several numbers: \[1\]\['a'\], \[1\]\['b'\]",
+    ),
+    "none": (lambda out, loss: [out], "a list without a loss"),
+    "a loss of None": (lambda out, loss: {"loss": None, "aside": loss}, "a dict without a loss"),
+}
+
+
+@pytest.mark.parametrize("how", UNCLEAR)
+def test_what_may_or_may_not_be_the_loss_is_not_guessed(how: str) -> None:
+    module = Returns(UNCLEAR[how][0])
+    with pytest.raises(CaptureError, match=UNCLEAR[how][1]):
+        optimize(module, (batch(), ()), None, torch.optim.SGD(module.parameters(), lr=0.1), memory_ratio=0.9)
+
+
 class Packed(nn.Module):
     """A recurrent layer on sequences of their own lengths."""
 
@@ -202,6 +278,15 @@ def test_packed_sequences_are_trained_as_in_eager_mode() -> None:
         data = sequences(*lengths)
         loops.agree_on(*data)
     loops.same()
+
+
+def test_lengths_that_the_step_computes_are_refused() -> None:
+    class Computes(Packed):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(x, (x.sum((1, 2)) > 0).long() + lengths - 1)
+
+    with pytest.raises(CaptureError, match="depends on the data of a tensor"):
+        capture(Computes(), sequences(5, 2, 6)[0], (), lambda out: out.sum(), OptimizerSpec("sgd"))
 
 
 class Shared(nn.Module):
@@ -232,6 +317,29 @@ def word_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)])
+def test_tied_weights_are_trained_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    loops = Loops(Shared(), kind, word_loss, words(), memory_ratio=0.8)
+    assert loops.step.report().update == "part of the step"
+    for seed in range(3):
+        data = words(seed)
+        loops.agree_on(*data)
+    loops.same()
+    assert loops.module.head.weight is loops.module.embed.weight
+    assert loops.module.second.weight is loops.module.third.weight
+
+
+def test_tied_weights_count_once_in_the_gate() -> None:
+    module = Shared()
+    found = capture(module, (words()[0],), (words()[1],), word_loss, OptimizerSpec("adam"))
+    assert found.parameters == tuple(name for name, _ in module.named_parameters())
+    kept = sum(parameter.nbytes for parameter in module.parameters())
+    nbytes = {
+        kind: sum(s.nbytes for s in found.graph.storages.values() if s.kind == kind) for kind in ("parameter", "state")
+    }
+    assert nbytes == {"parameter": kept, "state": 2 * kept}
+
+
 class Seeded(nn.Module):
     """Draws from generators that it makes in every step."""
 
@@ -250,6 +358,33 @@ class Seeded(nn.Module):
         assert isinstance(mine, torch.Generator)
         other = torch.Generator().manual_seed(3)
         return self.more(x + torch.randn(x.shape, generator=other)) + torch.randn(x.shape, generator=mine)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.8])
+def test_generators_that_a_step_makes_begin_anew_in_every_step(ratio: float) -> None:
+    loops = Loops(Seeded(), partial(torch.optim.SGD, lr=0.1, momentum=0.9), memory_ratio=ratio)
+    loops.agree(3)
+
+
+@pytest.mark.parametrize(
+    ("handled", "message"),
+    [
+        (lambda generator: generator.seed(), r"seeds a generator by chance; use manual_seed"),
+        (lambda generator: generator.get_state(), r"reads the state of a generator that it makes"),
+        (lambda generator: generator.set_state(torch.get_rng_state()), r"sets the state .* use manual_seed"),
+    ],
+)
+def test_states_of_generators_that_a_step_makes_are_not_handled(
+    handled: Callable[[torch.Generator], object], message: str
+) -> None:
+    class Handling(Seeded):
+        def forward(self, x: Tensor) -> Tensor:
+            mine = torch.Generator()
+            handled(mine)
+            return super().forward(x + torch.rand(x.shape, generator=mine))
+
+    with pytest.raises(CaptureError, match=message):
+        optimize(Handling(), batch(), loss_of, None, memory_ratio=1.0)
 
 
 def with_its_own_loss() -> tuple[object, ...]:

@@ -346,3 +346,8 @@ def test_a_value_that_nobody_can_watch_is_refused(name: str, tmp_path: Any) -> N
     with (tmp_path / "file").open() as stream:
         A.stream, A.endless, A.large, A.huge = stream, endless(), np.ones(1_000_000), [1.0] * 200_000
         assert outcome((REFUSED[name], lambda: None)) == "refused"
+
+
+def test_a_closure_and_a_global_of_a_hook_are_part_of_the_world() -> None:
+    reset()
+    assert outcome((closure(), lambda: A.cell.__setitem__(0, 0.4))) == "right"

@@ -71,6 +71,13 @@ def test_a_plan_of_another_step_is_refused(tmp_path: Path) -> None:
         optimize(net(), batch(48), loss_of, None, memory_ratio=0.9, plan=path)
 
 
+def test_another_limit_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "plan.txt")
+    for asked in ({"memory_ratio": 0.6}, {"memory_limit": "1 GiB"}, {"latency_ratio": 1.1}):
+        with pytest.raises(UsageError, match=r"made for memory_ratio=0.9, asked for is .*; pass memory_ratio=0.9"):
+            optimize(net(), batch(), loss_of, None, plan=path, **asked)
+
+
 def test_a_plan_that_needs_more_here_than_its_limit_is_refused(tmp_path: Path) -> None:
     """As one that was made where operators have less scratch."""
     path = saved(tmp_path / "plan.txt", memory_ratio=0.99)
@@ -87,6 +94,13 @@ def test_a_file_whose_digest_was_changed_does_not_run(tmp_path: Path) -> None:
     write_plan(path, replace(read_plan(path), digest=step.prepare(as_batch(batch(width=16))).plan.digest))
     with pytest.raises(UsageError, match="the saved plan does not compute this step: "):
         optimize(other, batch(width=16), loss_of, None, memory_ratio=0.9, plan=path)
+
+
+def test_a_changed_file_is_told_by_its_checksum(tmp_path: Path) -> None:
+    path = saved(tmp_path / "plan.txt")
+    path.write_text(path.read_text().replace(" float32 [32, 32]", " float64 [32, 32]"))
+    with pytest.raises(UsageError, match="was changed since it was saved: its checksum is another one"):
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
 
 
 # Plans with one thing changed, in files whose checksums are right: what is not refused computes the same numbers.
@@ -192,6 +206,54 @@ def test_what_trains_other_numbers_is_refused(tmp_path: Path) -> None:
     assert whole.check(replace(graph, values=graph.values | swapped))
     ((constant, numbers),) = graph.constants.items()
     assert whole.check(replace(graph, constants={constant: (*numbers[:-1], 7.0)}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no plan of this version"),
+        ("magis plan 1\n{}\n", "is no plan of this version: it begins with 'magis plan 1'"),
+        ("magis plan 2\n{", "is corrupt"),
+        ("magis plan 2\n{}\nmagis graph 1\n", "is corrupt"),
+        ("magis plan 2\n" + "[" * 100_000, "is corrupt"),
+        *(
+            (written(body), "is corrupt")
+            for body in (
+                "nothing",
+                "magis graph 1\nstorage 0 temporary -5\n",
+                f"magis graph 1\nstorage 9{'9' * 5000} temporary 4\n",
+                f"magis graph 1\nstorage 0 temporary {10**19}\n",
+                "magis graph 1\nop 0 %1 = aten.mm.default(%1, %1) phase forward\n",
+                "magis graph 1\nstorage 0 batch 4\nvalue 0 @0 float32 [-1] {1} +0\ninput 0\n",
+                "magis graph 1\n" + "op 0 = magis.loop() phase forward parts 2\n" * 30,
+            )
+        ),
+        (written("magis graph 1\n", limit=[1]), "is corrupt"),
+        (written("magis graph 1\n", digest=5), "is corrupt"),
+    ],
+)
+def test_strange_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as error:
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
+    assert "\n" not in str(error.value)
+    assert path.read_text() == text
+
+
+def test_an_operator_that_no_step_has_is_refused(tmp_path: Path) -> None:
+    """`aten.from_file` would open files; the text form can say it, so the reader must not take it."""
+    path = saved(tmp_path / "plan.txt")
+    graph = parse(dump(read_plan(path).graph).replace("aten.addmm.default(", "aten.from_file.default("))
+    write_plan(path, replace(read_plan(path), graph=graph))
+    with pytest.raises(UsageError, match=r"holds aten.from_file.default, which its step has not"):
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the plan .*: No such file"):
+        optimize(net(), batch(), loss_of, None, memory_ratio=0.9, plan=tmp_path / "none.txt")
+    assert torch.is_grad_enabled()
 
 
 LINES = (HERE / "mlp_graph.txt").read_text(encoding="utf-8").splitlines()

@@ -133,6 +133,19 @@ def test_what_eager_runs_begins_where_the_planned_step_began(function: Function)
     loops.same()
 
 
+def test_what_eager_leaves_in_attributes_has_no_graph() -> None:
+    def keeping(m: nn.Module, x: Tensor) -> Tensor:
+        m.kept = m.first(x)[x.sum(-1) > 0]  # type: ignore[operator]
+        return m.body(m.kept)  # type: ignore[operator, no-any-return]
+
+    loops = Loops(choosing(keeping), partial(SGD, lr=0.01), squares, memory_ratio=1.0)
+    for seed in (1, 5, 1):
+        quiet(loops.step)(*batch(seed=seed))
+        loops.eager(*batch(seed=seed))
+        assert not loops.module.kept.requires_grad
+        assert torch.equal(loops.module.kept, loops.twin.kept)
+
+
 def with_generator(m: nn.Module, x: Tensor) -> Tensor:
     y = m.first(x) * torch.rand(64, 1, generator=m.generator)  # type: ignore[operator, arg-type]
     return m.body(y[x.sum(-1) > 0])  # type: ignore[operator, no-any-return]

@@ -36,3 +36,29 @@ def test_measured_bytes_are_those_planned(found: list[dict[str, Any]]) -> None:
     peaks = [peak for of_rank in found for peak in of_rank["peaks"]]
     assert all(0 <= measured - planned <= 4 * sent for measured, planned, sent in peaks)
     assert sum(measured == planned for measured, planned, _ in peaks) > len(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("tensor parallel", "blocks.0.up.weight is a distributed tensor of no fully_shard"),
+        ("statistics", "DistributedDataParallel sends the buffers of its module"),
+        ("changed", "model.blocks.0.drop.p has changed"),
+        ("parted", "some ranks have a batch of a kind that was not planned yet, others have not"),
+        ("hooked", "DistributedDataParallel with a communication hook"),
+        ("foreign", "the optimizer has none of the parameters that the model trains"),
+        ("around", "DistributedDataParallel at '0' of the model"),
+        ("one limit", "rank 1 has no step: memory_ratio=2.0"),
+        ("two limits", "the limit of rank 1 is another one than that of rank 0"),
+        ("no file", "rank 0 has no plan file: cannot read the plan 0.plan"),
+        ("other batch", "the step of rank 1 is another one than that of rank 0"),
+        ("no plan", "no plan found that needs at most 1.00 KiB"),
+        ("branch", "the forward reads numbers off data or draws on the host"),
+        ("moved", "the weights of the model have moved in memory"),
+    ],
+)
+def test_what_has_no_plan_is_one_line_on_all_ranks(found: list[dict[str, Any]], what: str, said: str) -> None:
+    lines = [of_rank["refusals"][what] for of_rank in found]
+    assert lines[0] == lines[1]
+    assert said in lines[0]
+    assert "\n" not in lines[0].replace("\n  hint: ", "")

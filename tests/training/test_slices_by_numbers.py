@@ -53,3 +53,28 @@ def test_a_slice_that_gets_gradients_by_what_is_written_to_it_is_refused() -> No
 
     with pytest.raises(CaptureError, match=r"changes model\.count"):
         trained(between)
+
+
+def test_views_of_slices_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        net.other[net.count : net.count + 4].view(2, 2).t().mul_(0.9)
+        return h * net.other.clone() + net.other.clone()[net.count : net.count + 8].view(4, 2).t()[1].mean()
+
+    _, captures = trained(between, monkeypatch=monkeypatch)
+    assert captures == [0] * 8
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_slice_that_is_another_window_by_chance_is_refused(first: bool) -> None:
+    """Both begin at 4 in the first step: one graph has them as one window."""
+
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        places = [slice(net.count, net.count + 4), slice(4, 8)]
+        with torch.no_grad():
+            found = [net.other[place] * 2.0 for place in (places if first else places[::-1])]
+        return h * (found[0] - 3 * found[1]).sum()
+
+    with pytest.raises(CaptureError, match=r"changes model\.count"):
+        trained(between)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from collections.abc import Callable
 from random import uniform
 from typing import Any
@@ -20,6 +21,9 @@ import magis
 from magis.errors import CaptureError
 from magis.frontends import planned
 from magis.frontends.audits import Audits
+
+OTHER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.37)
+SCHEDULE = torch.optim.lr_scheduler.ExponentialLR(OTHER, 0.97)
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +52,21 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
         return self.two(self.between(self, torch.tanh(self.one(x))))
+
+
+class Centered(nn.Module):
+    """A loss that keeps a centre, and maybe a trained scale."""
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.center, self.steps = torch.zeros(5), 0
+        self.scale = nn.Parameter(torch.ones(())) if trained else 1.5
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        loss = functional.cross_entropy((out - self.center) * self.scale / math.sqrt(self.steps + 2), y)
+        self.center = self.center * 0.9 + out.detach().mean(0) * 0.1
+        return loss
 
 
 def trained(
@@ -190,6 +209,35 @@ def test_tensors_that_a_forward_replaces(
     assert captures == [0] * 8
 
 
+def test_a_tensor_that_was_read_stays_as_it_was() -> None:
+    step, _ = trained(rebound, steps=2)
+    before = step.module.center
+    contents = before.clone()
+    step(torch.randn(8, 16), torch.randint(0, 5, (8,)))
+    assert step.module.center is not before
+    assert torch.equal(before, contents)
+
+
+def test_a_teacher_updated_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(net: Net, index: int) -> None:
+        averaged_in_place(net, 0.9 + index / 100)
+
+    _, captures = trained(taught(lambda _net: None), change=change, monkeypatch=monkeypatch)
+    assert captures == [0] * 8
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_loss_that_keeps_a_tensor_and_a_number(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, captures = trained(lambda _net, h: h, Centered(trained=trains), monkeypatch=monkeypatch)
+    assert sum(captures) <= 2  # once for a root that is 2, a number of which torch knows something
+
+
+def test_numbers_of_a_model_beside_a_loss_with_parameters() -> None:
+    trained(
+        lambda net, h: h * net.heat, Centered(trained=True), lambda net, index: setattr(net, "heat", 0.5 + index / 10)
+    )
+
+
 def test_a_tensor_kept_elsewhere_too_is_refused() -> None:
     history = [torch.zeros(32)]
 
@@ -209,6 +257,15 @@ def test_a_tensor_kept_elsewhere_too_is_refused() -> None:
             latency_ratio=1.5,
             budget=40,
         )
+
+
+def test_data_of_trained_parameters_is_refused() -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.two.weight.data = net.two.weight.data * 0.99
+        return h
+
+    with pytest.raises(CaptureError, match=r"replaces parameter 'two\.weight'"):
+        trained(between)
 
 
 def mixed(draw: Callable[[], float]) -> Callable[[Net, Tensor], Tensor]:
@@ -236,6 +293,58 @@ def test_numbers_that_are_drawn_on_the_host(draw: Callable[[], float], monkeypat
     assert step.report().update == "part of the step"
 
 
+def test_decisions_by_drawn_numbers_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw() -> float:
+        share = np.random.beta(0.4, 0.4)  # noqa: NPY002
+        return max(share, 1 - share)
+
+    step, captures = trained(mixed(draw), monkeypatch=monkeypatch)
+    assert sum(captures) <= 1
+    assert len(step._entries) <= 2
+
+
+def test_what_is_drawn_besides_numbers_is_captured_at_each_step() -> None:
+    trained(lambda _net, h: h * torch.tensor(np.random.rand(32), dtype=torch.float32))  # noqa: NPY002
+
+
+def counted(net: Net, h: Tensor) -> Tensor:
+    net.count += 1
+    return h * min(1.0, net.count / 8.3)
+
+
+def cooled(net: Net, h: Tensor) -> Tensor:
+    net.heat = max(0.5, net.heat * 0.97)
+    return h / net.heat
+
+
+def annealed(net: Net, h: Tensor) -> Tensor:
+    heat = 0.1 + 0.9 * math.exp(-net.count / 10)
+    net.count = net.count + 2
+    return h / heat
+
+
+def in_turn(net: Net, h: Tensor) -> Tensor:
+    net.count += 1
+    return h * 0.5 if net.count % 2 else h
+
+
+@pytest.mark.parametrize(("between", "most"), [(counted, 2), (cooled, 0), (annealed, 0), (in_turn, 1)])
+def test_numbers_that_a_forward_reads_and_changes(
+    between: Callable[[Net, Tensor], Tensor], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, captures = trained(between, monkeypatch=monkeypatch)
+    assert sum(captures) <= most
+
+
+def test_a_number_that_sizes_something_and_changes_is_refused() -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        return h + torch.zeros(net.count, 32).mean(0)
+
+    with pytest.raises(CaptureError, match=r"changes model\.count"):
+        trained(between)
+
+
 def test_an_error_takes_back_what_was_drawn_and_counted() -> None:
     def between(net: Net, h: Tensor) -> Tensor:
         net.heat = net.heat * 0.9
@@ -251,3 +360,38 @@ def test_an_error_takes_back_what_was_drawn_and_counted() -> None:
     random.random()
     assert found == random.getstate()  # as eager leaves it: drawn once
     assert step.module.heat == heat * 0.9
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: OTHER.param_groups[0]["lr"], lambda: SCHEDULE.get_last_lr()[0], lambda: 0.9**SCHEDULE.last_epoch],
+)
+def test_rates_of_others(read: Callable[[], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.last = -1
+
+        def __call__(self, _net: Net, index: int) -> None:
+            if index != self.last:
+                self.last = index
+                OTHER.step()
+                SCHEDULE.step()
+
+    _, captures = trained(lambda _net, h: h * read(), change=Once(), monkeypatch=monkeypatch)
+    assert captures[2:] == [0] * 6
+
+
+def test_a_branch_on_a_state_that_the_first_step_alone_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, captures = trained(lambda net, h: net.quantize(torch.relu(h)), monkeypatch=monkeypatch)
+    assert sum(captures) == 1
+    assert captures[4:] == [0] * 4
+
+
+def test_a_slice_of_another_length_is_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(net: Net, h: Tensor) -> Tensor:
+        net.count += 1
+        return h + h[:, net.count : net.count + 30].mean()
+
+    trained(between, monkeypatch=monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import pickle  # noqa: TID251 (spawned processes of both trainers do)
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,6 +197,94 @@ def test_a_step_with_a_validation_in_it_is_not_measured(capfd: pytest.CaptureFix
     assert net.modes_of_evaluation == {0}
 
 
+def test_an_epoch_that_a_module_ends_ends_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    net.epoch_ends_at = 1
+    assert list(lightning(net, steps=(1, 2, 3)).peaks) == [1, 3]
+    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured", "step 3:"]
+
+
+def test_an_epoch_that_a_callback_ends_ends_the_step(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_substep_end(self, _args: Any, state: Any, control: Any, **_given: Any) -> None:
+            control.should_epoch_stop = state.global_step == 1
+
+    net = Net()
+    assert list(hugging_face(net, Stops(), accumulated=2, evaluates="epoch").peaks) == [1]
+    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured"]
+    assert net.modes_of_evaluation == {0}
+
+
+def test_a_scheduler_with_slots_is_left_alone() -> None:
+    class Constant:
+        __slots__ = ()
+
+        def step(self) -> None: ...
+
+        def get_last_lr(self) -> list[float]:
+            return [0.1]
+
+    net = Net()
+    callback = hugging_face(net, optimizers=(torch.optim.SGD(net.parameters()), Constant()))
+    assert list(callback.peaks) == [1, 2]
+
+
+def test_it_is_pickled_without_its_peaks(train: Train) -> None:
+    callback = train(Net(), name="net", tolerance=0.5, steps=(1, 3))
+    again = pickle.loads(pickle.dumps(callback))
+    assert type(again) is type(callback)
+    assert (again.name, again.tolerance, again.steps, again.peaks) == ("net", 0.5, (1, 3), {})
+    assert list(callback.peaks) == [1, 3]
+
+
+def test_a_training_of_fewer_steps_says_so(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    assert list(train(Net(), max_steps=1).peaks) == [1]
+    assert "training ended after 1 step: no peak of step 2\n" in capfd.readouterr().out
+    assert list(train(Net(), max_steps=0).peaks) == []
+    assert "training ended after 0 steps: no peak of step 1, 2\n" in capfd.readouterr().out
+
+
+def test_two_of_them_are_refused(train: Train) -> None:
+    kind, library = ("MagisCallback", "transformers") if train is hugging_face else ("LightningCallback", "lightning")
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    with pytest.raises(magis.UsageError, match="the trainer has two; name all steps in one"):
+        train(Net(), getattr(magis, kind)(steps=(3,)))
+
+
+def test_an_error_of_another_callback_ends_the_step() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_pre_optimizer_step(self, *_: Any, **_given: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hugging_face(Net(), Stops())
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "said"),
+    [
+        (magis.MagisCallback, {"steps": (0,)}, "MagisCallback: steps=(0,); number the steps from 1 on"),
+        (magis.MagisCallback, {"steps": 2}, "MagisCallback: steps=2; number"),
+        (magis.LightningCallback, {"steps": ()}, "LightningCallback: steps=(); number"),
+        (magis.LightningCallback, {"tolerance": -1}, "tolerance=-1; give a share such as 0.01"),
+        (magis.MagisCallback, {"tolerance": float("inf")}, "tolerance=inf; give"),
+        (magis.MagisCallback, {"tolerance": True}, "tolerance=True; give"),
+        (magis.MagisCallback, {"name": "a b/c"}, "name='a b/c'; use letters, digits, '_', '-' and '.', 90 at most"),
+        (magis.MagisCallback, {"name": 3}, "name=3; use letters"),
+        (magis.LightningCallback, {"name": "n" * 95}, "nnn'; use letters"),
+    ],
+)
+def test_bad_arguments_are_one_line(make: Callable[..., object], asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(magis.UsageError) as caught:
+        make(**asked)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("make", "modules", "extra"),
     [
@@ -210,3 +299,8 @@ def test_without_its_library_it_says_what_to_install(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(magis.UsageError, match=rf"which is not installed; pip install 'pytest-magis\[{extra}\]'"):
         make()
+
+
+def test_naming_it_loads_neither_library(fresh_python: Callable[[str], str]) -> None:
+    program = "import sys, magis; magis.MagisCallback; print({'transformers', 'lightning'} & set(sys.modules))"
+    assert fresh_python(program) == "set()\n"

@@ -12,8 +12,10 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F  # noqa: N812
 
 import magis
+from magis.errors import CaptureError
 
 Between = Callable[[Any, Tensor], Tensor]
+OUTSIDE = torch.eye(8).to_sparse()
 
 
 class Net(nn.Module):
@@ -83,3 +85,48 @@ def test_transforms_train_as_eager_does(name: str) -> None:
         assert torch.equal(step(x, y), expected.detach())
     assert all(torch.equal(one, other) for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
     assert magis.estimate(nets[0], batch(0), loss, "sgd", device="cpu").peak_bytes > 0
+
+
+def mixed(net: Net, h: Tensor) -> Tensor:
+    return net.near @ h
+
+
+EYE = torch.eye(8)
+SPARSE: dict[str, tuple[Callable[[], Net], Callable[..., Tensor]]] = {
+    **{
+        f"{layout} {where}": (
+            lambda to=to, plain=where == "attribute": Net(mixed, to(EYE), plain=plain),
+            F.cross_entropy,
+        )
+        for layout, to in (("coo", Tensor.to_sparse), ("csr", Tensor.to_sparse_csr), ("csc", Tensor.to_sparse_csc))
+        for where in ("buffer", "attribute")
+    },
+    "outside": (lambda: Net(lambda _net, h: torch.sparse.mm(OUTSIDE, h)), F.cross_entropy),
+    "in the loss": (Net, lambda out, target: F.cross_entropy(torch.sparse.mm(OUTSIDE, out), target)),
+    "made of activations": (
+        lambda: Net(lambda _net, h: torch.sparse_coo_tensor(torch.arange(8).expand(2, 8), h[:, 0], (8, 8)) @ h),
+        F.cross_entropy,
+    ),
+    "made, by rows": (
+        lambda: Net(
+            lambda _net, h: torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8), (8, 8)) @ h
+        ),
+        F.cross_entropy,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own, of layouts that it calls a beta
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_are_refused_in_one_line(name: str) -> None:
+    make, loss = SPARSE[name]
+    net = make()
+    with pytest.raises(CaptureError, match=r"sparse.*only dense") as found:
+        magis.optimize(net, batch(0), loss, torch.optim.SGD(net.parameters(), lr=0.1), memory_ratio=1.0)
+    assert "\n" not in str(found.value)
+    for call in (
+        lambda: magis.estimate(make(), batch(0), loss, "sgd", device="cpu"),
+        lambda: magis.checkpoint_policy(nn.Sequential(nn.Sequential(make())), batch(0), loss, memory_ratio=0.9),
+    ):
+        with pytest.raises(CaptureError, match=r"sparse.*only dense"):
+            call()
