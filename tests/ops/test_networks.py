@@ -15,7 +15,9 @@ from magis.models import get, resolve
 from magis.ops.optimizers import OptimizerSpec
 from magis.ops.splits import splits, why_opaque
 from magis.rewrite.functionalize import functionalize
+from tests.nets import NETS
 from tests.ops.cutting import Case, distinct, problems
+from tests.oracles import captured
 
 SGD = OptimizerSpec("sgd", lr=0.01)
 ADAMW = OptimizerSpec("adamw", weight_decay=0.01)
@@ -39,6 +41,15 @@ def graphs(name: str, rule: OptimizerSpec, device: str = "cpu", dtype: str = "fl
     ).graph  # fmt: skip
     yield graph
     yield functionalize(graph)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_parts_give_the_whole_in_small_networks(step: int) -> None:
+    """Networks with one odd trait each: norms of batches and layers, which no sample of torch's cuts, among them."""
+    steps = [captured(net.build()).graph for net in [*NETS.values()][::step]]
+    cases = distinct([*steps, *map(functionalize, steps)])
+    assert unexplained(cases) == []
+    assert [line for case in cases.values() for line in problems(case, largest=8)] == []
 
 
 def unexplained(cases: dict[str, Case]) -> list[str]:
