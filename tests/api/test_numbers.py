@@ -75,6 +75,10 @@ def test_a_step_in_parts_is_within_tolerance(subject: Subject, looped: Graph) ->
     assert compare_rounding(subject, looped, 3) == "within tolerance"
 
 
+def test_a_step_without_loops_is_too(subject: Subject) -> None:
+    assert compare_rounding(subject, subject.normal, 0) == "within tolerance"
+
+
 def test_a_wrong_gradient_is_named(subject: Subject, looped: Graph) -> None:
     """GELU's backward of the other formula: off in the fourth digit."""
     wrong = changed(
@@ -83,6 +87,27 @@ def test_a_wrong_gradient_is_named(subject: Subject, looped: Graph) -> None:
     found = compare_rounding(subject, wrong, 0)
     assert found.startswith("differs: gradient of ")
     assert found.endswith(" times as far off as rounding allows")
+
+
+def test_a_sum_that_misses_a_part_is_a_wrong_gradient(subject: Subject, looped: Graph) -> None:
+    """What parts add up to, taken for a mean."""
+    wrong = changed(looped, lambda op: op.target == "magis.reduce" and op.args[-1] == "sum", with_argument(2, "mean"))
+    assert compare_rounding(subject, wrong, 0).startswith("differs: ")
+
+
+def test_a_wrong_loss_is_named(subject: Subject, looped: Graph) -> None:
+    wrong = changed(looped, calls("gelu", "forward"), lambda op: replace(op, kwargs=(("approximate", "tanh"),)))
+    assert compare_rounding(subject, wrong, 0).startswith("differs: loss is ")
+
+
+def test_a_wrong_update_is_named(subject: Subject, looped: Graph) -> None:
+    """The last operator of one weight's update left out."""
+    at = next(at for at, op in enumerate(looped.ops) if calls("addcdiv_", "update")(op))
+    wrong = replace(looped, ops=(*looped.ops[:at], *looped.ops[at + 1 :]))
+    found = compare_rounding(subject, wrong, 0)
+    assert found.startswith("differs: ")
+    assert " after the step, by the same gradient" in found
+    assert "gradient of" not in found
 
 
 def test_a_wrong_optimizer_state_is_named(subject: Subject, looped: Graph) -> None:
@@ -149,6 +174,18 @@ def replace_ref(op: Op, value: int) -> object:
     return replace(op.args[0], value=value)  # type: ignore[type-var]
 
 
+def test_a_wrong_buffer_is_named(subject: Subject, looped: Graph) -> None:
+    """Statistics that run at half the pace."""
+    wrong = changed(looped, calls("native_batch_norm", "forward"), with_argument(6, 0.05))
+    found = compare_rounding(subject, wrong, 0)
+    assert found.startswith("differs: buffer 0.running_mean, by up to ")
+
+
+def test_a_buffer_may_differ_by_rounding_alone(subject: Subject, looped: Graph) -> None:
+    wrong = changed(looped, calls("native_batch_norm", "forward"), with_argument(6, 0.1 * (1 + 1e-6)))
+    assert compare_rounding(subject, wrong, 0) == "within tolerance"
+
+
 # --- the optimizer's part of a step -----------------------------------------------------------------------------------
 
 
@@ -163,3 +200,13 @@ def test_an_update_alone_is_the_rest_of_the_step(subject: Subject) -> None:
         name: tensor.tolist() for name, tensor in twin.state().items()
     }
     assert twin.gradients() == {}
+
+
+def test_an_update_leaves_alone_what_has_no_gradient(subject: Subject) -> None:
+    twin, before = subject.eager(), subject.fresh().module
+    twin.update({"1.weight": torch.ones(16, 6)})
+    moved = [
+        name for name, parameter in before.named_parameters()
+        if not torch.equal(parameter, dict(twin.module.named_parameters())[name])
+    ]  # fmt: skip
+    assert moved == ["1.weight"]

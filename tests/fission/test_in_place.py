@@ -139,6 +139,72 @@ def test_what_is_merged_late_leaves_in_its_own_place() -> None:
     assert loop.body == reparted(graph, replace(region, parts=4), in_place=True)
 
 
+def test_the_same_twice_in_a_row() -> None:
+    """What took memory over is a victim like any other."""
+    again = (
+        "storage 5 temporary 128",
+        f"value 5 @5 {SQUARE}",
+        MADE,
+        PRODUCT,
+        "op 2 %5 = aten.mm.default(%3, %1) reads 1:0 3:0 phase forward",
+        "op 3 %4 = aten.sum.dim_IntList(%5, [1]) reads 5:0 phase forward",
+        "output 4",
+    )
+    graph = step(*HEAD, *again)
+    once = in_place(graph, rows(graph, 1))
+    at = next(position for position, op in enumerate(once.ops) if op.target == "aten.mm.default")
+    twice = in_place(once, rows(once, at))
+    verify_fission(twice, graph)
+    assert victims(twice) == [2, 2]
+    assert {value.storage for value in twice.values.values()} == {1, 2, 4}
+
+
+def test_what_was_written_before_goes_on_from_its_version() -> None:
+    graph = step(
+        *HEAD,
+        f"value 5 @2 {SQUARE}",
+        MADE,
+        "op 1 %5 = aten.neg_.default(%2) reads 2:0 writes 2:1 phase forward",
+        "op 2 %3 = aten.mm.default(%5, %1) reads 1:0 2:1 phase forward",
+        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+    )
+    found = in_place(graph, rows(graph, 2))
+    assert [dict(op.writes) for op in found.ops] == [{}, {2: 1}, {2: 2}, {}]
+    assert dict(found.ops[-1].reads) == {2: 2}
+
+
+@pytest.mark.parametrize("taken", [3, 5])
+def test_what_the_region_writes_itself_has_memory_of_its_own(taken: int) -> None:
+    """Whichever name it has afterwards, what leaves is what it was written to last."""
+    graph = step(
+        *HEAD,
+        f"value 5 @3 {SQUARE}",
+        MADE,
+        PRODUCT,
+        "op 2 %5 = aten.neg_.default(%3) reads 3:0 writes 3:1 phase forward",
+        f"op 3 %4 = aten.sum.dim_IntList(%{taken}, [1]) reads 3:1 phase forward",
+        "output 4",
+    )
+    assert_apart(graph, rows(graph, 1, 2))
+
+
+def test_a_reader_between_maker_and_region_comes_first() -> None:
+    """It stood behind the place at which the loop will be."""
+    graph = step(
+        *HEAD,
+        "storage 5 temporary 32",
+        "value 5 @5 float64 [4] {1} +0",
+        MADE,
+        "op 1 %5 = aten.sum.dim_IntList(%2, [0]) reads 2:0 phase forward",
+        "op 2 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward",
+        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+        "output 5",
+    )
+    assert victims(in_place(graph, rows(graph, 2))) == [2]
+
+
 def test_a_tensor_that_somebody_reads_later_is_left_alone() -> None:
     graph = step(
         *HEAD,
@@ -150,6 +216,147 @@ def test_a_tensor_that_somebody_reads_later_is_left_alone() -> None:
         "output 5",
     )
     assert_apart(graph, rows(graph, 1))
+
+
+def test_a_tensor_that_somebody_looks_at_later_by_a_view_is_left_alone() -> None:
+    graph = step(
+        *HEAD,
+        "value 5 @2 float64 [4, 4] {1, 4} +0",
+        "storage 6 temporary 128",
+        f"value 6 @6 {SQUARE}",
+        MADE,
+        "op 1 %5 = aten.t.default(%2) phase forward",
+        "op 2 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward",
+        "op 3 %6 = aten.mm.default(%5, %3) reads 2:0 3:0 phase forward",
+        "output 6",
+    )
+    assert_apart(graph, rows(graph, 2))
+
+
+@pytest.mark.parametrize("returned", [2, 3])
+def test_what_is_returned_has_memory_of_its_own(returned: int) -> None:
+    graph = step(*HEAD, MADE, PRODUCT, SUMMED, "output 4", f"output {returned}")
+    assert_apart(graph, rows(graph, 1))
+
+
+@pytest.mark.parametrize("kind", ["batch", "parameter", "buffer", "state"])
+def test_memory_of_the_caller_is_left_alone(kind: str) -> None:
+    head = (line.replace("storage 1 batch", f"storage 1 {kind}") for line in HEAD)
+    graph = step(
+        *(line for line in head if not line.startswith(("storage 2", "value 2"))),
+        "op 0 %3 = aten.exp.default(%1) reads 1:0 phase forward",
+        "op 1 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+    )
+    assert_apart(graph, rows(graph, 0))
+
+
+def test_other_strides_are_no_match() -> None:
+    transposed = (line.replace(f"value 2 @2 {SQUARE}", "value 2 @2 float64 [4, 4] {1, 4} +0") for line in HEAD)
+    graph = step(
+        *transposed,
+        "value 5 @1 float64 [4, 4] {1, 4} +0",
+        "op 0 %5 = aten.t.default(%1) phase forward",
+        "op 1 %2 = aten.exp.default(%5) reads 1:0 phase forward",
+        "op 2 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward",
+        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+    )
+    assert_apart(graph, rows(graph, 2))
+
+
+def test_another_dimension_is_no_match() -> None:
+    """Columns are read where rows are written: the second part would find the first one's rows."""
+    graph = step(
+        *HEAD,
+        "value 5 @2 float64 [4, 4] {1, 4} +0",
+        MADE,
+        "op 1 %5 = aten.t.default(%2) phase forward",
+        "op 2 %3 = aten.mm.default(%5, %1) reads 1:0 2:0 phase forward",
+        "op 3 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+    )
+    assert_apart(graph, rows(graph, 1, 2))
+
+
+def test_a_tensor_taken_whole_too_is_left_alone() -> None:
+    product = PRODUCT.replace("(%2, %1) reads 1:0 2:0", "(%2, %2) reads 2:0")
+    graph = step(*HEAD, MADE, product, SUMMED, "output 4")
+    assert_apart(graph, rows(graph, 1))
+
+
+def test_another_data_type_is_no_match() -> None:
+    """As many bytes, even."""
+    graph = step(
+        *(line.replace(f"value 3 @3 {SQUARE}", "value 3 @3 int64 [4, 4] {4, 1} +0") for line in HEAD[:7]),
+        "input 1",
+        MADE,
+        "op 1 %3 = aten._to_copy.default(%2, dtype=<dtype int64>) reads 2:0 phase forward",
+        f"storage 5 temporary 128\nvalue 5 @5 {SQUARE.replace('float64', 'int64')}",
+        "op 2 %5 = aten.neg.default(%3) reads 3:0 phase forward",
+        "output 5",
+    )
+    assert_apart(graph, rows(graph, 1))
+
+
+def test_a_part_of_a_storage_is_no_match() -> None:
+    graph = step(
+        "storage 1 batch 256",
+        "storage 2 temporary 256",
+        "storage 3 temporary 128",
+        "storage 4 temporary 32",
+        "value 1 @1 float64 [8, 4] {4, 1} +0",
+        "value 2 @2 float64 [8, 4] {4, 1} +0",
+        f"value 3 @3 {SQUARE}",
+        "value 4 @4 float64 [4] {1} +0",
+        f"value 5 @2 {SQUARE}",
+        "value 6 @1 float64 [4, 4] {4, 1} +16",
+        "input 1",
+        MADE,
+        "op 1 %5 = aten.slice.Tensor(%2, 0, 0, 4) phase forward",
+        "op 2 %6 = aten.slice.Tensor(%1, 0, 4, 8) phase forward",
+        "op 3 %3 = aten.mm.default(%5, %6) reads 1:0 2:0 phase forward",
+        "op 4 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+    )
+    assert_apart(graph, rows(graph, 3))
+
+
+TWO = (
+    *HEAD,
+    "storage 5 temporary 128",
+    "storage 6 temporary 128",
+    f"value 5 @5 {SQUARE}",
+    f"value 6 @6 {SQUARE}",
+    MADE,
+    PRODUCT,
+    "op 2 %5 = aten.mul.Tensor(%3, %2) reads 2:0 3:0 phase forward",
+    "op 3 %6 = aten.sub.Tensor(%3, %5) reads 3:0 5:0 phase forward",
+    "output 6",
+)
+
+
+def test_one_tensor_is_taken_over_once() -> None:
+    graph = step(*TWO)
+    found = in_place(graph, rows(graph, 1, 2))
+    assert victims(found) == [2]
+    assert sorted(found.values[value].storage for value in (3, 5)) in ([2, 3], [2, 5])
+
+
+def test_two_tensors_are_taken_over_by_two() -> None:
+    graph = step(
+        *TWO[:-4],
+        "storage 7 temporary 128",
+        f"value 7 @7 {SQUARE}",
+        "op 1 %7 = aten.neg.default(%1) reads 1:0 phase forward",
+        "op 2 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward",
+        "op 3 %5 = aten.mul.Tensor(%7, %3) reads 3:0 7:0 phase forward",
+        "op 4 %6 = aten.sub.Tensor(%3, %5) reads 3:0 5:0 phase forward",
+        "output 6",
+    )
+    found = in_place(graph, rows(graph, 2, 3))
+    assert sorted(victims(found)) == [2, 7]
+    assert {found.values[3].storage, found.values[5].storage} == {2, 7}
 
 
 def test_the_last_reader_comes_before_the_join() -> None:

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.errors import CaptureError
+from magis.models import OptimizerSpec, Workload
+
 number = 3
 
 
@@ -19,8 +22,47 @@ def as_tuple() -> tuple[nn.Module, Tensor, list[Tensor], object]:
     return nn.Linear(4, 2).eval(), torch.randn(3, 4), [torch.randn(3, 2)], squared
 
 
+def as_workload() -> Workload:
+    module = nn.Linear(4, 2)
+    tensors = (torch.randn(3, 4),), (torch.randn(3, 2),)
+    return Workload("mine", module, *tensors, squared, OptimizerSpec("adam", lr=0.5), blocks=("",))
+
+
+def bad_optimizer() -> Workload:
+    module = nn.Linear(4, 2)
+    return Workload("mine", module, (torch.randn(3, 4),), (torch.randn(3, 2),), squared, OptimizerSpec("lion"))
+
+
+def no_tuple() -> int:
+    return 3
+
+
 def short() -> tuple[nn.Module, Tensor]:
     return nn.Linear(4, 2), torch.randn(3, 4)
+
+
+def no_module() -> tuple[object, ...]:
+    return "module", torch.randn(3, 4), (), squared
+
+
+def no_tensors() -> tuple[object, ...]:
+    return nn.Linear(4, 2), (torch.randn(3, 4), object()), (), squared
+
+
+def no_loss() -> tuple[object, ...]:
+    return nn.Linear(4, 2), torch.randn(3, 4), (), "mse"
+
+
+def class_of_module() -> tuple[object, ...]:
+    return nn.Linear, torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss()
+
+
+def class_of_loss() -> tuple[object, ...]:
+    return nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss
+
+
+def class_of_optimizer() -> tuple[object, ...]:
+    return nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss(), torch.optim.RMSprop
 
 
 def fails() -> None:
@@ -29,6 +71,14 @@ def fails() -> None:
 
 def leaves() -> None:
     sys.exit(2)
+
+
+def leaves_without_a_word() -> None:
+    sys.exit()
+
+
+def fails_on_purpose() -> None:
+    raise CaptureError("as said")
 
 
 class Maker:

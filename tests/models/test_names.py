@@ -6,8 +6,22 @@ from collections.abc import Callable
 
 import pytest
 
-from magis.errors import MagisError
-from magis.models.model_specs import UnknownModelError, all_names, resolve
+from magis.errors import MagisError, UsageError
+from magis.extensions.models.network_names import GATE_NAMES, REAL_NAMES, SEED_NAMES
+from magis.models.model_specs import UnknownModelError, all_names, is_factory, resolve
+
+
+def test_groups() -> None:
+    assert resolve(["all"]) == ("resnet50", "bert", "vit", "unet", "unetpp", "gpt_neo", "btlm") == GATE_NAMES
+    assert resolve(["seed"]) == tuple(f"seed-{name}" for name in GATE_NAMES) == SEED_NAMES
+    assert resolve([]) == ()
+
+
+def test_every_network_has_both_variants_and_one_name() -> None:
+    names = all_names()
+    assert len(set(names)) == len(names) == 2 * len(REAL_NAMES)
+    assert set(names) == {*REAL_NAMES, *(f"seed-{name}" for name in REAL_NAMES)}
+    assert set(GATE_NAMES) < set(REAL_NAMES)
 
 
 def test_order_is_kept_and_repeats_dropped() -> None:
@@ -30,6 +44,18 @@ def test_order_is_kept_and_repeats_dropped() -> None:
 )
 def test_globs(pattern: str, expected: tuple[str, ...]) -> None:
     assert resolve([pattern]) == expected
+
+
+def test_factories_pass_through() -> None:
+    assert resolve(["my.package:make", "bert", "my.package:make"]) == ("my.package:make", "bert")
+    assert is_factory("a:b")
+    assert not is_factory("bert")
+
+
+@pytest.mark.parametrize("pattern", [":make", "package:", "a b:c", "a..b:c", "a:b:c", "a/b:c", "bert*:x"])
+def test_malformed_factories(pattern: str) -> None:
+    with pytest.raises(UsageError, match=r"not a model factory: .*; write it as package\.module:factory"):
+        resolve([pattern])
 
 
 @pytest.mark.parametrize(

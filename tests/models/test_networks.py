@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.extensions.models.building import REAL, SEED, SelfAttention, causal_mask
-from magis.extensions.models.decoders import GptNeo, GptNeoConfig
-from magis.extensions.models.encoders import VIT_SIZES, VitConfig, vit
+from magis.extensions.models.building import REAL, SEED, SelfAttention, alibi_slopes, causal_mask
+from magis.extensions.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
+from magis.extensions.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
 from magis.extensions.models.network_names import GATE_NAMES, SEED_NAMES
 from magis.models import Workload, all_names, get
 
@@ -128,6 +130,80 @@ def test_blocks_are_disjoint_and_hold_most_of_the_network(name: str) -> None:
     assert sum(parameter.numel() for parameter in held) > 0.6 * parameters(made.module)
 
 
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def operators(name: str) -> tuple[Workload, set[str]]:
+    with FakeTensorMode(), Operators() as seen:
+        made = get(name).build("small", 0)
+        seen.names.clear()
+        made.loss_fn(made.module(*made.inputs), *made.targets)
+    return made, seen.names
+
+
+@pytest.mark.parametrize("name", [name for name in all_names() if name.startswith("seed-")])
+def test_what_the_seed_leaves_out(name: str) -> None:
+    made, seen = operators(name)
+    assert list(made.module.named_parameters())
+    assert [key for key, _ in made.module.named_parameters() if key.endswith("bias")] == []
+    assert not any(isinstance(part, (nn.BatchNorm2d, nn.Dropout, nn.GELU)) for part in made.module.modules())
+    norms = [part for part in made.module.modules() if isinstance(part, nn.LayerNorm)]
+    assert all(norm.weight is None for norm in norms)
+    assert not [key for key, _ in made.module.named_parameters() if "position" in key]
+    left = {"native_batch_norm", "gelu", "bernoulli_", "native_dropout", "relu_"}
+    assert not [op for op in seen if op in left or "scaled_dot_product" in op]
+    assert made.explicit_attention
+    if name.removeprefix("seed-") in ("bert", "vit", "gpt_neo", "btlm"):
+        assert norms
+        assert {"bmm", "_softmax"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resnet50", {"native_batch_norm", "relu_", "max_pool2d_with_indices"}),
+        ("unet", {"native_batch_norm", "relu_", "nll_loss2d_forward"}),
+        ("unetpp", {"native_batch_norm", "upsample_bilinear2d", "binary_cross_entropy_with_logits"}),
+        ("bert", {"bernoulli_", "gelu", "tanh", "native_layer_norm", "embedding"}),
+        ("vit", {"_scaled_dot_product_flash_attention_for_cpu", "gelu", "native_layer_norm"}),
+        ("gpt_neo", {"_scaled_dot_product_flash_attention_for_cpu", "gelu", "embedding"}),
+        ("btlm", {"_scaled_dot_product_flash_attention_for_cpu", "silu"}),
+        ("vgg16", {"relu_", "bernoulli_"}),
+        ("densenet121", {"native_batch_norm", "cat", "avg_pool2d"}),
+    ],
+)
+def test_what_the_real_networks_have(name: str, expected: set[str]) -> None:
+    made, seen = operators(name)
+    assert expected - seen == set()
+    assert not made.explicit_attention
+
+
+def test_dropout_is_that_of_the_originals() -> None:
+    made = fake(lambda: get("bert").build("paper", 0))
+    rates = {part.p for part in made.module.modules() if isinstance(part, nn.Dropout)}
+    rates |= {part.dropout for part in made.module.modules() if isinstance(part, SelfAttention)}
+    assert rates == {0.1}
+
+
+def test_bert_decodes_with_its_word_embedding() -> None:
+    config = BertConfig(batch_size=2, seq_len=4, layers=1, width=8, heads=2, vocab_size=11, max_positions=4)
+    made = bert(config, SEED, "seed-bert", 0)
+    tokens, sentence = made.module(*made.inputs)
+    assert (tuple(tokens.shape), tuple(sentence.shape)) == ((2, 4, 11), (2, 2))
+    (gradient,) = torch.autograd.grad(tokens[0, 0, 10], made.module.get_parameter("embeddings.word.weight"))
+    assert gradient[10].abs().sum() > 0
+    parts = [nn.functional.cross_entropy(tokens.flatten(0, 1), made.targets[0].flatten())]
+    parts.append(nn.functional.cross_entropy(sentence, made.targets[1]))
+    assert torch.equal(made.loss_fn((tokens, sentence), *made.targets), parts[0] + parts[1])
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_written_out_attention_equals_the_fused_kernel(packed: bool, window: int | None) -> None:
@@ -142,6 +218,20 @@ def test_written_out_attention_equals_the_fused_kernel(packed: bool, window: int
     torch.testing.assert_close(attention(x, mask), fused)
     attention.scale *= 2
     assert not torch.allclose(attention(x, mask), fused)
+
+
+def test_masks() -> None:
+    inf = float("inf")
+    assert causal_mask(3).tolist() == [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
+    assert causal_mask(4, 2).tolist()[3] == [-inf, -inf, 0, 0]
+    assert causal_mask(4, 9).tolist() == causal_mask(4).tolist()
+
+
+def test_alibi_slopes_are_the_published_ones() -> None:
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(16)[:2] == [2**-0.5, 2**-1]
+    # 12 heads: those of 8, then every other one of 16
+    assert alibi_slopes(12) == [*alibi_slopes(8), *alibi_slopes(16)[0:8:2]]
 
 
 def influence(module: nn.Module, layers: nn.ModuleList, x: Tensor, *masks: Tensor | None) -> Tensor:
@@ -168,3 +258,26 @@ def test_gpt_neo_alternates_between_global_and_local_causal_attention(style: obj
     x = torch.randn(1, 6, 8)
     for layer, mask, expected in zip(net.layers, list(masks), (causal, near), strict=True):
         assert torch.equal(influence(net, nn.ModuleList([layer]), x, mask), expected)
+
+
+def test_btlm_is_causal_and_its_bias_falls_with_distance() -> None:
+    config = BtlmConfig(1, 6, layers=2, width=8, inner=12, heads=2, vocab_size=9, mup_base_width=4)
+    real, seed = Btlm(config, REAL), Btlm(config, SEED)
+    assert seed.mask.tolist() == causal_mask(6).tolist()
+    assert tuple(real.mask.shape) == (1, 2, 6, 6)
+    for head, slope in enumerate(alibi_slopes(2)):
+        assert real.mask[0, head, 5].tolist() == [-slope * (5 - column) for column in range(6)]
+        assert torch.equal(real.mask[0, head].isinf(), causal_mask(6).isinf())
+    logits = real(torch.tensor([[1, 2, 3, 4, 5, 6]]))
+    changed = real(torch.tensor([[1, 2, 3, 4, 5, 7]]))
+    assert torch.equal(logits[:, :5], changed[:, :5])
+    assert not torch.equal(logits[:, 5], changed[:, 5])
+    # muP: doubling the output scale doubles the logits
+    scaled = Btlm(replace(config, output_scale=2 * config.output_scale), REAL)
+    scaled.load_state_dict(real.state_dict())
+    torch.testing.assert_close(scaled(torch.tensor([[1, 2, 3]]).repeat(1, 2)), 2 * real(torch.tensor([[1, 2, 3] * 2])))
+
+
+def test_next_tokens_are_the_inputs_shifted_by_one() -> None:
+    made = get("gpt_neo").build("small", 0)
+    assert torch.equal(made.inputs[0][:, 1:], made.targets[0][:, :-1])

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from magis.errors import UsageError
 from magis.extensions.versions import checkout, environment_of, scratch_folder
-from tests.plugin.wheels import NETWORK, git, offer
+from magis.extensions.versions.environments import releases
+from magis.extensions.versions.gate_run import COMPARED_WITH
+from pytest_magis import flags
+from pytest_magis.against import strays
+from tests.plugin.wheels import NETWORK, git, offer, wheel_of
 
 # the made-up core reads figures from fake.json, which is part of each revision
 TEST = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
@@ -85,6 +90,31 @@ def test_more_memory_than_the_revision_is_red(history, workers):
     history("--magis-against=HEAD", workers=workers).assert_outcomes(passed=2)
     history.fake()
     assert lines(history("--magis-against", "HEAD"), "test_memory.test_net[eager]: better: original tensor bytes")
+
+
+def test_what_the_revision_has_not_passes_and_says_so(history):
+    (history.root / "test_new.py").write_text(TEST.replace("test_net", "test_other"))
+    for arguments in ((), ("test_new.py",)):
+        result = history("--magis-against=old", *arguments)
+        assert result.ret == 0
+        assert lines(result, "test_new.test_other[eager]: nothing to compare with: old has no such case")
+
+
+def test_bad_input_is_one_line(history):
+    assert "there is no such revision" in history.refuses("--magis-against=nowhere", "--magis-models=bert")
+    assert "leave out --magis-update" in history.refuses("--magis-against=old", "--magis-update=new")
+    assert "--magis-budget: '0'" in history.refuses("--magis-against=old", "--magis-budget=0")
+    (history.root / "conftest.py").write_text(
+        (history.root / "conftest.py").read_text() + "\nraise ValueError('old')\n"
+    )
+    commit(history)
+    git(history.root, "revert", "--no-edit", "HEAD")
+    message = history.refuses("--magis-against=HEAD^", "--magis-models=bert")
+    assert "the run of HEAD^ ended with exit code 4: E ValueError: old" in message
+
+
+def test_outside_of_a_repository(gate):
+    assert "not a git repository" in gate.refuses("--magis-against=old", "--magis-models=bert")
 
 
 def test_in_a_shallow_clone(history, tmp_path_factory, monkeypatch):
@@ -193,6 +223,16 @@ def test_code_of_the_wrong_checkout_is_refused(history):
     assert "net_of_mine.py, which is not of that revision" in message
 
 
+def test_only_the_code_of_a_checkout_strays(tmp_path):
+    class Module:
+        def __init__(self, file):
+            self.__file__ = str(file)
+
+    inside, venv = tmp_path / "net.py", tmp_path / ".venv"
+    modules = {"a": Module(inside), "b": Module("/usr/lib/x.py"), "c": Module(venv / "lib" / "y.py"), "d": object()}
+    assert list(strays(modules, tmp_path, venv)) == [str(inside)]
+
+
 def test_other_releases_are_compared_with_and_what_the_run_writes_is_its_own(gate, monkeypatch, tmp_path_factory):
     gate.use_real_core()
     offer(tmp_path_factory.mktemp("wheels"), monkeypatch, v1_0=64)
@@ -218,7 +258,16 @@ def test_other_releases_are_compared_with_and_what_the_run_writes_is_its_own(gat
     assert [line for line in refused.errlines if line.startswith("ERROR: --magis-against: No matching distribution")]
 
 
+def test_the_name_that_an_idle_plugin_needs_is_the_one_of_the_library():
+    assert flags.COMPARED_WITH == COMPARED_WITH
+
+
 # Environments of other releases
+
+
+def width_of(python):
+    program = "import net_width; print(net_width.INNER)"
+    return int(subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
 def test_an_environment_is_kept_until_another_package_is_installed(tmp_path, monkeypatch):
@@ -237,3 +286,35 @@ def test_an_environment_is_kept_until_another_package_is_installed(tmp_path, mon
         made.append(environment_of(["net-width==1.0"], said.append, tmp_path))
     assert len(set(made)) == 3
     assert len(said) == 3
+
+
+def test_what_an_address_names_is_installed_anew_in_every_run(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch)
+    found = []
+    for run, inner in (("first", 64), ("second", 96)):
+        wheel = wheel_of(tmp_path, "1.0", inner)
+        python = environment_of([f"net-width @ {wheel.as_uri()}"], lambda _text: None, tmp_path / run)
+        assert python.is_relative_to(tmp_path / run)
+        found.append(width_of(python))
+    assert found == [64, 96]
+    assert not (tmp_path / "environments").exists()
+
+
+def test_an_address_is_installed_where_the_same_version_is(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=64)
+    here = environment_of(["net-width==1.0"], lambda _text: None, tmp_path)
+    (tmp_path / "other").mkdir()
+    wheel = wheel_of(tmp_path / "other", "1.0", 96)
+    program = "from pathlib import Path; from magis.extensions.versions import environment_of as of\n"
+    program += f"print(of(['net-width @ {wheel.as_uri()}'], lambda _: None, Path({str(tmp_path)!r})))"
+    done = subprocess.run([here, "-c", program], capture_output=True, text=True, check=True)
+    assert (width_of(here), width_of(done.stdout.strip())) == (64, 96)
+
+
+def test_pre_releases_and_local_builds_are_no_releases(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=1, v1_5rc1=1, v2_0=1, v2_1=1, v3_0=1, **{"v2_0+cpu": 1, "v2_1_dev1": 1})
+    names = ["net-width==1.0", "net-width==2.0", "net-width==2.1"]
+    assert releases(names[0], names[-1]) == names
+    assert releases("net-width==2.1", "net-width==1.5rc1") == ["net-width==2.1", "net-width==2.0", "net-width==1.5rc1"]
+    with pytest.raises(UsageError, match="No matching distribution found for nothing-such"):
+        releases("nothing-such==1.0", "nothing-such==2.0")

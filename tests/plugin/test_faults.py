@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,52 @@ def test_two_runs_at_once_lose_nothing(gate, grown):
     for name, text in stored(gate).items():
         cases = parse(text, Path(name)).configurations["small"].cases
         assert set(cases) == {"eager", "magis-mem0.8", "magis-mem0.7", "magis-mem0.6"}, name
+
+
+@pytest.fixture
+def mounted(tmp_path) -> Iterator[Path]:
+    """A file system of 96 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+def test_a_full_disk_loses_nothing(gate, mounted):
+    options = (f"--magis-models={','.join(MODELS)}", f"--magis-baselines={mounted / 'baselines'}")
+    gate.accept(*options)
+    folder = mounted / "baselines" / "cpu"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    filler = mounted / "filler"
+    with filler.open("wb", buffering=0) as stream, suppress(OSError):
+        while stream.write(b"x" * 4096):
+            pass
+    (gate.root / "fake.json").write_text(json.dumps(WORSE))
+    for csv in ("results.csv", str(mounted / "results.csv")):
+        result = gate(*options, "--magis-update=worse", f"--magis-csv={csv}")
+        text = result.stdout.str() + result.stderr.str()
+        assert result.ret == pytest.ExitCode.USAGE_ERROR, text
+        assert "No space left on device" in text
+        assert "Traceback" not in text
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    filler.unlink()
+    gate.accept(*options, update="worse")
+    assert all(path.read_bytes() != before[path.name] for path in folder.iterdir())
+
+
+def test_a_read_only_folder_is_told_in_one_line(gate, mounted):
+    options = ("--magis-models=bert", f"--magis-baselines={mounted / 'baselines'}")
+    gate.accept(*options)
+    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+    gate(*options).assert_outcomes(passed=3)  # nothing to store
+    assert "Read-only file system" in gate.refuses(*options, f"--magis-csv={mounted / 'results.csv'}")
+    (gate.root / "fake.json").write_text(json.dumps(WORSE))
+    result = gate(*options, "--magis-update=worse")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = [line for line in result.outlines if line.startswith("ERROR: ")]
+    assert "Read-only file system" in line

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from magis.report import read_results
+from magis.report import read_results, write_text_atomically
 
 
 def test_finished_rows_are_written_and_nothing_is_accepted(gate):
@@ -21,6 +22,73 @@ def test_finished_rows_are_written_and_nothing_is_accepted(gate):
     assert [row["name"] for row in gate.rows()] == ["bert", "bert", "bert", "vit"]
     assert {name: text for name, text in gate.files().items() if name.startswith("baselines")} == baselines
     assert not [name for name in gate.files() if name.endswith(".tmp")]
+
+
+def test_an_interrupt_in_the_first_case_keeps_the_old_rows(gate):
+    gate.accept("--magis-models=bert")
+    before = (gate.root / "results.csv").read_bytes()
+    gate.fake(any_case={"interrupt": True})
+    assert gate.in_subprocess("--magis-models=bert").ret == pytest.ExitCode.INTERRUPTED
+    assert (gate.root / "results.csv").read_bytes() == before
+
+
+def test_an_interrupt_in_a_worker(gate):
+    gate.accept("--magis-models=bert")
+    gate.fake(**{"bert[magis-mem0.8]": {"interrupt": True}})
+    before = {name: text for name, text in gate.files().items() if name.startswith("baselines")}
+    assert gate.in_subprocess("-n2", "--magis-models=bert", "--magis-update=new").ret == pytest.ExitCode.INTERRUPTED
+    assert {name: text for name, text in gate.files().items() if name.startswith("baselines")} == before
+    assert [row["strategy"] for row in gate.rows()] == ["eager"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from magis.report import read_results, write_text_atomically
+path = Path(sys.argv[1])
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+while True:
+    for letter in "ab":
+        write_text_atomically(path, letter * 2_000_000)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_ends_while_writing_leaves_a_whole_file(tmp_path, repository, kind):
+    path = tmp_path / "file.txt"
+    for delay in (0.0, 0.013, 0.05):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            cwd=repository,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": str(repository)},
+        )
+        with writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(delay)
+            writer.send_signal(kind)
+        if path.exists():
+            text = path.read_text()
+            assert text == text[0] * 2_000_000
+        if kind is signal.SIGINT:  # a killed process cannot tidy up
+            assert [found.name for found in tmp_path.iterdir() if found != path] == []
+
+
+def test_a_write_that_fails_keeps_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+    write_text_atomically(path, "old")
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Exception, match=r"cannot write .*file.txt: No space left on device"):
+        write_text_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file.txt"]
 
 
 HANGS = """

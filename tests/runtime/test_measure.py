@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +19,13 @@ from hypothesis import strategies as st
 from magis.cost.devices import CONSTANTS_VERSION, UnknownDevice
 from magis.runtime import measure
 from magis.runtime.measure import (
+    Allocation,
     WindowPeak,
     collector_spared,
     device_identity,
     device_memory,
     free_device_memory,
+    replay,
     tensor_peak,
     window_peak,
 )
@@ -70,6 +76,10 @@ def grows() -> torch.Tensor:
     return a
 
 
+def from_python() -> torch.Tensor:
+    return torch.tensor([1.0] * KIB)
+
+
 HAND_MADE: dict[Callable[[], object], tuple[int, int]] = {
     straight: (8, 4), in_place: (4, 4), views: (4, 4), dies_with_its_last_view: (5, 1), grows: (6, 6),
 }  # fmt: skip
@@ -84,6 +94,24 @@ hand_made = pytest.mark.parametrize(
 def test_hand_made_programs_to_the_byte(program: Callable[[], object], peak: int, kept: int) -> None:
     assert window_peak(program) == WindowPeak(peak * 1024, kept * 1024)
     assert tensor_peak(program) == peak * 1024
+
+
+def test_numbers_from_python_become_tensors_that_count() -> None:
+    assert tensor_peak(from_python) == 1024
+    assert window_peak(from_python).kept_bytes == 1024
+
+
+def backward() -> None:
+    weight = torch.ones(16, 256, requires_grad=True)  # 16 KiB
+    hidden = torch.ones(8, 16) @ weight  # 0.5 + 8
+    loss = hidden.relu().sum()  # + 8 + 4 bytes
+    loss.backward()
+
+
+def test_autograd_is_seen_by_both() -> None:
+    peak = window_peak(backward).peak_bytes
+    assert peak == tensor_peak(backward)
+    assert peak >= 16 * 1024 * 2  # weight and its gradient at least
 
 
 def test_frees_of_older_tensors_do_not_count() -> None:
@@ -109,6 +137,12 @@ def test_frees_of_older_tensors_do_not_count() -> None:
         assert tensor_peak(program) == 12 * 1024
 
 
+def test_writing_older_tensors_makes_nothing() -> None:
+    older = kib(8)
+    assert tensor_peak(older.view(2, -1)[0].relu_) == 0
+    assert window_peak(older.view(2, -1)[0].relu_) == WindowPeak(0, 0)
+
+
 def test_scratch_inside_an_operator_counts_in_the_window_alone() -> None:
     one = kib(1)  # a Python number becomes a tensor of its own inside of the operator, twice: 8 + 4 bytes
     assert window_peak(lambda: one.add_(1)) == WindowPeak(12, 0)
@@ -119,6 +153,32 @@ def test_scratch_inside_an_operator_counts_in_the_window_alone() -> None:
     assert tensors == 64 * 1024 + mask_and_output
     assert window.peak_bytes > tensors
     assert window.kept_bytes == mask_and_output
+
+
+def test_peaks_repeat_exactly() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(16 * 36, 10),
+    )  # fmt: skip
+    image = torch.rand(4, 3, 8, 8)
+
+    def step() -> None:
+        net.zero_grad(set_to_none=True)
+        net(image).square().mean().backward()
+
+    step()
+    step()
+    net.zero_grad(set_to_none=True)
+    found = []
+    for _ in range(4):
+        found.append(window_peak(step))
+        net.zero_grad(set_to_none=True)
+        torch.rand(random.Random(len(found)).randrange(1000))  # another state of the heap
+    assert len(set(found)) == 1
+    tensors = {tensor_peak(lambda: (step(), net.zero_grad(set_to_none=True))) for _ in range(3)}
+    assert len(tensors) == 1
+    assert tensors.pop() < found[0].peak_bytes
 
 
 @examples(6)
@@ -148,6 +208,48 @@ def test_any_program_of_allocations_and_frees(program: list[tuple[bool, int]]) -
     assert tensor_peak(run) == peak
 
 
+def test_replay_of_a_log() -> None:
+    events = [(1, 0xA, 100), (2, 0xB, -50), (3, 0xC, 30), (4, 0xA, -100), (5, 0xD, 60), (6, 0xD, 70)]
+    assert replay(Allocation(*event) for event in events) == WindowPeak(130, 100)
+    assert replay([]) == WindowPeak(0, 0)
+
+
+def test_errors_come_through_and_leave_things_as_they_were(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        window_peak(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tensor_peak(lambda: 1 / 0)
+    assert gc.isenabled()
+    assert window_peak(straight).peak_bytes == 8 * 1024
+    os.write(1, b"still here\n")
+    assert capfd.readouterr().out == "still here\n"
+
+
+PRINTING = """
+import os, sys, torch
+from magis.runtime.measure import window_peak
+old = [torch.ones(1000)]
+def step():
+    old.clear()
+    print("from python")
+    print("an error", file=sys.stderr)
+    os.write(1, b"from below\\n")
+    return torch.ones(10)
+for _ in range(2):
+    window_peak(step)
+print("after", flush=True)
+os.close(1), os.close(2)
+assert window_peak(lambda: torch.ones(256)).peak_bytes == 1024
+"""
+
+
+def test_the_profiler_is_silent_and_the_program_is_not(repository: Path) -> None:
+    """Closed descriptors do no harm."""
+    done = subprocess.run([sys.executable, "-c", PRINTING], cwd=repository, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split("\n")) == sorted(["", *["from below", "from python"] * 2, "after"])
+    assert done.stderr == "an error\n" * 2
+
+
 def test_identities() -> None:
     with one_thread():
         found = device_identity("cpu")
@@ -161,6 +263,32 @@ def test_identities() -> None:
     assert device_identity("sim:h100") == {"device": "sim:h100", "constants": str(CONSTANTS_VERSION)}
     with pytest.raises(UnknownDevice):
         device_identity("tpu")
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("ONEDNN_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
+        ("DNNL_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "DEFAULT_FPMATH_MODE=SSE41"),
+        ("ONEDNN_CPU_ISA_HINTS", "CPU_ISA_HINTS=SSE41"),
+    ],
+)
+def test_what_changes_onednns_scratch_is_part_of_the_identity(
+    monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    before = device_identity("cpu")
+    monkeypatch.setenv(variable, "SSE41")
+    assert device_identity("cpu") == {**before, "oneDNN": told}
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert device_identity("cpu")["oneDNN"] == f"{told} off"
+
+
+def test_memory_of_devices() -> None:
+    assert 0 < free_device_memory("cpu") < device_memory("cpu") < 2**50
+    assert device_memory("sim:rtx3090") == free_device_memory("sim:rtx3090") == 24 * 2**30
+    with pytest.raises(UnknownDevice):
+        free_device_memory("tpu")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +315,11 @@ def test_the_container_sets_the_limit(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(measure, "_CONTROL_GROUPS", tmp_path)
     assert measure._container_limit() == (limit, used)
+
+
+def test_machines_without_a_memory_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_MEMORY_TABLE", tmp_path / "none")
+    assert measure._meminfo("MemTotal") >= 2**28
 
 
 class Allocator:
