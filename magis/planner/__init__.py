@@ -1,1 +1,1 @@
-"""From one request to one verified plan: the model under test, its searches, and the plans kept of them."""
+"""Planner: from one request (a step and a limit) to one verified plan."""

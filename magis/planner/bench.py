@@ -1,4 +1,4 @@
-"""The models under test of a process: made once each and shared by their cases."""
+"""The models under test of a process: each is built once and shared by its cases."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from magis.strategies.strategy_names import family
 
 KEPT = 2
 Make: TypeAlias = Callable[[int], Workload]
-"""Makes a workload from a seed."""
+"""Factory: seed -> workload."""
 
 
 class Bench:
-    """The last few subjects, kept so that cases of one model capture and measure the original once.
+    """Cache of the last few subjects, so that cases of one model capture and measure the original step once.
 
-    ``processes`` share the work of searches with fission; the folder ``resume`` keeps what they have found so far.
-    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. The folder ``kept``
-    keeps plans from run to run and, with ``keep_results``, whole results: one of an unchanged step is then handed back
-    without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies, else these are
-    processes of this machine; ``close`` ends them.
+    ``processes`` share the work of searches with fission; the folder ``resume`` keeps their partial results.
+    ``profiles`` finds operator profiles; without one, latencies are estimated. The folder ``kept`` caches plans across
+    runs and, with ``keep_results``, whole results: an unchanged step's result then returns without a run, with a note.
+    ``agents`` provide the ranks of distributed strategies, else local processes do; ``close`` ends these processes.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class Bench:
         self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
 
     def subject(self, case: Case, make: Make | None = None) -> Subject:
-        """Return the subject of a case, made by ``make``, else by what the model's name stands for. Cases with the
-        same function share it. Raises UsageError for an unknown model, preset, data type or device."""
+        """Return the subject of a case, built by ``make`` or by the factory of the model's name. Cases with equal
+        sources share one. Raises UsageError for an unknown model, preset, dtype or device."""
         if case.preset not in PRESETS:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
@@ -80,7 +79,7 @@ class Bench:
         return self.keep((case.model, case.preset), source, case.slack)
 
     def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
-        """Return the subject of a source; ``what`` tells sources of one name apart."""
+        """Return the cached subject of a source, or a new one; ``what`` is part of the cache key."""
         key = (*what, source.dtype, source.device, source.seed, source.running_seconds, slack)
         subject = self._subjects.pop(key, None) or Subject(
             source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack
@@ -91,8 +90,8 @@ class Bench:
         return subject
 
     def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], Any] | None:
-        """Return a function that starts the ranks that can measure a subject; None where it can only be predicted.
-        That is so if there is no such device, or not enough of it, or if its network is a function of this process."""
+        """Return a function that starts the ranks to measure a subject; None where the subject can only be simulated:
+        without the device or its memory, or for a factory function of this process."""
         if make is not None or subject.simulated_only or not subject.runs:
             return None
         return self._start_pool
@@ -104,22 +103,22 @@ class Bench:
         return self._pool
 
     def close(self) -> None:
-        """End the ranks, if there are any."""
+        """Stop the ranks, if any run."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def forget(self) -> None:
-        """Let go of all subjects, of their tensors, and of what planning them has left in the allocator."""
+        """Drop all subjects with their tensors, and release the allocator's cached memory."""
         if self._subjects:
             self._subjects.clear()
             trim()
 
     def keeps(self, case: Case) -> Kept | None:
-        """Return the folder that keeps the whole result of a case; None if results are not kept.
+        """Return the folder that caches the whole result of a case; None if results are not cached.
 
-        Nor are those of ranks that agents lend, whose machines are not known, or that run a strategy of the user's,
-        whose code is not.
+        Results of distributed strategies are not cached on agents, whose machines are unknown, or for a user's own
+        strategy, whose code is unknown.
         """
         is_ranked = family(case.strategy) == "distributed"
         if not self._keeps_results or (is_ranked and (self._agents is not None or is_own(case.strategy))):
@@ -127,29 +126,30 @@ class Bench:
         return self.kept
 
     def remember(self, case: Case, key: str) -> None:
-        """Note the key under which the result of a case is kept."""
+        """Record the cache key of a case's result."""
         self._results[case] = key
 
     def measure_again(self, case: Case) -> None:
-        """Drop the kept result of a case: it is to be measured again."""
+        """Drop the cached result of a case, so that the case is measured again."""
         key = self._results.pop(case, None)
         if key is not None and self.kept is not None:
             self.kept.drop(key)
 
     def pricing(self, device: str, dtype: str) -> Pricing:
-        """Return the prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
+        """Return the prices of a device. Raises ProfileError for a corrupt profile, or a named one that does not
+        fit."""
         if (device, dtype) not in self._pricings:
             self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
         return self._pricings[device, dtype]
 
 
 def check_profile(case: Case, *, cache: Bench | None = None) -> None:
-    """Raise ProfileError, in one line, where the profile that prices a case is corrupt or, named, of no use for it."""
+    """Raise ProfileError, in one line, if the profile for a case is corrupt, or was named and does not fit."""
     (cache if cache is not None else Bench()).pricing(case.device, _dtype_of_case(get(case.model), case))
 
 
 def _dtype_of_case(spec: ModelSpec, case: Case) -> str:
-    """Return the data type that tensors are converted to, checked; empty: each stays as it was built."""
+    """Return the dtype to which tensors are converted, checked; empty: tensors keep their own."""
     return _checked_dtype(case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype), case.device)
 
 
@@ -160,7 +160,7 @@ def _checked_dtype(dtype: str, device: str) -> str:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Return the devices that cases can run on here, the default one first; simulated ones last."""
+    """Return the devices on which cases can run here: the default first, simulated ones last."""
     real = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     return (*real, *(name for name in device_names() if name.startswith("sim:")))
 
@@ -171,7 +171,7 @@ def default_device() -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise UsageError unless cases can run on the device here."""
+    """Raise UsageError unless cases can run on a device here."""
     if name in available_devices():
         return
     if name == "cuda":
@@ -184,8 +184,8 @@ def check_device(name: str) -> None:
 
 @contextmanager
 def products_of(dtype: str) -> Iterator[None]:
-    """Let products and convolutions of float32 tensors run in tf32 in the block if the data type is "tf32". Other
-    data types leave torch's settings as they are, which eager's step reads as well."""
+    """Run float32 matrix products and convolutions in tf32 within the block if the dtype is "tf32"; for other dtypes
+    torch's settings stay."""
     if dtype != "tf32":
         yield
         return

@@ -1,4 +1,4 @@
-"""Checks that a captured step is what eager runs: operators, order and results, recorded on real tensors."""
+"""Checks that the captured step is the one that eager runs: operators, order and outputs, recorded on real tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from magis.units import format_bytes
 
 
 class ConformanceError(CaptureError):
-    """The captured step is another one than eager's."""
+    """The captured step differs from eager's."""
 
 
 def check_conforms(captured: Graph, eager: Graph) -> None:
-    """Raise ConformanceError, naming the first operator and module that differ, unless both are one step. Strides of
-    dimensions of one element say nothing about where elements lie: they may differ."""
+    """Raise ConformanceError, naming the first operator and module that differ, unless two graphs are the same step.
+    Strides of dimensions of size 1 may differ."""
     difference = first_difference(captured, eager, strictly=False)
     if difference:
         raise ConformanceError(
@@ -39,8 +39,8 @@ def check_conforms(captured: Graph, eager: Graph) -> None:
 def first_difference(
     captured: Graph, eager: Graph, *, strictly: bool = True, sides: tuple[str, str] = ("in eager", "captured")
 ) -> str:
-    """Say where two recordings of a step differ before the update; empty if they are one step. `sides` tell the
-    second and the first apart."""
+    """Describe the first difference of two recorded steps before the update; empty if there is none. `sides` label the
+    second graph and the first."""
     pairs = zip(_steps(captured), _steps(eager), strict=False)
     for ours, theirs in pairs:
         if ours != theirs and (strictly or _without_idle_strides(ours) != _without_idle_strides(theirs)):
@@ -61,14 +61,14 @@ _Step = tuple[Op, tuple[Value | None, ...]]
 
 
 def _steps(graph: Graph) -> Iterator[_Step]:
-    """Yield the operators before the update, and what they return."""
+    """Yield the operators before the update, with their outputs."""
     for op in graph.ops:
         if op.phase != "update":
             yield op, tuple(None if value is None else graph.values[value] for value in op.outputs)
 
 
 def _without_idle_strides(step: _Step) -> _Step:
-    """Return the step without the strides of dimensions of one element."""
+    """Return an operator and its outputs with strides of size-1 dimensions set to 0."""
     op, results = step
 
     def without(value: Value) -> Value:
@@ -85,7 +85,7 @@ def _describe_step(step: _Step) -> str:
 
 
 def _describe_arguments(graph: Graph, op: Op) -> str:
-    """Say what an operator is called with: numbers as they are, tensors by their names or by who made them."""
+    """Describe an operator's arguments: scalars by value, tensors by name or producer."""
     makers = {value: other for other in graph.ops for value in other.made()}
 
     def told(value: int) -> str:
@@ -114,14 +114,13 @@ def conformance(
     heard: Heard | None,
     mends: bool,
 ) -> tuple[str, Captured | None]:
-    """Compare a captured step with eager's own operators; return how far it was compared, and the capture.
+    """Compare a captured step with eager's operators; return the extent of the comparison, and the capture to use.
 
-    The first is "whole step", "batch of 2, 512 of 65536", or "not checked: <why>". `work` is on CPU tensors, `captured`
-    its capture for the CPU where there is one already, for which `start` sets the generators, and `peak_bytes` what the
-    whole step would need; `heard` is what eager's run of it told. Where running it is too much, or its tensors are
-    hollow, a smaller step is compared. Raises CaptureError, naming the first operator and module that differ, for a
-    step that eager does not run so; where only layouts differ and it `mends`, the capture that follows eager's is
-    returned.
+    The extent is "whole step", "batch of 2, 512 of 65536", or "not checked: <why>". `work` is on CPU tensors,
+    `captured` is an existing CPU capture or None, `start` seeds the generators, `peak_bytes` is the whole step's peak,
+    and `heard` holds values recorded in an eager run. If the step is too large to run, or hollow, a smaller one is
+    compared. Raises CaptureError, naming the first operator and module that differ. With `mends`, where only layouts
+    differ, returns a new capture that follows eager's layouts.
     """
 
     def looked_at(work: Workload) -> Captured:

@@ -1,4 +1,4 @@
-"""Choosing the operator profile that prices a device, and saying why another one does not."""
+"""Selection of the operator profile that prices a device, and reasons why a profile does not fit."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from magis.runtime.measure import device_identity
 from magis.runtime.profiler import schema_of
 
 PRODUCTS = "products"
-"""Key in a profile's identity: how products of float32 were rounded, where that is not in full."""
+"""Key in a profile's identity: the rounding of float32 matrix products, if it is not full float32."""
 FOLDER = "profiles"
-"""Folder of profiles, beside the baselines of the devices."""
+"""Folder of profiles, next to the baselines of the devices."""
 SAME_CPU = ("instruction set", "threads")
 NAMED = 3
-"""Number of changed operators that are named."""
+"""Most changed operators that a message names."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """A profile as it prices a device; without one (`profile` None) a roofline does."""
+    """Prices of a device, by an operator profile or, if `profile` is None, by the roofline."""
 
     profile: Profile | None = None
     source: str = ""
-    """Profile and where it was recorded: "h200.json (NVIDIA H200, torch 2.11.0)"; empty without a profile."""
+    """File name and origin of the profile: "h200.json (NVIDIA H200, torch 2.11.0)"; empty without a profile."""
     note: str = ""
-    """Caveat for the reader, in one line."""
+    """Caveat about the profile, in one line; empty if there is none."""
     _prices: dict[str, Prices] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the profile in use; empty without one."""
+        """Digest of the profile; empty without one."""
         return "" if self.profile is None else self.profile.digest
 
     def prices(self, device: DeviceModel) -> Prices:
-        """Return the prices on a device by this profile: every model of a process asks the same ones."""
+        """Return the prices of a device by this profile, cached by the device's name."""
         if device.name not in self._prices:
             self._prices[device.name] = Prices(device, self.profile)
         return self._prices[device.name]
@@ -52,16 +52,16 @@ UNPRICED = Pricing()
 
 @dataclass(frozen=True)
 class Profiles:
-    """Places where profiles are looked for: one `file`, else in a `folder` under the device's name."""
+    """Locations of profiles: one `file`, or a `folder` with one file per device."""
 
     file: Path | None = None
     folder: Path | None = None
 
     def pricing(self, device: str, dtype: str = "") -> Pricing:
-        """Return the prices of a device, for steps of a data type (empty: any).
+        """Return the prices of a device, for steps of one dtype (empty: any).
 
-        Raises ProfileError, in one line, where `file` is of no use for them, or where the file in the folder is
-        corrupt; a sound one that is of no use is left aside with a note.
+        Raises ProfileError, in one line, if the profile `file` does not fit, or if the file in the folder is corrupt; a
+        valid file in the folder that does not fit is skipped with a note.
         """
         path = self.file
         if path is None:
@@ -87,8 +87,8 @@ class Profiles:
 
 
 def profile_file(folder: Path, device: str, dtype: str = "") -> Path:
-    """Return the file of a device's profile: "cpu.json", "h200.json" (of "sim:h200" and of such a GPU). Products of
-    float32 in tf32 are other kernels on tensors that look the same: they have a file of their own, "h200-tf32.json"."""
+    """Return the path of a device's profile: "cpu.json", "h200.json" (for "sim:h200" and for the GPU itself). Matrix
+    products in tf32 run other kernels on float32 tensors, so they have a separate file, "h200-tf32.json"."""
     name = device.removeprefix("sim:")
     if device == "cuda":
         gpu = device_identity(device)["gpu"]
@@ -97,12 +97,12 @@ def profile_file(folder: Path, device: str, dtype: str = "") -> Path:
 
 
 def recording_identity(device: str, dtype: str = "") -> dict[str, str]:
-    """Return the identity of a profile that is recorded here."""
+    """Return the device identity for a profile recorded on this machine."""
     return {**device_identity(device), **({PRODUCTS: "tf32"} if dtype == "tf32" else {})}
 
 
 def refused(profile: Profile, device: str) -> str:
-    """Say why a profile does not hold for a device; empty if it does."""
+    """Return the reason why a profile does not fit a device; empty if it fits."""
     theirs = profile.device
     if device.startswith("sim:"):
         if gpu_name(theirs.get("gpu", "")) == device.removeprefix("sim:"):
@@ -116,7 +116,7 @@ def refused(profile: Profile, device: str) -> str:
 
 
 def _wrong_types(profile: Profile, dtype: str) -> str:
-    """Say which operators or products of a data type a profile lacks; empty if none, or for any data type."""
+    """Return the reason why a profile does not fit a dtype (operators or matrix products missing); empty if it fits."""
     if not dtype:
         return ""
     missing = {tensor_type(dtype), autocast_type(dtype) or tensor_type(dtype)} - profile.dtypes

@@ -1,4 +1,4 @@
-"""Plans with fission: the step cut into loops, where that is worth sums in another order than eager's."""
+"""Plans with fission: parts of the step run as loops, where that is worth a summation order other than eager's."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ from magis.simulate.problem import Problem
 # within loops are never tried.
 
 FINALISTS = 3
-"""Configurations that are improved by turns, the best of them thoroughly; two under a latency limit."""
+"""Configurations that are improved in turns, the best one thoroughly; one fewer under a latency limit."""
 SQUEEZES = 8
-"""Attempts to get below the peak of a finalist."""
+"""Most attempts to lower the peak of a finalist."""
 FIRST_SQUEEZE = 8
-"""First step down, as a share of the peak (1/8); each failure makes the next one a third as long."""
+"""First decrease of the memory limit, as a fraction of the peak (1/8); each failure divides the decrease by 3."""
 LEAST_ROOM = 40
-"""Least distance, as a share of the peak (1/40), to what the configuration needs; a closer peak is not squeezed."""
+"""Smallest distance to the configuration's lower bound, as a fraction of the peak (1/40), that is worth a try."""
 FAILURES = 3
-"""Failed attempts after which a finalist stands."""
+"""Failed attempts after which squeezing the peak ends."""
 TURNS = 2
-"""Turns of improving the step around a loop, and its body."""
+"""Rounds of improving the step around a loop, then the loop body."""
 
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """A planned step with loops, by the places where it is cut."""
+    """A planned step with loops, and the places that are split."""
 
     cuts: tuple[LoopPlace, ...]
     level: LoopNest
@@ -70,16 +70,16 @@ class Divided:
 
 
 def divide(front: FissionFront, wanted: PlanRequest, *, known: tuple[int, int] | None = None) -> Divided | None:
-    """Plan the best configurations of a step's front and return the best divided step under the goal.
+    """Plan the best configurations of a front with loops thoroughly, and return the best plan for the goal.
 
-    The front is ``magis.search.loop_places.divided_front``. None if there is none, or only such that are no better than
-    the ``known`` plan (its peak in bytes and its latency in ns). The states of the front count.
+    Returns None if none has a loop, or none beats the ``known`` plan (peak in bytes, latency in ns). ``states`` of the
+    result includes the front's.
     """
     return _best_divided(front.points, wanted, front.states, known)
 
 
 def replan(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:
-    """Plan the same configuration with other costs, or under another goal."""
+    """Plan a configuration again with other costs, or for another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
     front = place_front([(found.cuts[0], here)], over=wanted.over)
     best = _best_divided(front.points, wanted, front.states, None)
@@ -89,7 +89,8 @@ def replan(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) ->
 def _best_divided(
     points: tuple[FissionPoint, ...], wanted: PlanRequest, states: int, known: tuple[int, int] | None
 ) -> Divided | None:
-    """Plan the best configurations of a front thoroughly, and return the best of these plans."""
+    """Plan the best configurations of a front thoroughly; return the best plan, None if none beats the ``known``
+    one."""
     ranked = sorted(points, key=lambda point: wanted.key(point.peak, point.latency_ns))
     by_cut: dict[LoopPlace | None, FissionPoint] = {}
     for point in ranked:
@@ -123,7 +124,7 @@ def _best_divided(
 
 
 def _latency_bound(point: FissionPoint, wanted: PlanRequest) -> int:
-    """Return a lower bound of a configuration's latency within a memory limit; 0 where finding it takes too long."""
+    """Return a lower bound in ns of a configuration's latency within a memory limit; 0 if the bound takes too long."""
     limit, levels = wanted.goal.memory_limit, [point.level, *(body for _, body in point.level.loops)]
     if limit is None or wanted.over() or sum(each.compiled.problem.n_nodes for each in levels) > BOUNDED_NODES:
         return 0
@@ -131,7 +132,7 @@ def _latency_bound(point: FissionPoint, wanted: PlanRequest) -> int:
 
 
 def _is_enough(found: LoopNestPlan, least_ns: int, wanted: PlanRequest) -> bool:
-    """Return True if a plan costs no time, or next to nothing more than its configuration's bound."""
+    """Return True if a plan is about as fast as eager, or as the lower bound of its configuration."""
     goal = wanted.goal
     if goal.memory_limit is None or not goal.met(found.peak, found.latency_ns):
         return False
@@ -145,7 +146,7 @@ def _key(divided: Divided, wanted: PlanRequest) -> tuple[int, int]:
 def _plan_thoroughly(
     here: LoopNest, start: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
 ) -> tuple[LoopNestPlan, int]:
-    """Return the best plan for a configuration, no worse than ``start``, and the states that it took."""
+    """Return the best plan for a configuration, at worst ``start``, and the number of states evaluated."""
     if wanted.goal.memory_limit is None:
         squeezed, states = _squeeze_peak(here, start, wanted)
         last = squeezed if wanted.over() else improve_body(here, squeezed, wanted)
@@ -163,8 +164,8 @@ def _plan_thoroughly(
 def _improve_by_turns(
     here: LoopNest, best: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
 ) -> tuple[LoopNestPlan, int]:
-    """Improve a plan by turns: the step around its body, then the body for what the step around it leaves. Each
-    search also starts from plans of the same configuration."""
+    """Improve a plan in turns: the step around the loop, then the loop body within the memory or time that the step
+    leaves. Searches also start from the plans of ``near_by``. Returns the plan and the number of states evaluated."""
     around = [point.plan for point in near_by]
     bodies = [point.body.plan for point in near_by if point.body is not None]
     states = 0
@@ -192,7 +193,7 @@ def _improve_by_turns(
 
 
 def _limit_of_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, goal: Objective) -> Objective:
-    """Return what a body may need such that the step around it still keeps its limit."""
+    """Return the memory or latency limit of a loop body with which the whole step keeps its own limit."""
     if goal.memory_limit is not None:
         return Objective(memory_limit=max(1, goal.memory_limit - planned.around))
     slack = (goal.latency_limit_ns or 0) - planned.latency_ns
@@ -219,7 +220,7 @@ def _squeeze_peak(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> t
 
 
 def improve_body(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> LoopNestPlan:
-    """Plan a leaner body, which may take what is left of the time, for the same plan around it."""
+    """Plan a loop body with a lower peak within the latency limit; the plan around the loop stays."""
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
@@ -228,23 +229,23 @@ def improve_body(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Lo
 
 
 def _with_other_body(here: LoopNest, planned: LoopNestPlan, body: LoopNestPlan, states: int = 0) -> LoopNestPlan:
-    """Return the plan of the step around the loop as it is, around another body."""
+    """Return a step's plan with another loop body; decisions around the loop stay."""
     problem, plan = with_body(here, body), planned.plan
     found = evaluate(problem, plan.order, plan.flags)
     return solution(here, problem, replace(plan, peak=found.peak, latency_ns=found.latency_ns), body, states)
 
 
 def _solve_part(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
-    """Plan a level, or its body; it swaps inside only if the plan to start from does."""
+    """Plan a step with a loop; host swaps inside the body are allowed only if ``start`` has some."""
     swap = start.inner is not None and start.inner.copies
     return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)), swap_inside=swap)
 
 
 def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
-    """Return True if fission may win something over a plan without it.
+    """Return True if fission may beat a plan without it.
 
-    Steps that run on a CPU are cut only where they fit in no other way: measured, small parts cost far more there than
-    the roofline says (docs/notes/fission.md).
+    On a CPU only steps that miss their limit are split: measured, small parts cost far more time there than the
+    roofline predicts (docs/notes/fission.md).
     """
     subject = scratch.subject
     if not plain.feasible:
@@ -253,8 +254,8 @@ def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
 
 
 def plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
-    """Return the best plan with fission, or ``plain`` if that is as good, or if a cut does not pass its proof. Where
-    ``plain`` misses the limit, a hasty look at loops comes however little time is left."""
+    """Return the best plan with fission, or ``plain`` if that is as good, or if a loop fails its proof. If ``plain``
+    misses the limit, a quick search for loops runs even after the time limit."""
     try:
         return _find_plan_with_fission(scratch, wanted, plain)
     except VerifyError as error:
@@ -263,8 +264,8 @@ def plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) ->
 
 
 def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
-    """Do so, but raise VerifyError if a cut does not pass its proof. What runs in parts is decided by estimated
-    workspaces, which are the same everywhere; the decision is then planned with those that are known."""
+    """Return the best plan with fission, or ``plain``. Raises VerifyError if a loop fails its proof. Estimated
+    workspaces, which are equal on all machines, decide which part becomes a loop; known ones then plan that loop."""
     subject, goal = scratch.subject, wanted.goal
     graph = subject.aggregated
     known = costs_of(plain)
@@ -300,7 +301,7 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
 
 
 def _without_fission(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
-    """Return the plan without fission, and why it has none."""
+    """Return the plan without fission, with the reason in ``unsplit``."""
     if wanted.over():
         return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
     if plain.fission:
@@ -314,12 +315,12 @@ def costs_of(plan: Plan) -> tuple[int, int]:
 
 
 def plan_key(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
-    """Return a key that orders realized plans, the best first."""
+    """Return a sort key for realized plans, best first."""
     return not plan.feasible, *goal.key(plan.peak, plan.latency_ns)
 
 
 def _attempts_of(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:
-    """Return a function that plans a step cut along its batch for a goal."""
+    """Return a function that plans a step, split along its batch, for one goal per call."""
     subject = scratch.subject
     known = scratch.known_to_search(found.level.compiled.graph)
 
@@ -335,7 +336,7 @@ def _attempts_of(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> C
 
 
 def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan) -> Plan:
-    """Realize and verify a planned level."""
+    """Realize and verify the plan of a step with or without a loop."""
     graph = realize_level(level, solution)
     fission = next((describe_loop(op) for op in graph.ops if op.body is not None), "")
     searched = Searched(level, solution.peak)
@@ -343,7 +344,7 @@ def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan)
 
 
 def describe_loop(loop: Op) -> str:
-    """Say what a loop runs in parts."""
+    """Describe a loop in words: its first module and number of parts."""
     if loop.body is None:
         return ""
     ops = loop.body.graph.ops
@@ -356,6 +357,6 @@ def describe_loop(loop: Op) -> str:
 
 
 def name_loops(loops: Sequence[str]) -> str:
-    """Name several loops: the first, and how many more."""
+    """Name several loops in words: the first one, and how many more."""
     first, *others = loops
     return f"{first}, and {len(others)} more" if others else first

@@ -1,4 +1,4 @@
-"""Pareto fronts of a model: how much memory for how much time, in seconds rather than one search per limit."""
+"""Pareto fronts of a model, peak memory against latency, faster than one search per limit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from magis.search.pareto_sweep import spread
 from magis.units import is_number, share_of
 
 POINTS = 32
-"""Most points of a front: each of them is realized and judged."""
+"""Most points of a front; each is realized and simulated."""
 WHOLE = 0.4
-"""Share of a cap on seconds by which the front without fission must end."""
+"""Share of a time limit by which the front without fission must end."""
 MEMORY, LATENCY = (0.8, 0.6, 0.4, 0.3, 0.2), (1.1, 1.05)
-"""Shares of eager's peak, and of its latency, at which the front is searched as a case with that limit is."""
+"""Shares of eager's peak, and of its latency, for which an extra search runs, as a case with that limit runs it."""
 
 
 @in_one_order("magis.pareto", ORDER, {"model": "module"})
@@ -58,15 +58,14 @@ def pareto(
     """Search the Pareto front of a training step, simulated: peak memory against latency.
 
     Module, batch, loss and optimizer are those of `magis.estimate`; a name is that of a network or
-    "package.module:factory". ``make`` builds the workload from the seed where a name is only told.
+    "package.module:factory". ``make`` builds the workload from a seed and then replaces the factory of that name.
 
-    ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds the
-    work (states of each search, as for cases); after ``seconds`` of search the front is what was found until then,
-    which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
-    (`magis.results.Case`). At most ``points`` plans are realized, evenly spread over the peaks. ``processes`` share the
-    work, with the same result; what they have found is kept in the folder ``resume``, where a call that was cut off
-    goes on (a ``cache`` has its own of both). Deterministic but for the front's own ``seconds``. Raises MagisError for
-    what cannot be captured or asked for.
+    ``device`` defaults to a GPU if there is one, ``preset`` to "small" on a CPU and "paper" elsewhere. ``budget``
+    bounds the states of each search; ``seconds`` cuts the search off, so that the front depends on the machine. Plans
+    tolerate host copies that are slower than predicted, by ``slack`` (`magis.results.Case`). At most ``points`` plans
+    are realized, evenly spread over the peaks. ``processes`` share the work, with equal results; the folder ``resume``
+    keeps what they find, and a later call continues from there (a ``cache`` has its own of both). Deterministic except
+    for ``ParetoFront.seconds``. Raises MagisError for a step that cannot be captured, or a bad argument.
     """
     for what, number, least in (
         ("points", points, 2),
@@ -89,7 +88,7 @@ def pareto(
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
-    """Search the front of a subject; of the case only names, seed, budget and seconds count."""
+    """Search the Pareto front of a subject; of the case only names, seed, budget and seconds are used."""
     original = subject.captured.original.graph
     eager_ms = subject.latency_ns(original) / 1e6
     deadline = Deadline(case.seconds)
@@ -116,8 +115,8 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
 
 
 def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> tuple[FrontPoint, ...]:
-    """Add eager's step, which updates list by list on a GPU, if no plan beats it in both; drop plans that it beats.
-    Where there is one point too many, the one beside the fastest goes: that is an end of the front."""
+    """Add eager's step (on a GPU with a foreach update) unless a plan is at least as good in both costs, and drop plans
+    that eager beats. If there are then too many points, the one next to the fastest end is dropped."""
 
     def beats(one: FrontPoint, other: FrontPoint) -> bool:
         return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
@@ -138,7 +137,7 @@ def realized_front(
     points: int = POINTS,
     deadline: Deadline = NO_DEADLINE,
 ) -> tuple[list[Plan], int]:
-    """Search, realize and verify the plans of a front; return them and the number of states that were judged."""
+    """Search, realize and verify the plans of a front; return them and the number of states evaluated."""
     scratch = PlanScratch(subject, None)
     budget = DEFAULT_BUDGET if budget is None else budget
     wanted = PlanRequest(Objective(memory_limit=0), seed, budget, deadline.over, subject.original_ns)
@@ -162,8 +161,8 @@ def realized_front(
 def _search_limits(
     scratch: PlanScratch, whole: FissionFront, divided: FissionFront, wanted: PlanRequest
 ) -> Iterator[FissionFront]:
-    """Yield what searches for single limits find, each the very search of a case with that limit. Only where a front
-    leaves overhead, so that effort goes where the overhead is."""
+    """Yield the plans found for each common limit, searched exactly as a case with that limit is. Limits for which the
+    front already has a plan that is good enough are skipped."""
     here, subject = whole.points[0].level, scratch.subject
     known = joined(whole, divided)
     for goal in _common_limits(subject):
@@ -200,7 +199,7 @@ def _choose_points(front: Sequence[FissionPoint], most: int, asked: Sequence[Fis
 
 
 def _common_limits(subject: Subject) -> Iterator[Objective]:
-    """Yield the limits that are asked for most, as a case has them; those that no plan keeps are left out."""
+    """Yield the memory and latency limits that users request most; those below the lower bound are left out."""
     original = subject.captured.original.graph
     for ratio in MEMORY:
         limit = share_of(ratio, subject.original.peak_bytes)

@@ -1,9 +1,9 @@
-"""Plans kept from run to run, and read back only if proven.
+"""Plans cached on disk across runs, and proven again when read.
 
-The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
-only where the graph is proven to compute the step, and simulates to the very figures that stand beside it; a search
-that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now: kept is
-which operators of the step have them.
+The cache key covers all inputs of a search. An entry is one line of figures and the planned graph as text. A cached
+plan is used only if its graph is proven to compute the step, and simulates to exactly the stored figures. Searches cut
+short by a time limit are not cached. Reading runs no code. Source lines are the current ones: the entry stores which
+operators of the step they come from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from magis.simulate.compiled_problem import GENERATOR_NS
 
 FORMAT = 1
 MOST = 1 << 62
-"""Upper bound of every figure: bytes and nanoseconds are 64 bits."""
+"""Upper bound of every figure: bytes and nanoseconds are int64."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
 _NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched", "decisions")
@@ -37,7 +37,7 @@ FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_K
 
 
 class KeptPlans:
-    """A folder with the plans of one subject."""
+    """Cache folder for the plans of one subject."""
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
@@ -51,7 +51,7 @@ class KeptPlans:
         seed: int,
         stored: Mapping[str, int] | None,
     ) -> str:
-        """Return the key of a search, a digest of all that it depends on: step, limit, effort, prices and scratch."""
+        """Return the cache key of a search: a digest of step, limit, effort, prices and workspaces."""
         return self._kept.key(
             "plan",
             FORMAT,
@@ -65,11 +65,12 @@ class KeptPlans:
         )
 
     def load(self, key: str, scratch: PlanScratch, goal: Objective) -> Plan | None:
-        """Return the plan under the key, with 0 seconds; None, with a warning, if it is not what it says."""
+        """Return the cached plan of a key, with ``seconds`` 0; None if there is none or, with a warning, if it is
+        invalid."""
         return self._kept.load(key, lambda text: _read_plan(text, scratch, goal))
 
     def save(self, key: str, plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
-        """Keep a plan, if it reads back as it is."""
+        """Cache a plan, if it reads back unchanged."""
         if plan.stopped_by_seconds:
             return
         data = {**_figures(plan), LINES: _line_places(plan.graph, scratch.subject.captured.graph)}
@@ -88,8 +89,8 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def _line_places(graph: Graph, step: Graph) -> list[int]:
-    """Return, for every operator, the first one of the step that stands in the same line. Best one with the same
-    name in the same module; -1 for operators without a line."""
+    """Return, for each operator of a plan, the index of the step's first operator on its source line, preferably with
+    an equal name and module; -1 without a source line."""
     alike: dict[tuple[str, ...], int] = {}
     for place, op in enumerate(step.ops):
         for key in ((op.line,), (op.line, op.target, op.module)):
@@ -101,7 +102,7 @@ def _line_places(graph: Graph, step: Graph) -> list[int]:
 
 
 def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Graph:
-    """Return the graph with the lines that the step's operators at these places have now."""
+    """Return a graph with the source lines of the step's operators at the given indices."""
     found = []
     for op in graph.ops:
         place = next(places)
@@ -111,7 +112,7 @@ def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Grap
 
 
 def _read_plan(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
-    """Read a plan from text. Raises one of ``UNSOUND`` if it is not sound, or not of this step and goal."""
+    """Read a plan from text. Raises one of ``UNSOUND`` if the plan is not sound, or belongs to another step or goal."""
     head, _, body = text.partition("\n")
     given = json.loads(head, parse_constant=_refuse_number, parse_float=_refuse_number)
     if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
@@ -135,7 +136,7 @@ def _refuse_number(text: str) -> NoReturn:
 
 
 def _check_types(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a plan from JSON, checked: whole numbers where such are due, and so on."""
+    """Return the figures of a plan from JSON, with their types and ranges checked."""
     planned, workspaces = given["planned"], given["workspaces"]
     whole = [given[name] for name in ("latency_ns", "states", "recomputed_ops", "swapped_bytes")]
     whole += [planned["tensor_bytes"], planned["peak_bytes"], *workspaces.values()]
@@ -148,8 +149,8 @@ def _check_types(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
-    """Raise MagisError unless the graph simulates to the figures. Latency exactly without swaps and loops. A swap
-    takes up to its copies' time more, a loop is planned with or without the views in its body."""
+    """Raise MagisError unless the graph simulates to its stored figures. Latency is exact without swaps and loops. A
+    swap may add up to its copy time, and a loop is planned with or without the views in its body."""
     memory = scratch.plan(plan.graph, None, plan.latency_ns).planned
     if memory != plan.planned:
         raise MagisError(f"its peak is {memory.peak_bytes:,} bytes, not {plan.planned.peak_bytes:,}")
@@ -164,7 +165,7 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
 
 
 def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """Return the latency with every copy and every message hidden, and views for nothing."""
+    """Return the latency in ns with all host copies and collectives overlapped, and without time for views."""
     beside = under_way(graph.ops)
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     for op in _timed_operators(graph):
@@ -178,7 +179,7 @@ def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
 
 
 def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """Return the latency with no copy and no message hidden."""
+    """Return the latency in ns with no host copy or collective overlapped."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     total += sum(costs.nanoseconds(op, graph.values) for op in _timed_operators(graph))
     copied = [value for op in graph.ops if op.target in MOVES for value in op.made()]
@@ -186,7 +187,7 @@ def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
 
 
 def _timed_operators(graph: Graph) -> Iterator[Op]:
-    """Yield the operators that take time of their own: no views, copies beside others, or states of generators."""
+    """Yield the operators that take compute time: not views, host copies, waits or generator states."""
     for op in graph.ops:
         if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
             yield op

@@ -1,15 +1,15 @@
-"""Proof that a graph is a plan of a step, whoever made the graph: both are followed operator by operator, and compared.
+"""Proof that a graph, whoever made it, is a plan of a step: both are executed symbolically and compared.
 
     y = relu(x); z = mul(y, 2)      ->      y = relu_(x)  |  store y, load y  |  loop { join(relu(part(x))) }
 
-What lies in a storage is a *term*: the call that made it, on the terms of what that took. Following a graph in its
-order, every call's term says all that its numbers hang on: operator, literals, contents of the tensors at that moment,
-state of the generators. In-place and out forms stand for the plain operators, loops are undone into whole calls
-(``magis.fission.proof``), copies to the host, repetitions and waits change no term. A plan may hold calls of the step
-alone; it returns the same terms and leaves the same ones in weights, state, buffers and generators.
+The contents of a storage are a *term*: the call that computed them, applied to the terms of its inputs. A call's term
+holds all that its result depends on: operator, literals, contents of its tensors at that moment, generator state.
+In-place and out variants have the terms of their functional operators, loops are rewritten as whole calls
+(``magis.fission.proof``); host copies, recomputations and waits change no term. A plan may contain calls of the step
+only; it must return equal terms and leave equal terms in weights, optimizer state, buffers and generators.
 
-What a call writes is read off its schema, what is a window off the step: nothing that the graph says of itself is
-believed. Steps whose calls were merged by rules are compared in that form, which is made anew from the captured step.
+Writes are read off the operator's schema, views off the step: the graph's own claims are not trusted. Where rules
+merged calls, the plan is compared with the merged form, rebuilt from the captured step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from magis.report.text_store import UNSOUND
 from magis.rewrite.rules.rule_table import aggregated
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
-"""Shape, strides, data type, offset and bits of a window on a storage."""
+"""Shape, strides, dtype, storage offset, and conjugate/negative bits of a view."""
 Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
-"""Operator and literals of a call -> storages of the generators that it draws from, and of those that it moves."""
+"""Operator and literals of a call -> storages of generators that the call reads, and of those that it advances."""
 _BORDER = (PART, JOIN, REDUCE)
 _OF_PLANS = ("magis.store", "magis.load", "magis.wait", ARRIVED, "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 _WINDOW = "aten.as_strided.default"
 
 
 def verify_plan(graph: Graph, subject: Subject) -> None:
-    """Raise VerifyError, naming the first operator or result that is another one, unless the graph is a plan of the
-    subject's step."""
+    """Raise VerifyError, naming the first operator or result that differs, unless a graph is a plan of the step."""
     verify(graph)
     largest = subject.original_with({}).peak_bytes
     for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
@@ -67,8 +66,8 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
 
 
 def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
-    """Raise VerifyError unless the verified graph computes what the step computes, by the step's own calls. Of a
-    step that has ``drawn`` on the host, contents of constants may be others."""
+    """Raise VerifyError unless a verified graph computes the step's results by the step's own calls. ``drawn``: random
+    draws on the host feed the step, so contents of constants are not compared."""
     terms = Terms()
     known = Followed(step, terms, drawn=drawn)
     ours = {plain_form(op)[0].target for op in step.ops}
@@ -90,7 +89,7 @@ def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
 
 
 class Terms:
-    """Numbering of terms: equal terms have equal numbers."""
+    """Table that numbers terms: equal terms have equal numbers."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
@@ -100,8 +99,8 @@ class Terms:
 
 
 class Followed:
-    """A graph, followed from its inputs to its results. With a ``step``, raises VerifyError for what is none of
-    that."""
+    """A graph, executed symbolically. With a ``step``, raises VerifyError at the first operator that the step does not
+    have."""
 
     def __init__(self, graph: Graph, terms: Terms, *, drawn: bool, step: Followed | None = None) -> None:
         self._terms, self._step = terms, step
@@ -110,9 +109,9 @@ class Followed:
         self._repeats: dict[int, int] = {}  # operator of the step that others repeat -> term of its call
         self.calls: set[int] = set()
         self.made: set[tuple[object, ...]] = set()
-        """Terms of calls with the position of a result and its layout."""
+        """Call term, output position and layout of every tensor that a call returns."""
         self.effects: dict[int, Op] = {}
-        """Calls that make nothing, or that are not torch's own and may do more than they say."""
+        """Calls by term that return nothing, or are custom operators, which may have side effects."""
         self.likely: Likely = frozenset((value.shape, value.dtype) for value in graph.values.values())
         names = self._note_inputs(graph, drawn=drawn)
         # From which generators a call draws, and which it moves: of all calls that look like it
@@ -128,12 +127,12 @@ class Followed:
                 self._follow_call(op)
         self.results = [(self._contents_of(value), _layout(self._values[value])) for value in graph.outputs]
         self.left = {name: self._contents.get(storage) for name, storage in names.items()}
-        """Contents that stay behind, by names of inputs and generators."""
+        """Final contents of input and generator storages, by name."""
 
     # -- what is there before the step ------------------------------------------------------------------------------
 
     def _note_inputs(self, graph: Graph, *, drawn: bool) -> dict[str, int]:
-        """Note the contents of what is there before the step; return its storages by the names of what lies on them."""
+        """Record the contents of storages that exist before the step; return these storages by input names."""
         on: dict[int, list[tuple[str, str, Layout]]] = {}
         for number in graph.inputs:
             value = graph.values[number]
@@ -174,19 +173,20 @@ class Followed:
     # -- one operator after the other -------------------------------------------------------------------------------
 
     def _reject(self, op: Op, text: str) -> None:
-        """Raise VerifyError in a graph that is compared with a step; what the step does is right."""
+        """Raise VerifyError for an operator if there is a step to compare with; the step itself is always accepted."""
         if self._step is not None:
             raise VerifyError(f"operator {op.id} ({op.target}) {text}")
 
     def _contents_of(self, value: int) -> int:
-        """Return the contents of a value as they are now."""
+        """Return the term of a value's current contents."""
         looks = self._values[value]
         if looks.storage not in self._contents:
             raise VerifyError(f"value {value} lies on storage {looks.storage}, which holds nothing then")
         return self._terms("window", self._contents[looks.storage], _layout(looks))
 
     def _is_window(self, op: Op) -> bool:
-        """Return True for a window by its own numbers, as plans open them on what they load from the host."""
+        """Return True for an as_strided view with explicit sizes, as plans open views on tensors loaded from the
+        host."""
         match op.args, op.outputs:
             case (Ref(base), tuple(shape), tuple(stride), int(offset)), (int(made),) if op.target == _WINDOW:
                 taken, value = self._values[base], self._values[made]
@@ -196,7 +196,7 @@ class Followed:
         return False
 
     def _follow_call(self, op: Op, *, whole: bool = False) -> None:
-        """Follow an operator of torch; ``whole``, as the parts of a loop make it up: on memory of its own."""
+        """Execute an operator symbolically; ``whole``: on fresh memory, for a call that a loop runs in parts."""
         plain, over = plain_form(op)
         taken, text = plain.inputs(), text_of(plain)
         terms = [self._contents_of(value) for value in taken]
@@ -226,7 +226,7 @@ class Followed:
             self.effects[term] = op
 
     def _note_writes(self, op: Op, over: int | None, term: int) -> None:
-        """Note the new contents of what a call writes, which must be what it says that it writes."""
+        """Record the new contents of storages that a call writes, and check them against its declared writes."""
         statistics = [value for at in op_info(op.target).undeclared_writes(op.args) for value in refs(op.args[at])]
         declared = [over] if over is not None else written(op)
         changed = {self._values[value].storage for value in (*declared, *statistics)}
@@ -243,7 +243,7 @@ class Followed:
     def _note_result(
         self, op: Op, made: tuple[int, int], number: int, taken: Sequence[int], over: int | None, fresh: dict[int, int]
     ) -> tuple[object, ...]:
-        """Return what tells a result from others, and note its contents where it is memory of its own."""
+        """Record the contents of a call's output if its storage is new; return a key of where the output lies."""
         value = self._values[number]
         storage, looks = self._storages[value.storage], _layout(value)
         alone = "fresh", looks, storage.nbytes, storage.kind
@@ -295,13 +295,13 @@ class Followed:
         return True
 
     def _try_free(self, value: int, copy: int) -> bool:
-        """Free the memory of what was copied to the host; False if it was not."""
+        """Free the device memory of a tensor stored to the host; return False if there is no equal host copy."""
         storage, host = self._storages[self._values[value].storage], self._values[copy].storage
         kept = self._contents.pop(storage.id, None) if storage.kind == "temporary" else None
         return kept is not None and kept == self._contents.get(host)
 
     def _try_save_state(self, own: Sequence[Arg], number: int) -> bool:
-        """Save the state of a generator; False if there is none such."""
+        """Save a generator's state; return False if there is no such generator."""
         generator, storage = self.own.get(tuple(own)), self._values[number].storage
         if generator is None or storage in self._contents:
             return False
@@ -310,7 +310,7 @@ class Followed:
         return True
 
     def _try_set_state(self, own: Sequence[Arg], number: int) -> bool:
-        """Set a generator to a state that was saved; False if none was."""
+        """Restore a saved generator state; return False if none is saved."""
         generator, storage = self.own.get(tuple(own)), self._values[number].storage
         if generator is None or storage not in self._states:
             return False
@@ -320,7 +320,7 @@ class Followed:
     # -- loops ------------------------------------------------------------------------------------------------------
 
     def _follow_loop(self, op: Op, loop: Loop) -> None:
-        """Follow the whole calls that a loop makes up, each on memory of its own, then its results."""
+        """Execute the whole calls equivalent to a loop symbolically, then record the loop's outputs."""
         self._check_body(loop.graph)
         known = dict(self._values)
         results: dict[int, int] = {}
@@ -341,7 +341,7 @@ class Followed:
         self._contents |= left
 
     def _with_sizes(self, op: Op) -> Op:
-        """Return the operator, after noting results as large as it makes them."""
+        """Return an operator after recording its outputs with the shapes that it computes."""
         taken = op.inputs()
         for number, made in zip(op.outputs, describe(op, self._values), strict=True):
             if number is None or made is None:
@@ -356,8 +356,8 @@ class Followed:
         return op
 
     def _check_body(self, body: Graph) -> None:
-        """Check that operators write what they say, and take no value whose memory was written since it was made.
-        Then values stand for their contents, which is what undoing a loop goes by."""
+        """Check that the operators of a loop body write what they declare, and read no value whose storage was written
+        after the value was made. So every value has one content, as rewriting the loop as whole calls requires."""
         writes: dict[int, int] = {}  # storage -> how often it was written
         opened: dict[int, int] = {}  # value -> how often its storage was by then
         for op in body.ops:
@@ -381,7 +381,7 @@ def _layout(value: Value) -> Layout:
 
 
 def _own_generators(graph: Graph) -> dict[tuple[Arg, ...], int]:
-    """Return the storages of generators by how calls name them: not at all, if it is the device's."""
+    """Return generator storages by the generator arguments of calls; an empty tuple is the device's default."""
     found: dict[tuple[Arg, ...], int] = {}
     for op in graph.ops:
         if op.random:

@@ -1,4 +1,4 @@
-"""From a limit to a verified graph: search, realize, simulate exactly."""
+"""Planning: from a limit to a verified graph (search, realize, simulate exactly)."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from magis.search.pareto_sweep import BRIEF, FULL
 from magis.simulate.compiled_problem import compile_problem
 
 WHOLE = 0.45
-"""Share of a cap on seconds by which the search without fission must end. Some limits cannot be kept without fission,
-which has the rest. On a CPU, where that is seldom: all of it."""
+"""Share of a time limit by which the search without fission must end, since some limits need fission. On a CPU, which
+seldom needs it, that search may use all of the time."""
 FROM_NOTHING_SHARE, FRONT_SHARE = 0.6, 0.8
-"""Shares of that by which the search from nothing, and the front for the search that goes on from it, must end; where
-loops come before the front, its share is of the whole cap."""
+"""Shares of the time without fission by which the search without a starting plan and the front must end. Where loops
+are searched before the front, the front's share is of the whole time limit."""
 LATE = 0.8
-"""Share of the cap from which on a plan that keeps its limit is realized and checked, and nothing else begins."""
+"""Share of the time limit after which no new search begins; the rest is for realizing and checking the plan."""
 AT_ONCE = 1000
 """States of the search for the first plan."""
 ROUNDS = 5
 """Most searches for a limit on reserved bytes."""
 CLOSE = 0.02
-"""Share of that limit that is not worth another search."""
+"""Interval of peak limits, as a share of the limit on reserved bytes, below which the bisection ends."""
 
 
 def planning_workspaces(
     subject: Subject, stored: Mapping[str, int] | None, expected_graph: str | None
 ) -> Mapping[str, int] | None:
-    """Return the baseline's workspaces if it is about this very graph, else None (this machine's own)."""
+    """Return the baseline's workspaces if its graph digest is this graph's, else None (this machine measures them)."""
     if stored is None or expected_graph != subject.digest:
         return None
     return stored
@@ -69,13 +69,13 @@ def plan(
     tell: Progress | None = None,
     known: Collection[Decisions] = (),
 ) -> Plan:
-    """Search under exactly one of the limits and return the best plan, realized.
+    """Search under exactly one of the two limits and return the best plan, realized.
 
-    ``stored`` is as from ``planning_workspaces``. ``search`` is "magis", or the name of another one in the registry
-    ("paper" for the method as it was published).
+    ``stored`` is the result of ``planning_workspaces``. ``search`` is "magis", or the name of a registered search
+    ("paper" for the published method).
 
-    Where the subject keeps plans, one that was kept stands for the search; so do ``known`` decisions for steps that
-    differ in sizes or numbers alone, where they keep the limit. ``tell`` is told how far it is.
+    A plan cached in the subject's folder replaces the search, and so do ``known`` decisions of steps that differ only
+    in sizes or scalars, if they keep the limit. ``tell`` receives progress messages.
     """
     deadline = Deadline(seconds)
     behind = subject.behind_ns
@@ -123,10 +123,9 @@ def within_reserved(
 ) -> Plan:
     """Return the fastest plan for which a GPU's caching allocator reserves at most ``limit`` bytes.
 
-    Without any, the one for which it reserves least (the fastest of several), infeasible. Searches (of a peak, within
-    seconds) know peaks alone. So each plan's allocator is simulated. Where it reserves too much, the next search gets a
-    limit that is lower by that; once a plan fits, one halfway to the last that did not, since gaps differ from plan to
-    plan. Raises UsageError on a CPU.
+    If none fits, return an infeasible one with the fewest reserved bytes. ``search`` (peak limit in bytes, seconds
+    left) bounds peaks only, so the allocator is simulated for each plan: until one fits, each search gets a limit lower
+    by the excess; then the limit is bisected. Raises UsageError on a CPU.
     """
     deadline, tried = Deadline(seconds), list[tuple[int, Plan]]()
     target, left = limit, seconds
@@ -161,7 +160,7 @@ def within_reserved(
 def _search_all(
     scratch: PlanScratch, goal: Objective, budget: int, deadline: Deadline, seed: int, stage: Progress
 ) -> Plan:
-    """Return the best plan of a portfolio of searches, run one after another; its seconds are not set."""
+    """Return the best plan of several searches, run one after another; its ``seconds`` are not set."""
     subject = scratch.subject
     goes_on, on_cpu = budget > FROM_NOTHING, subject.source.device == "cpu"
     whole = 1.0 if on_cpu else WHOLE
@@ -228,7 +227,7 @@ def _search_all(
 
 
 def better(goal: Objective, one: Plan, other: Plan) -> Plan:
-    """Return the better plan, the first if they are equal, with what both took, and why it has no loops."""
+    """Return the better of two plans (the first on a tie), with the states of both and the reason for no loops."""
     best = other if plan_key(goal, other) < plan_key(goal, one) else one
     return replace(
         best,
@@ -241,8 +240,8 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
 def find_first_plan(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
     """Return a first plan after little work: without fission, or the best one ``in_loops``.
 
-    With loops where a hasty look, done before it is ``late``, halves what the plan costs, and even one without fission
-    that is better by a fifth would be worth cutting.
+    Loops are used if a quick search, done before ``late``, halves the latency overhead, and if fission would still pay
+    off for a plan with a fifth less overhead.
     """
     goal, eager_ns = wanted.goal, wanted.eager_ns
     attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
@@ -266,6 +265,6 @@ def plan_whole(
     front: Callable[[], FissionFront] | None = None,
     begun: SearchesFromNothing | None = None,
 ) -> Plan:
-    """Return the best plan without fission, which goes on from a ``front`` where what ``begun`` knows is not enough."""
+    """Return the best plan without fission, continued from ``front`` if the result in ``begun`` is not enough."""
     attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, over=over, front=front, begun=begun)
     return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))

@@ -29,31 +29,31 @@ from magis.simulate.problem import Int8s, Int32s, Problem, rows_of
 from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
-"""Most searches. An operator that takes over its input's memory may have another workspace than its plain form."""
+"""Most searches for one limit. A realized in-place operator may have another workspace than its functional form."""
 BOUNDED_NODES = 2_000
-"""Most nodes of a step that is bounded while it is searched. With more that would take as long as the search."""
+"""Most nodes for a latency bound during the search: beyond, the bound would take as long as the search."""
 STRUCTURE = (
     "inputs", "outputs", "redo_ok", "copies", "at_once", "early", "reuses", "preads", "extras", "producer", "pinned",
     "last_write", "to_end", "block_inputs", "block_writes",
 )  # fmt: skip
 """Arrays of a problem that hold neither bytes nor times."""
 ENOUGH = 1.005
-"""Latency, as a multiple of eager's or of a known bound, at which a search ends."""
+"""Latency, as a multiple of eager's or of a known lower bound, at which a search ends."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(SearchOutcome):
-    """The best plan found, realized. ``planned`` is its memory with the workspaces that planning used."""
+    """The best plan found, as a graph. ``planned`` is its memory with the workspaces that planning used."""
 
     graph: Graph
     planned: Memory
     latency_ns: int
     workspaces: Mapping[str, int]
-    """Non-zero workspaces that planning relied on, by signature."""
+    """Non-zero workspace bytes that planning used, by operator signature."""
     searched: Searched | None = None
-    """Input of the latency bound, until that is known."""
+    """Input for the latency bound; None once the bound is computed, or where there is none."""
     decisions: Decisions | None = None
-    """Decisions that steps of other sizes or numbers can take over; None for a plan with loops."""
+    """Decisions that steps with other sizes or scalars can reuse; None for a plan with loops."""
 
     @property
     def peak(self) -> int:
@@ -63,7 +63,7 @@ class Plan(SearchOutcome):
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """A search's order and flags without the step that they are of: steps with this structure can take them over."""
+    """Order and flags of a plan without its step. Every step with an equal structure digest can reuse them."""
 
     structure: str
     order: Int32s
@@ -72,21 +72,21 @@ class Decisions:
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """Step that a search worked on, and the peak that it found there, in bytes."""
+    """Step that was searched, and the best peak found there, in bytes."""
 
     step: LoopNest
     peak: int
 
 
 def rounded_bound(bound_ns: int, eager_ns: int) -> int:
-    """Round a latency bound down to a thousandth of eager's latency. Such a bound decides how a search goes on;
-    rounded, the last digits of a solver, which may differ from machine to machine, decide next to nothing."""
+    """Round a latency bound down to a thousandth of eager's latency, so that the last digits of a solver, which differ
+    among machines, do not steer the search."""
     step = max(1, eager_ns // 1000)
     return bound_ns // step * step
 
 
 def with_latency_bound(plan: Plan, memory_limit: int | None) -> Plan:
-    """Return the plan with the lower bound of its latency."""
+    """Return a plan with a lower bound of its latency in ns, if one can be computed."""
     found, limit = plan.searched, memory_limit
     if found is None or not plan.feasible:
         return replace(plan, searched=None)
@@ -96,25 +96,25 @@ def with_latency_bound(plan: Plan, memory_limit: int | None) -> Plan:
 
 @dataclass(frozen=True)
 class PlanScratch:
-    """Scratch bytes of a plan's operators: measured here or, with ``stored``, all from a baseline. Planning with the
-    baseline's makes the plan, and so its tensor bytes, the same on every machine."""
+    """Workspaces of a plan's operators: measured here, or all from a baseline (``stored``). With the baseline's, plans
+    and their tensor bytes are equal on every machine."""
 
     subject: Subject
     stored: Mapping[str, int] | None
     watch: Watch | None = None
-    """Called with every plan of the whole step that a search judges."""
+    """Callback for every plan without loops that a search evaluates."""
     torn: bool = False
-    """True if weights may be updated before operators that may raise."""
+    """True if weight updates may run before operators that may raise."""
 
     def enough(self, goal: Objective, peak: int, latency_ns: int, least_ns: int = 0) -> bool:
-        """Return True if searching on has next to nothing to win. The plan is within a memory limit, and about as
-        fast as eager, or as the ``least_ns`` that this limit allows."""
+        """Return True if more search can hardly improve a plan: its peak keeps the memory limit, and its latency is
+        close to eager's, or to the lower bound ``least_ns``."""
         if goal.memory_limit is None or not goal.met(peak, latency_ns):
             return False
         return latency_ns <= ENOUGH * max(least_ns, self.subject.original_ns)
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
-        """Return the workspaces of every operator of the graphs; a stored table leaves out zeros."""
+        """Return the workspace bytes of every operator of the graphs. Operators missing in ``stored`` have 0."""
         subject = self.subject
         if self.stored is not None:
             return {**dict.fromkeys((key for graph in graphs for key in signatures(graph)), 0), **self.stored}
@@ -123,12 +123,12 @@ class PlanScratch:
         return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
 
     def known_to_search(self, step: Graph) -> Mapping[str, int]:
-        """Return the workspaces of the original and of a searched step, its operators in their recomputed form, too."""
+        """Return the workspaces of the original step, and of a searched step with its operators' recompute forms."""
         return self.known((self.subject.captured.original.graph, step, redo_graph(step)))
 
     def plan(self, graph: Graph, step: Graph | None, latency_ns: int, **figures: Any) -> Plan:
-        """Verify a realized graph and return it as a plan, with its memory. Its workspaces are the non-zero ones
-        that it and the search relied on, which worked on ``step``."""
+        """Verify a realized graph and return it as a plan, with its simulated memory. The plan keeps the non-zero
+        workspaces of this graph and of the searched ``step``."""
         verify(graph)
         searched = () if step is None else (step, redo_graph(step))
         graphs = (self.subject.captured.original.graph, *searched, graph)
@@ -151,16 +151,16 @@ class PlanScratch:
 
 @dataclass(frozen=True, eq=False)
 class SearchesFromNothing:
-    """Results of one step's searches from nothing, by goal, and the latencies in ns that no plan avoids there."""
+    """Cached searches of one step without a starting plan, by goal, with lower bounds of the latency in ns."""
 
     deadline: Deadline = NO_DEADLINE
     share: float = 1.0
-    """Share of the deadline that is theirs."""
+    """Fraction of the deadline that these searches may use."""
     results: dict[Objective, SearchResult] = field(default_factory=dict)
     least_ns: dict[Objective, int] = field(default_factory=dict)
 
     def result(self, goal: Objective, begin: Callable[[], SearchResult]) -> tuple[SearchResult, int]:
-        """Return the search from nothing, and the states that it took now: `begin` runs it once."""
+        """Return the search result for a goal, and the states evaluated by this call. `begin` runs once per goal."""
         states = 0
         if goal not in self.results:
             self.results[goal] = begin()
@@ -168,7 +168,7 @@ class SearchesFromNothing:
         return self.results[goal], states
 
     def enough(self, scratch: PlanScratch, goal: Objective, peak: int, latency_ns: int) -> bool:
-        """Return True if searching on has next to nothing to win, by that latency as well as by eager's."""
+        """Return True if more search can hardly improve a plan, compared with eager's latency or with a lower bound."""
         if scratch.enough(goal, peak, latency_ns):
             return True
         if goal.memory_limit is None or goal not in self.results or not goal.met(peak, latency_ns):
@@ -193,11 +193,10 @@ def attempts(
     front: Callable[[], FissionFront] | None = None,
     begun: SearchesFromNothing | None = None,
 ) -> Callable[[Objective], Plan]:
-    """Return a function that plans a graph for one goal after another.
+    """Return a function that plans a graph for one goal per call.
 
-    Loops in the graph stay as they are, each a node of the search. ``over`` ends one; a ``brief`` one makes few
-    proposals. Where there is a ``front`` of the same step, whose parts run whole, a search that is not `enough` goes on
-    from it. What ``begun`` knows is not searched for again.
+    Loops in the graph stay: each is one node of the search. ``over`` ends a search; ``brief`` makes few proposals. A
+    search that is not `enough` continues from the plans of ``front``. Searches cached in ``begun`` are not repeated.
     """
     subject = scratch.subject
     costs = subject.costs(scratch.known_to_search(graph))
@@ -228,8 +227,7 @@ def attempts(
 
 
 def structure_of(compiled: Compiled) -> str:
-    """Return a digest of operators, and who reads and writes what: all of a step that decisions rest on but sizes and
-    costs."""
+    """Return a digest of a step's operators and data dependences: all that decisions depend on but sizes and costs."""
     problem, found = compiled.problem, hashlib.sha256()
     for op in compiled.graph.ops:
         found.update(f"{op.target} {op.phase} {op.random};".encode())
@@ -241,8 +239,8 @@ def structure_of(compiled: Compiled) -> str:
 
 
 def reuse_decisions(scratch: PlanScratch, goal: Objective, known: Iterable[Decisions]) -> Plan | None:
-    """Return the best plan that decisions for steps of other sizes or numbers give, realized and verified. None
-    where no step among them has this one's structure, or where what they give does not keep the limit."""
+    """Return the best plan that known decisions give for this step, realized and verified. None if none has this step's
+    structure digest, or if the plan misses the limit."""
     subject = scratch.subject
     costs = subject.costs(scratch.known_to_search(subject.normal))
     compiled = compile_problem(subject.normal, costs, reuse=subject.source.reuse)
@@ -270,11 +268,11 @@ def whole_search(
     brief: bool = False,
     begun: SearchesFromNothing | None = None,
 ) -> tuple[list[SearchResult], int]:
-    """Search a step none of whose parts is a loop; return the results, best first, and the states of all.
+    """Search a step without loops; return the results, best first, and the number of states of all of them.
 
-    One search is from nothing, and where that is not `enough` another one goes on from a front. Together they evaluate
-    ``budget`` states besides the front's. One that a cap on seconds cut off, or kept from the front or a whole one,
-    says so.
+    The first search has no starting plan; if its result is not `enough`, a second one continues from a front. Both
+    together evaluate ``budget`` states besides the front's. ``stopped_by_seconds`` is set where a time limit cut them
+    short.
     """
     watch, begun = scratch.watch, SearchesFromNothing() if begun is None else begun
     first = min(budget, FROM_NOTHING) if front is not None else budget
@@ -296,8 +294,8 @@ def whole_search(
 
 
 def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:
-    """Return the best of a few attempts to keep a limit. Where a realized plan exceeds the memory limit, the next
-    one gets a lower limit; not where that is ``hopeless``."""
+    """Return the best of up to ATTEMPTS plans for a limit. While the realized plan exceeds the memory limit, the next
+    attempt gets a lower limit, unless ``hopeless``."""
     aim = goal
     tried: list[Plan] = []
     for _ in range(ATTEMPTS):
@@ -321,13 +319,12 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
 
 
 def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
-    """Return a graph's latency to the original's on each of the machines of a slack. What it waits for copies is
-    included."""
+    """Return a graph's latency, with waits for host copies, relative to eager's on each machine of a slack."""
     eager = subject.original_ns + subject.behind_ns
     every = machines(subject.roofline.nominal, slack)
     return tuple((elapsed_ns(graph, each) / each.kernels + subject.behind_ns) / eager for each in every)
 
 
 def worst_latency_ratio(subject: Subject, graph: Graph) -> float | None:
-    """Return the worst ratio for the slack that the subject is planned with; None on a device that swaps nothing."""
+    """Return the worst latency ratio over the machines of the subject's slack; None on a device without swaps."""
     return max(latency_ratios(subject, graph, subject.slack)) if subject.roofline.link_bytes_per_s else None

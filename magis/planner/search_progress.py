@@ -1,4 +1,4 @@
-"""Progress of a search: the best plan so far, and that the planner is being compiled."""
+"""Progress messages of a search: the best plan so far, and the compilation of the planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILING = "compiling the planner, once in an installation"
 
 
 class BestSoFar:
-    """Best peak (bytes) and latency (ns) of the plans that it is called with, told as shares of eager's."""
+    """Callback for evaluated plans (peak in bytes, latency in ns) that reports the best one relative to eager."""
 
     def __init__(self, tell: Progress, subject: Subject, goal: Objective) -> None:
         self._tell, self._goal = tell, goal
@@ -26,7 +26,7 @@ class BestSoFar:
         self._stage, self._best = "", ""
 
     def stage(self, text: str) -> None:
-        """Tell what begins now."""
+        """Report the start of a stage."""
         self._stage = text
         self._say()
 
@@ -44,7 +44,7 @@ class BestSoFar:
 
 @contextmanager
 def compiling_told(tell: Progress) -> Iterator[Progress]:
-    """Pass on what is told, and tell in between when numba compiles: that takes half a minute once."""
+    """Yield a callback that forwards progress messages; while numba compiles, report that instead."""
     last = ["capturing"]
 
     def passed_on(text: str) -> None:

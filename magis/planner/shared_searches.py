@@ -1,8 +1,8 @@
-"""Pieces of a search shared among processes, and kept in a folder so that a search that was cut off goes on.
+"""Searches shared among processes, and cached in a folder so that an interrupted search can continue.
 
-A piece is one place of a step (``magis.search.loop_places``). Who computes it, in which order and when, changes
-nothing of the result. A worker that dies leaves its pieces to this process; a file that is not whole is made again. No
-worker outlives the search that it works for, nor the process that asked.
+The unit of work is one loop place of a step (``magis.search.loop_places``). The result does not depend on which process
+computes a place, or when. If a worker dies, this process does its work; an incomplete file is computed again. No worker
+outlives its search or its parent process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from magis.search.fission_pareto import DivisibleStep, LoopPlace
 from magis.search.loop_places import Findings, PointRecord, findings
 
 BOUNDS = Bounds(total_bytes=1 << 50, entry_bytes=1 << 28, entries=1 << 30)
-"""Bounds that remove nothing: a search that goes on needs all of its pieces."""
+"""Cache bounds that evict nothing: to continue, a search needs all of its entries."""
 POLL_S = 0.2
 
 
@@ -44,8 +44,8 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Number of processes that work on a search, and the folder (made when needed) of what they have found. More
-    than one process needs a main module that can be imported again, as ``multiprocessing`` does."""
+    """Number of processes for a search, and the folder for its partial results. More than one process needs an
+    importable main module, as ``multiprocessing`` with spawn does."""
 
     processes: int = 1
     folder: Path | None = None
@@ -57,11 +57,11 @@ class Sharing:
 
     @property
     def needed(self) -> bool:
-        """True if there is anything to share or to keep."""
+        """True if the work is shared among processes or cached."""
         return self.processes > 1 or self.folder is not None
 
     def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
-        """Yield the findings of the places, in their order, until ``over`` ends them."""
+        """Yield the findings of the places in order, until ``over`` returns True."""
         store = None if self.folder is None else _Store(Kept(self.folder, BOUNDS, required=True), work)
         known = {} if store is None else {n: found for n in numbers if (found := store.load(n)) is not None}
         missing = [number for number in numbers if number not in known]
@@ -98,7 +98,7 @@ class Sharing:
     def _wait_or_compute(
         self, work: DivisibleStep, number: int, future: Future[Findings] | None, over: Over
     ) -> Findings | None:
-        """Return the findings of a place; None if ``over`` came before a worker's answer."""
+        """Return the findings of a place; None if ``over`` returns True before a worker finishes."""
         while future is not None:
             try:
                 return future.result(timeout=POLL_S)
@@ -113,7 +113,7 @@ class Sharing:
 
 
 def _prepared() -> None:
-    """Let a worker leave Ctrl-C to the process that asked, and end with it, however that ends."""
+    """Initialize a worker: it ignores Ctrl-C and exits when its parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -126,7 +126,7 @@ def _end_with_parent() -> None:
 
 
 class _Store:
-    """Findings in a folder, a text for each place of a step."""
+    """Cache of findings in a folder, one text per place of a step."""
 
     def __init__(self, kept: Kept, work: DivisibleStep) -> None:
         self._kept = kept
@@ -134,7 +134,7 @@ class _Store:
         self._key = kept.key("place", digest(work.graph), work.costs, work.reuse, work.efforts, places)
 
     def load(self, number: int) -> Findings | None:
-        """Return the findings of a place; None if there are none, or none that can be trusted."""
+        """Return the cached findings of a place; None if there are none, or none that are valid."""
         return self._kept.load(f"{self._key}-{number}", lambda text: _parse_findings(text, number))
 
     def save(self, number: int, found: Findings) -> None:
@@ -150,7 +150,7 @@ def _plan_to_json(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
 
 
 def _parse_findings(text: str, number: int) -> Findings:
-    """Read findings from text. What a plan claims is checked where it is used."""
+    """Parse findings from text; the figures of their plans are checked on use."""
     states, points = json.loads(text)
     return Findings(
         tuple(

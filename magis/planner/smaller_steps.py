@@ -1,4 +1,4 @@
-"""Smaller versions of a step, whose run takes bounded memory and time, predicted before anything runs."""
+"""Smaller versions of a step, which run within bounded memory and time, predicted before anything runs."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from magis.ops.collectives import is_message
 from magis.simulate.simulator import replay
 
 MOST_BYTES = 3 << 28
-"""Largest peak of a step that is run only to look at it."""
+"""Largest peak of a step that runs only for inspection."""
 MOST_SECONDS = 5.0
-"""Longest predicted time of such a step."""
+"""Longest predicted time of a step that runs only for inspection."""
 FEW = 2
-"""Samples of a smaller step, and blocks of a kind."""
+"""Batch size of a smaller step, and blocks that stay of each run of equal ones."""
 LEAST_LENGTH = 16
-"""Shortest dimension that may be a length; shorter ones are channels, say."""
+"""Smallest size to which a dimension is shortened; smaller dimensions may be channels."""
 MOST_TRIES = 16
-"""Most captures of smaller steps, any of which may fail: a width is no length."""
+"""Most captures of smaller steps. Each may fail, since a dimension may be a feature size that cannot be shortened."""
 COSTS = RooflineCosts(CPU)
 
 
 @dataclass(frozen=True, eq=False)
 class SizedStep:
-    """A step, its capture for the CPU, and the bytes and seconds that running it there takes."""
+    """A step, its capture for the CPU, and the bytes and seconds that it needs there."""
 
     work: Workload
     captured: Captured
     nbytes: int
     seconds: float
     said: str = ""
-    """Description of what is smaller: "batch of 2, 512 of 65536"."""
+    """Description of the smaller sizes: "batch of 2, 512 of 65536"."""
 
 
 def seconds_on_cpu(graph: Graph) -> float:
-    """Return the seconds of a graph on a small CPU, predicted from its operators."""
+    """Return the predicted seconds of a graph on a small CPU, from its operators."""
     return sum(COSTS.nanoseconds(op, graph.values) for op in graph.ops if not is_message(op.target)) / 1e9
 
 
 def sized(work: Workload, captured: Captured, said: str = "") -> SizedStep:
-    """Predict what running a captured step takes, on a copy of its tensors beside those that are there already."""
+    """Predict the bytes and seconds of running a captured step on copies of its tensors."""
     graph = captured.graph
     peak = replay(graph, COSTS.workspace, deaths=captured.deaths, rounding=COSTS.rounding).peak_bytes
     there = held_bytes(tensor for tensor in tensors_of(work) if not is_hollow(tensor))
@@ -64,7 +64,7 @@ def tensors_of(work: Workload) -> tuple[Tensor, ...]:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each as if it lay by itself."""
+    """Return the total bytes of tensors, without regard to shared storage."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -76,12 +76,11 @@ def smaller_step(
     most_bytes: int = MOST_BYTES,
     most_seconds: float = MOST_SECONDS,
 ) -> Iterator[SizedStep | None]:
-    """Give the block a smaller step that takes at most so many bytes and seconds; None if none is found.
+    """Yield a smaller version of a step within the given bytes and seconds; None if none is found.
 
-    The batch gets two samples; its lengths (of sequences, pictures) shrink; of equal sub-modules in a row, two stay,
-    where they are ours alone to take apart, to the end of the block. A smaller step is one that can be captured:
-    dimensions of one extent shrink together, with those of a multiple of it (flat targets) and of one more or less
-    (shifted ones).
+    The batch size becomes two; other batch dimensions (sequence length, image size) shrink; of equal consecutive
+    sub-modules two stay until the block ends, if the module is hollow. Dimensions of equal size shrink together, with
+    their multiples (flattened targets) and those that differ by one (shifted targets), as long as capture succeeds.
     """
     rule = replace(work.optimizer, kind="gradients", groups=(), own=None)
     with ExitStack() as undone:
@@ -89,7 +88,7 @@ def smaller_step(
 
 
 class _Shrinking:
-    """A step on the way to a smaller one."""
+    """State of the search for a smaller step."""
 
     def __init__(
         self,
@@ -133,12 +132,12 @@ class _Shrinking:
 
     @property
     def _weight_bytes(self) -> int:
-        """Bytes of the parameters as they are run: copies and gradients, beside real ones."""
+        """Bytes of parameter copies and gradients, and of the real parameters themselves."""
         return sum((2 if is_hollow(p) else 3) * held_bytes([p]) for p in self._work.module.parameters())
 
     @property
     def _times_too_large(self) -> float:
-        """Factor by which the batch makes the step too large; at most 1 where the step fits."""
+        """Factor by which the step exceeds its bytes or seconds; at most 1 where it fits."""
         if self._step is None:
             return math.inf
         room = max(1, self._most_bytes - self._weight_bytes)
@@ -149,7 +148,7 @@ class _Shrinking:
         return self._times_too_large <= 1
 
     def _shorten(self, length: int) -> int:
-        """Shorten dimensions of a length by halves, as far as the step needs it; return the length then."""
+        """Halve the batch dimensions of a size until the step fits; return the new size."""
         while not self._fits and length > LEAST_LENGTH:
             over = min(self._times_too_large, float(length))
             halvings = max(1, math.ceil(math.log2(over)))
@@ -161,7 +160,7 @@ class _Shrinking:
         return length
 
     def _try_resize(self, length: int, size: int) -> bool:
-        """Give the batch's dimensions of a length another one; return True if that is a step."""
+        """Resize the batch dimensions of one size; return True if capture then succeeds."""
         lengths = {each for tensor in self._batch for each in tensor.shape}
 
         def other(extent: int) -> int:
@@ -176,7 +175,7 @@ class _Shrinking:
         return self._try_capture(replace(self._work, inputs=cut(self._work.inputs), targets=cut(self._work.targets)))
 
     def _try_capture(self, work: Workload) -> bool:
-        """Capture a workload, and go on from it; return True if it is a step."""
+        """Capture a workload and keep it as the current step; return False if capture fails."""
         self._tries += 1
         if self._tries > MOST_TRIES:
             return False
@@ -188,7 +187,8 @@ class _Shrinking:
         return True
 
     def _fewer_blocks(self) -> str:
-        """Leave two of the equal sub-modules in every row of them, to the end of the block; say of how many."""
+        """Keep two of every run of equal sub-modules until the block ends; return a description, empty if none is
+        removed."""
         most = 0
         for container in [*self._work.module.modules()]:
             listed = isinstance(container, nn.ModuleList)
@@ -208,12 +208,12 @@ class _Shrinking:
 
 
 def _form_of_block(module: nn.Module) -> tuple[object, ...]:
-    """Return what equal sub-modules have in common: class, and parameters by name and shape."""
+    """Return the class of a module, and name, shape and dtype of its parameters: equal blocks have equal ones."""
     return type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
 
 
 def _first_elements(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the first elements along each dimension; hollow, of a hollow one."""
+    """Return a tensor cut to a shape from its start, hollow if the tensor is."""
     if shape == tensor.shape:
         return tensor
     if is_hollow(tensor):

@@ -1,4 +1,4 @@
-"""A model under test: what its cases share, made when first asked for."""
+"""The model under test: capture, costs, fronts and measurements shared by all of its cases, computed on first use."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
 _OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured", "original_ns"})
-"""Members that depend on how the captured step lays its tensors out, and that others come from."""
+"""Cached members that depend on the strides and offsets in the captured graph, and from which others are derived."""
 ALONE = Sharing()
 
 
 class Subject(TracedModel):
-    """One model at one size, data type and device. Heavy members are made once and kept."""
+    """One model at one size, dtype and device. Expensive members are computed once and cached."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Subject(TracedModel):
 
     @cached_property
     def conformance(self) -> str:
-        """Extent to which the captured step was compared with eager's; CaptureError where it is another one."""
+        """Extent to which the captured step was compared with eager's. Raises CaptureError where the two differ."""
         if self.too_slow or not (self.runs or self.captured.sends or self._asked.of_user):
             return f"not checked: {self.too_slow or 'built in, and simulated'}"
         on_cpu = self.captured if self.kind == "cpu" else None
@@ -96,7 +96,7 @@ class Subject(TracedModel):
         return said
 
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never, effort: Effort = FULL) -> FissionFront:
-        """Return the front of the step without loops, for known workspaces (signature -> bytes); kept."""
+        """Return the Pareto front of the step without loops, cached by effort and workspaces (signature -> bytes)."""
         key = effort, tuple(sorted(workspaces.items()))
         known = self._whole.get(key)
         if known is not None:
@@ -111,46 +111,45 @@ class Subject(TracedModel):
         return work_of(self.aggregated, self.roofline, reuse=self.source.reuse)
 
     def sketched(self, wanted: PlanRequest, known: tuple[int, int] | None = None, over: Over = never) -> FissionFront:
-        """Look hastily at loops: return the front of the first place, as far as it was looked at until ``over``. It
-        is empty where no plan of that place is better than a ``known`` one."""
+        """Search quickly for plans with loops: return the front of the first loop place, as far as it is searched
+        before ``over``. The front is empty if no plan there beats the ``known`` one (peak in bytes, latency in ns)."""
         return first_look(self._work, wanted, (self._briefly, self._tried), known, over)
 
     def divided_front(
         self, wanted: PlanRequest, known: tuple[int, int] | None = None, *, brief: bool = False
     ) -> FissionFront:
-        """Return the front of the step in loops, without the hasty look.
+        """Return the Pareto front of the step with loops, over all loop places.
 
-        Places where no plan is better than a ``known`` one (its peak and latency) are left out; ``brief``: with the
-        effort of that look. Cases share what is found.
+        Skips places where no plan beats the ``known`` one (peak in bytes, latency in ns). ``brief`` searches with the
+        low effort of `sketched`. Cases share the results.
         """
         work, tried = (with_little_effort(self._work), self._briefly) if brief else (self._work, self._tried)
         return places_front(work, wanted, self._share, tried, known)
 
     @cached_property
     def normal(self) -> Graph:
-        """Graph of the step in the form that the search works on."""
+        """Functionalized graph of the captured step, on which the search works."""
         graph = functionalize(self.captured.graph)
         verify(graph)
         return graph
 
     @cached_property
     def untangled(self) -> Graph:
-        """That graph without order constraints that are none in truth."""
+        """Functionalized graph without needless ordering edges."""
         graph = untangle(self.normal)
         verify(graph)
         return graph
 
     @cached_property
     def aggregated(self) -> Graph:
-        """That graph with small calls merged into large ones, where that saves time: the form that is cut into
-        parts."""
+        """Untangled graph with small calls merged where that saves time: the graph that fission splits."""
         graph = quickest(self.untangled, self.latency_ns)
         verify(graph)
         return graph
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the captured step; with the optimizer that runs by itself behind it."""
+        """Digest of the captured step, including an unplanned optimizer (its own `step()` runs after the plan)."""
         captured = self.captured if self.captured.behind is None else self.captured.original
         return digest(captured.graph)
 
@@ -158,18 +157,19 @@ class Subject(TracedModel):
 
     @cached_property
     def roofline(self) -> RooflineCosts:
-        """Costs without any measurement."""
+        """Costs without measured workspaces: all of them are estimated."""
         return self.costs({})
 
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
-        """Return costs with these workspaces where they are known; copies are as long as slack wants them."""
+        """Return costs with known workspaces (signature -> bytes, else estimated); host copies are slower by the
+        slack."""
         prices = self._prices
         slack = self.slack if prices.device.link_bytes_per_s else 0.0
         return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
 
     @cached_property
     def _prices(self) -> Prices:
-        """Prices for searches. A CPU's profile is of one machine: plans must be the same on all of them."""
+        """Operator prices for searches, without a CPU's profile: plans must be equal on all machines."""
         gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
         device = find_device(self.source.device, gpu)
         return (UNPRICED if self.kind == "cpu" else self.pricing).prices(device)
@@ -181,13 +181,14 @@ class Subject(TracedModel):
 
     @cached_property
     def predicting(self) -> RooflineCosts:
-        """Costs that latencies are predicted with: by the profile of this machine, where there is one."""
+        """Costs for predicted latencies: by the operator profile of this machine, if there is one."""
         prices = self.pricing.prices(self._prices.device)
         return RooflineCosts(prices.device, prices.profile, {}, prices)
 
     def workspaces(self, graph: Graph, *, runs: bool = True) -> Mapping[str, int]:
-        """Return this machine's workspace bytes for every operator of the graph, which `runs` as a step. Empty
-        (estimates then take their place) on other devices than the CPU, and where not even the best plan fits."""
+        """Return the workspace bytes measured on this machine for every operator of a graph, which is a whole step if
+        `runs`. Empty (then workspaces are estimated) on other devices than the CPU, and where not even the smallest
+        plan fits."""
         if self.kind != "cpu" or not self.may_run:
             return {}
         behind, limit = self.captured.behind, None if self.runs else self.free_bytes
@@ -200,7 +201,7 @@ class Subject(TracedModel):
 
     @cached_property
     def base_workspaces(self) -> Mapping[str, int]:
-        """Workspaces of the original step, of its normal form, and of operators as they are recomputed."""
+        """Workspaces of the original step, of its functionalized graph, and of the operators' recompute forms."""
         for graph in (self.captured.original.graph, self.normal):
             self.workspaces(graph)
         return dict(self.workspaces(redo_graph(self.normal), runs=False))
@@ -208,7 +209,7 @@ class Subject(TracedModel):
     # -- the original -------------------------------------------------------------------------------------------
 
     def simulate(self, captured: Captured) -> MemoryProfile:
-        """Simulate eager's memory, by its own lifetimes."""
+        """Simulate eager's memory over the step, with the storage lifetimes seen during capture."""
         return self._profile(captured, self.workspaces(captured.graph))
 
     def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
@@ -234,64 +235,64 @@ class Subject(TracedModel):
 
     @cached_property
     def original_times_ms(self) -> tuple[float, ...]:
-        """Times of the original step alone."""
+        """Times of the original step, timed alone."""
         return alone(whole_step(self.eager()), ROUNDS_ALONE, self.torch_device)
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
-        """Simulate the original's memory as if operators had these workspaces, and none where there is no entry."""
+        """Simulate the original step's memory with the given workspaces (signature -> bytes); missing ones are 0."""
         known = {**dict.fromkeys(signatures(self.captured.original.graph), 0), **workspaces}
         profile = self._profile(self.captured.original, known)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def simulate_graph(self, graph: Graph) -> Memory:
-        """Predict the memory that this machine should measure for a graph of ours."""
+        """Predict the memory that this machine measures for a planned graph."""
         profile = self.replayed(graph, self.costs(self.workspaces(graph)))
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def replayed(self, graph: Graph, costs: RooflineCosts) -> MemoryProfile:
-        """Simulate the memory of a graph of ours at these costs, of the optimizer that runs by itself behind it,
-        too."""
+        """Simulate the memory of a planned graph at the given costs, including an unplanned optimizer."""
         whole = self.whole(graph)
         if whole is None:
             return replay(graph, costs.workspace, rounding=costs.rounding)
         return replay(whole.graph, costs.workspace, deaths=whole.deaths, rounding=costs.rounding)
 
     def is_hopeless(self, goal: Objective) -> bool:
-        """Return True if an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
+        """Return True if an unplanned optimizer alone needs more than the memory limit, whatever the plan."""
         limit = goal.memory_limit
         return self.captured.behind is not None and limit is not None and limit < self.lower_bound
 
     @cached_property
     def behind_ns(self) -> int:
-        """Simulated latency of an optimizer that runs by itself behind every step, planned or not; 0 without one."""
+        """Simulated latency of an unplanned optimizer, which runs after every step, eager or planned; 0 without one."""
         behind = self.captured.behind
         return 0 if behind is None else self.latency_ns(behind.graph)
 
     @cached_property
     def original_ns(self) -> int:
-        """Simulated latency of the original step, without what runs behind it."""
+        """Simulated latency of the original step, without an unplanned optimizer."""
         if sends(self.captured.graph):
             return self.memo.get(("in order", self.digest), lambda: in_order_ns(self.normal, self.roofline))
         return self.latency_ns(self.captured.original.graph) - self.behind_ns
 
     def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
-        """Predict what a GPU's caching allocator reserves for a step (``deaths``: eager's); None on a CPU."""
+        """Predict the bytes that a CUDA caching allocator reserves for a graph (``deaths``: eager's frees); None on a
+        CPU."""
         if self.kind == "cpu":
             return None
         return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
 
     def reserved_by(self, graph: Graph) -> int | None:
-        """Predict the same for a graph of ours, with the optimizer that runs by itself behind it."""
+        """Predict the bytes that a CUDA caching allocator reserves for a planned graph and an unplanned optimizer."""
         whole = self.whole(graph)
         return self.reserved_bytes(graph) if whole is None else self.reserved_bytes(whole.graph, whole.deaths)
 
     def latency_ns(self, graph: Graph) -> int:
-        """Return the simulated latency of a graph without swaps."""
+        """Return the simulated latency of a graph without swaps: the sum over its operators."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
-        """Return the latency that is reported for a graph. That is what it was planned with, or where plans are made
-        with other prices (on a CPU) that of this machine's profile."""
+        """Return the latency to report for a graph: by this machine's profile on a CPU, if there is one; else
+        ``planned_ns``."""
         if self.kind != "cpu" or self.pricing.profile is None:
             return planned_ns
         return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)
@@ -311,17 +312,17 @@ class Subject(TracedModel):
 
     @property
     def lower_bound(self) -> int:
-        """Least bytes of any plan: persistent ones and what one operator needs whole."""
+        """Lower bound of every plan's peak in bytes: persistent storages plus the largest need of one operator."""
         return self.floor.nbytes
 
     @cached_property
     def floor(self) -> LowerBound:
-        """Least bytes of any plan, and what makes them."""
+        """Lower bound of every plan's peak in bytes, with its breakdown."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self.floor_at(self.costs(known))
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
-        """Return the least bytes of any plan at these costs."""
+        """Return the lower bound of every plan's peak, with workspaces at the given costs."""
         found, own = lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
@@ -331,24 +332,24 @@ class Subject(TracedModel):
 
     @property
     def predicted_bytes(self) -> int:
-        """Free memory that running the case takes: two modules with their state beside one step's peak."""
+        """Free memory that a case needs: two modules with optimizer state beside one step's peak."""
         return self._step_bytes + 2 * self.captured.original.graph.persistent_bytes()
 
     @cached_property
     def _step_bytes(self) -> int:
-        """Peak of the original step, by estimates alone."""
+        """Peak bytes of the original step, with estimated workspaces."""
         step, costs = self.captured.original, self.roofline
         return replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding).peak_bytes
 
     @cached_property
     def runs(self) -> bool:
-        """True if cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
+        """True if cases run for real: the device is here, the step fits into its free memory, and is fast enough."""
         here = not (self.simulated_only or self.captured.sends)
         return here and self.predicted_bytes <= self.free_bytes and not self.too_slow
 
     @cached_property
     def too_slow(self) -> str:
-        """Reason why a step that fits is not run, that it would take too long; empty if it would not."""
+        """Reason why a step that fits takes too long to run here; empty if it does not."""
         most = self._asked.running_seconds
         if most == math.inf or self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
             return ""
@@ -357,15 +358,15 @@ class Subject(TracedModel):
 
     @cached_property
     def may_run(self) -> bool:
-        """True if some step can run for real: the original, or an optimized one alone, by the least that any needs."""
+        """True if some step can run for real: the original one, or a planned one alone, going by the lower bound."""
         if self.runs or self.simulated_only or self.captured.sends or self.too_slow:
             return self.runs
         return self.floor_at(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 
     @cached_property
     def runs_together(self) -> bool:
-        """True if the original and the optimized step can take turns: on a CPU with memory for both. Not where draws
-        decide what a step does, and both would draw from one generator."""
+        """True if the original and planned steps can alternate: on a CPU with memory for both, and unless random draws
+        decide which operators run (both steps draw from one generator)."""
         if self.captured.expects and self._step_seed is not None:
             return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
@@ -377,8 +378,7 @@ class Subject(TracedModel):
     # -- running ------------------------------------------------------------------------------------------------
 
     def eager(self, *, shares: int = 1, stops: bool = False) -> EagerStep:
-        """Make eager's step; of several equal ``shares`` of the batch one by one, if there are. One that ``stops``
-        has no optimizer that runs by itself."""
+        """Build eager's step over ``shares`` equal shares of the batch. ``stops`` leaves out an unplanned optimizer."""
         work = self.fresh()
         rule = replace(work.optimizer, kind="gradients") if stops and work.optimizer.own is not None else work.optimizer
         by_shares = None if shares == 1 else loss_of_shares(work, shares)
@@ -390,12 +390,12 @@ class Subject(TracedModel):
         )  # fmt: skip
 
     def generated(self, graph: Graph) -> GraphStep | BehindStep:
-        """Make a step that runs the graph, and the optimizer that runs by itself behind it."""
+        """Build a step that runs a graph, followed by an unplanned optimizer, if there is one."""
         step, own = self.stopped(graph), self._settled.optimizer.own
         return step if own is None else BehindStep(step, own, self.captured.graded)
 
     def stopped(self, graph: Graph) -> GraphStep:
-        """Make a step that runs the graph without that optimizer."""
+        """Build a step that runs a graph, without an unplanned optimizer."""
         work = self.fresh()
         return GraphStep(
             graph if work.optimizer.own is None else without_state(graph),
@@ -404,7 +404,7 @@ class Subject(TracedModel):
         )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:
-        """Measure the memory of one step that has run before. In compiled code tensors are not told from scratch."""
+        """Measure the memory of a step that has run before. For ``compiled`` code, tensor bytes include scratch."""
         persistent = self.captured.graph.persistent_bytes()
         if isinstance(step, (EagerStep, BehindStep)):
             step.settle()

@@ -1,4 +1,4 @@
-"""A captured model: its workload on hollow and on real tensors, its signatures and their scratch bytes."""
+"""A captured model: its workload on hollow and on real tensors, its operator signatures and their workspaces."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from magis.strategies.single_device import Local
 from magis.units import format_bytes
 
 QUICK_SECONDS = 1.0
-"""Longest run of a step that is run only to see how fast this machine is."""
+"""Longest predicted run of a smaller step that is timed only to rate this machine's speed."""
 MOST_GUESSES = 1 << 12
-"""Most branches on data in a step whose size is looked for."""
+"""Most branches on data in a step for which a smaller size is searched."""
 
 
 class TracedModel:
-    """One model at one size, data type and device kind. Heavy members are made once and kept."""
+    """One model at one size, dtype and device kind. Expensive members are computed once and cached."""
 
     def __init__(self, source: Source) -> None:
         self._asked = source
@@ -54,19 +54,19 @@ class TracedModel:
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._settles = False
         self.tell: Progress = lambda _text: None
-        """Called with what is going on."""
+        """Callback for progress messages."""
         self._heard: Heard | None = None
         self.capture_seconds = 0.0
         """Seconds that the last capture took."""
 
     @cached_property
     def source(self) -> Source:
-        """Source with the model's own data type, where none was asked for."""
+        """Source of the workload, with the model's own dtype if none was requested."""
         return self._asked if self._asked.dtype else replace(self._asked, dtype=own_dtype(self.traced))
 
     @property
     def keeps_dtypes(self) -> bool:
-        """True if tensors keep the data types that they are built with."""
+        """True if tensors keep the dtypes with which they are built."""
         return not self._asked.dtype
 
     @cached_property
@@ -76,7 +76,7 @@ class TracedModel:
 
     @cached_property
     def traced(self) -> Workload:
-        """Workload on hollow tensors, to be captured; with numbers in them, of a factory that reads some."""
+        """Workload on hollow tensors, for capture; on real ones if the user's factory fails without data."""
         try:
             return self._hollow_workload()
         except Exception as error:
@@ -94,8 +94,8 @@ class TracedModel:
             return work
 
     def _workload_with_numbers(self, why: str) -> Workload:
-        """Build the workload with the numbers in it that Python reads: the real one. Where that would be too large
-        beside a simulated step, whole numbers are drawn and all others are unknown."""
+        """Build the workload on real tensors. If that would be too large for a simulated step, build a hollow one in
+        which only integers have data."""
         if self.simulated_only:
             with suppress(Exception):  # said of the real one
                 work = self._hollow_workload(numbers=True)
@@ -105,7 +105,7 @@ class TracedModel:
         return self.workload
 
     def make(self) -> Workload:
-        """Build the workload anew, on whatever kind of tensors is in force."""
+        """Build a new workload, on real or hollow tensors as the active mode decides."""
         made = self._asked.make(self._asked.seed)
         if not self._asked.dtype:
             return made
@@ -133,13 +133,13 @@ class TracedModel:
         return found
 
     def _capture_again(self) -> Captured:
-        """Capture a step that is not the module's first one, with what eager's run of it tells."""
+        """Capture a later step than the module's first one, with the values that a new eager run records."""
         if self._heard is not None:
             self._listen()
         return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
-        """Capture the hollow workload, else the real one: only its batch may have what capture reads, lengths say."""
+        """Capture the hollow workload; if that needs tensor data (sequence lengths, say), capture the real one."""
         try:
             return self._captured(self.traced, settled=False)
         except CaptureError as error:
@@ -160,8 +160,8 @@ class TracedModel:
         return self._captured(self.traced, settled=False)
 
     def _listen(self) -> None:
-        """Run the real workload once, to hear which ways its branches take. Where that is too much beside a
-        simulated step, a smaller one runs, which tells truth values alone."""
+        """Run the real workload once in eager to record which way its branches go. If that is too large beside a
+        simulated step, run a smaller one, which gives truth values only."""
         work = self.workload
         try:
             self._heard = self._record_eager(work, self._bounded(work))
@@ -176,7 +176,7 @@ class TracedModel:
                 ) from None
 
     def _bounded(self, work: Workload) -> BoundedLedger | None:
-        """Return the bounds of a step that is run beside a simulated one; None for any other step."""
+        """Return the byte and time bounds for an eager run beside a simulated step; None for other steps."""
         room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # scratch of its operators is seen by nobody
         return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
 
@@ -190,8 +190,8 @@ class TracedModel:
         return run.heard
 
     def _record_smaller(self, work: Workload) -> Heard | None:
-        """Record a smaller step, found as if all branches went one way, without its layouts. None where it tells
-        more than truth values: numbers, and shapes that depend on data, are those of its size."""
+        """Record an eager run of a smaller step, found with all branches going one way; layouts are dropped. None if
+        the run reads more than truth values: scalars and data-dependent shapes differ with the size."""
         for guess in (True, False):
             guessed = Heard({}, (guess,) * MOST_GUESSES, expects=True)
             with smaller_step(work, partial(self._capture_for_cpu, guessed)) as small:
@@ -204,7 +204,7 @@ class TracedModel:
 
     @cached_property
     def _settled(self) -> Workload:
-        """Real workload as it is from the second step on."""
+        """Real workload in the state that it has from the second step on."""
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
@@ -215,7 +215,7 @@ class TracedModel:
         return work
 
     def captured_as(self, strategy: Local) -> tuple[Captured, int]:
-        """Capture the step under a strategy; return that and the bytes that it moves over the host's link; kept."""
+        """Return the step captured under a strategy, and the bytes moved over the host link by the strategy; cached."""
         if strategy.name not in self._variants:
             with strategy.in_capture(self.traced, self.kind) as moved:
                 captured = self._captured(self.traced, strategy.cast)
@@ -243,15 +243,15 @@ class TracedModel:
 
     @property
     def _cast(self) -> str | None:
-        """Data type of autocast, None without."""
+        """Data type of autocast; None without autocast."""
         return autocast_type(self._asked.dtype)
 
     def _capture_for_cpu(self, heard: Heard | None, work: Workload) -> Captured:
         return capture(*work.parts, explicit_attention=work.explicit_attention, autocast=self._cast, heard=heard)
 
     def expected_seconds(self, graph: Graph, most: float) -> float:
-        """Predict the seconds of a step on this CPU. As its operators say where that is at most ``most``, else as
-        long as a smaller one takes, and as much longer as its operators say."""
+        """Predict the seconds of a step on this CPU from its operators. If that exceeds ``most``, scale the prediction
+        by the measured and predicted times of a smaller step."""
         expected = seconds_on_cpu(graph)
         if expected <= most:
             return expected
@@ -268,16 +268,17 @@ class TracedModel:
             return expected * (time.thread_time() - begun) / small.seconds
 
     def hear(self, heard: Heard | None) -> None:
-        """Capture with what eager's run of the step told another capture of it."""
+        """Set the values that an eager run recorded for another capture of the step; the next capture uses them."""
         self._heard = heard
 
     def followed(self, captured: Captured, workload: Workload) -> Captured:
-        """Return a captured step with the optimizer that runs by itself behind it, where there is one."""
+        """Return a captured step followed by an unplanned optimizer (its `step()` runs after the plan), if there is
+        one."""
         own = workload.optimizer.own
         return captured if own is None else followed_by(captured, own, workload.module, self.kind)
 
     def whole(self, graph: Graph) -> Captured | None:
-        """Return a graph of ours with the optimizer that runs by itself behind it; None where there is none."""
+        """Return a planned graph followed by an unplanned optimizer; None if there is no such optimizer."""
         return None if self.captured.behind is None else joined(self.captured, graph)
 
     @property
@@ -286,11 +287,11 @@ class TracedModel:
 
     @property
     def holders(self) -> Mapping[str, object]:
-        """Objects that hold tensors, by the names that their paths begin with."""
+        """Python objects that hold tensors, by the first name in their tensors' paths."""
         return {"module": self._settled.module, "loss": self._settled.loss_fn}
 
     def fresh(self) -> Workload:
-        """Return a workload of its own, with the same weights and batch, on the device."""
+        """Return a new copy of the workload, with equal weights and batch, on the device."""
         device = self.torch_device
         base = self._settled
         # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
@@ -304,7 +305,7 @@ class TracedModel:
 
     @property
     def _step_seed(self) -> int | None:
-        """Seed of every step whose draws decide which operators run; else None."""
+        """Seed for every step if random draws decide which operators run; else None."""
         graph = self.captured.graph
         drawn = self.captured.drawn or (
             self.captured.expects
@@ -314,7 +315,7 @@ class TracedModel:
         return self._asked.seed if drawn and self._asked.seeded else None
 
     def _around(self) -> AbstractContextManager[object]:
-        """Return the context of eager's forward and loss."""
+        """Return the autocast context for eager's forward and loss."""
         return nullcontext() if self._cast is None else torch.autocast(self.kind, getattr(torch, self._cast))
 
     @property
@@ -323,7 +324,8 @@ class TracedModel:
 
 
 def redo_graph(graph: Graph) -> Graph:
-    """Return a graph of every operator in the form in which it is recomputed; only good for asking for costs."""
+    """Return a graph with every operator in its recompute form (no generator, no running statistics), for costs
+    only."""
     ops = []
     for op in graph.ops:
         form = redo_form(op, graph)
@@ -333,23 +335,23 @@ def redo_graph(graph: Graph) -> Graph:
 
 
 def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
-    """Return every distinct operator signature of a graph with an example; swaps left out."""
+    """Return every distinct operator signature of a graph, each with one example; swaps are left out."""
     return {signature(op, values): (op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")}
 
 
 class Scratches:
-    """Workspace bytes of this machine, by signature."""
+    """Workspace bytes measured on this machine, by operator signature."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self._unknown: dict[str, str] = {}
-        """Operator -> module of one call, of those that nothing could measure."""
+        """Operators whose workspace cannot be measured -> module of one call."""
 
     def add(self, graph: Graph, limit: int | None, step: Callable[[], GraphStep] | None) -> None:
-        """Measure what the graph's operators need; `step` makes one that runs the graph, where that is possible.
+        """Measure the workspaces of a graph's operators; `step`, where given, builds a step that runs the graph.
 
-        Each operator is measured by itself, but for those whose scratch depends on what is in their tensors: these in
-        the step.
+        Operators are measured one by one, but those whose workspace depends on tensor data are measured inside the
+        step.
         """
         missing = {
             key: (op, values)
@@ -368,7 +370,7 @@ class Scratches:
 
     @property
     def note(self) -> str:
-        """Names of operators whose workspace is unknown; empty if there are none."""
+        """Operators with unknown workspace, in words; empty if there are none."""
         if not self._unknown:
             return ""
         calls = ", ".join(f"{target} in {module or '(root)'}" for target, module in sorted(self._unknown.items()))

@@ -1,5 +1,5 @@
-"""Where a workload comes from, whether running its step takes too long, and values that are made once; the latency of a
-rank's step as it was captured, whose messages run beside its operators."""
+"""Sources of workloads, time limits for running a step, cached values, and the latency of a rank's step in program
+order, whose collectives overlap its operators."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import KEEP
 
 STEPS = 50
-"""Number of steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to
-time."""
+"""Steps that a case runs, eager's and planned ones together, for comparison, memory and timing."""
 RUNNING_SECONDS, LEAST_SECONDS = 600.0, 60.0
-"""Seconds that running a case may take: without a cap, and at least."""
+"""Default seconds that running a case may take, and the least that a time limit leaves for it."""
 COLD = 3
-"""Factor by which a first step may take longer: it builds kernels and maps memory."""
+"""Factor by which a first step may take longer, since it compiles kernels and maps memory."""
 
 Clock = Callable[[], float]
 
 
 class _OverrunError(Exception):
-    """Raised once the deadline has gone by."""
+    """Raised between operators once the deadline has passed."""
 
 
 class _Deadline:
-    """Callable between operators that raises once the time is up."""
+    """Callback between operators that raises _OverrunError once the time is up."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._clock = clock
@@ -54,13 +53,13 @@ class _Deadline:
 
 
 def running_seconds(seconds: float | None) -> float:
-    """Return the seconds that running a case may take whose search has this cap, or none."""
+    """Return the seconds that running a case may take, given the time limit of its search (None: no limit)."""
     return RUNNING_SECONDS if seconds is None else max(LEAST_SECONDS, seconds)
 
 
 def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.thread_time) -> str:
-    """Say why the cases of a step are not run in so many seconds; empty if they are. A step that fails is not too
-    slow: whoever runs it says what is wrong. The generator is left as it was."""
+    """Return the reason why a case's steps take longer than ``seconds``; empty if they do not, or if the step fails
+    (running the case then reports the error). The CPU generator's state is restored."""
     each = seconds / STEPS
     state = torch.get_rng_state()
     try:
@@ -75,7 +74,7 @@ def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.threa
 
 
 def expected_too_slow(expected: float, seconds: float) -> str:
-    """Say the same of a step that would take so many seconds, which nobody has run; empty if it is worth a try."""
+    """Return the reason not to try a step of ``expected`` seconds per step; empty if a trial is worthwhile."""
     if expected <= COLD * seconds / STEPS:
         return ""
     about = float(f"{expected:.2g}")
@@ -83,8 +82,7 @@ def expected_too_slow(expected: float, seconds: float) -> str:
 
 
 def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
-    """Return the seconds of one step, if these are at most ``most``, else infinity. A slow first step gets a second
-    chance."""
+    """Return the seconds of one step, or infinity if they exceed ``most``. A slow first step is repeated once."""
     for deadline in (COLD * most, most):
         step.prepare()
         begun = clock()
@@ -100,33 +98,33 @@ def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> fl
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a workload: a recipe (seed -> workload), and the case's settings that shape it."""
+    """Source of a workload: a factory (seed -> workload), and the settings of the case that shape the workload."""
 
     name: str
     make: Callable[[int], Workload]
     dtype: str
-    """Data type that every floating-point tensor is converted to; empty: each stays as it was built."""
+    """Data type to which all floating-point tensors are converted; empty: each keeps its own."""
     device: str
     seed: int
     of_user: bool = False
-    """True if a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
+    """True if the factory is the user's, and may need real tensors."""
     reuse: bool = True
-    """True if an operator may take over the memory of an input that dies with it."""
+    """True if an operator may run in place on an input that dies there."""
     running_seconds: float = RUNNING_SECONDS
-    """Seconds that running a case may take; what takes longer is simulated."""
+    """Seconds that running a case may take; slower steps are simulated."""
     seeded: bool = True
-    """True if the step is captured with generators seeded so; else with these as they are."""
+    """True if generators are seeded before capture; else they keep their state."""
     keeps_results: bool = False
-    """True if tensors that the forward leaves in attributes are results of the step."""
+    """True if tensors that the forward stores in attributes are outputs of the step."""
 
     def start(self) -> None:
-        """Set the generators as they are when the step begins."""
+        """Seed the generators for the start of a step, if the source is ``seeded``."""
         if self.seeded:
             seed_all(self.seed)
 
 
 def own_dtype(workload: Workload) -> str:
-    """Return the data type of the first floating-point parameter, else of such an input, else float32."""
+    """Return the dtype of the first floating-point parameter, else of the first such input, else "float32"."""
     for tensor in (*workload.module.parameters(), *workload.inputs):
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
@@ -134,7 +132,7 @@ def own_dtype(workload: Workload) -> str:
 
 
 def conversion_changes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if converting a module to a data type would change tensors that have memory behind them."""
+    """Return True if converting a module to a dtype changes any real (not hollow) parameter or buffer."""
     tensors = (*module.parameters(), *module.buffers())
     return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)
 
@@ -145,13 +143,13 @@ _Made = TypeVar("_Made")
 
 
 class Memo:
-    """Values that one case has made and the next ones use as well."""
+    """Cache of values that the cases of one model share."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], Any] = {}
 
     def get(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
-        """Return what ``make`` has made under this key; it is called the first time only."""
+        """Return the cached value of a key; ``make`` is called for a new key only."""
         if key not in self._made:
             self._made[key] = make()
         found: _Made = self._made[key]
@@ -159,13 +157,13 @@ class Memo:
 
 
 def sends(graph: Graph) -> bool:
-    """Return True if there are messages that can run beside the operators."""
+    """Return True if the graph has collectives that can overlap its operators."""
     return any(op.target in BESIDE for op in graph.ops)
 
 
 def in_order_ns(graph: Graph, costs: Costs) -> int:
-    """Return the nanoseconds of a step in program order that recomputes nothing. Each message is sent ahead of its
-    first reader, where that is possible, and not before that of the one before it, as `fully_shard` does."""
+    """Return the latency in ns of a step in program order without recomputation. Collectives are enqueued in order,
+    each as far ahead of its first reader as possible, as in `fully_shard`."""
     problem = compile_problem(graph, costs).problem
     order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, KEEP, dtype=np.int8)
     return evaluate(problem, order, flags).latency_ns
