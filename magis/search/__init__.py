@@ -1,1 +1,1 @@
-"""Plans: which tensors to keep, to recompute, to swap, and in which order to run."""
+"""Search for plans: which tensors to keep, recompute or swap, and the order of the operators."""

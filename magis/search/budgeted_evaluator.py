@@ -1,4 +1,4 @@
-"""The goal of a search, and its records: states evaluated, plans seen, the best so far."""
+"""The goal of a search, and an evaluator with a budget of states that caches evaluated plans and keeps the best."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 
 Watch = Callable[[int, int], None]
-"""Called with the peak (bytes) and the latency (ns) of each plan as it is judged."""
+"""Callback with the peak (bytes) and the latency (ns) of every evaluated plan."""
 DEFAULT_BUDGET = 30_000
-"""States evaluated: about 1 s for 500 nodes, 3 s for 1500; of larger steps fewer (`affordable`)."""
+"""States evaluated: about 1 s for 500 nodes, 3 s for 1500; fewer for larger steps (`affordable`)."""
 LARGE = 1500
-"""Nodes from which on a search evaluates fewer states: the time of one grows with the nodes."""
+"""Nodes above which a search evaluates fewer states, since the time per state grows with the nodes."""
 LEAST_SHARE = 8
-"""Share of its states that a search of any step may evaluate (the reciprocal)."""
+"""Reciprocal of the least share of its states that a search evaluates on a large step."""
 FREE = 2000
-"""A plan that costs no more than this share (the reciprocal) of the least latency costs nothing."""
+"""Reciprocal of the share of the lowest possible latency that counts as no extra time."""
 
 
 def affordable(states: int, nodes: int) -> int:
-    """Return the states of a search, fewer for large steps: states times nodes stay the same, down to a least share."""
+    """Return the states of a search; above ``LARGE`` nodes fewer, down to 1 / ``LEAST_SHARE`` of them."""
     return max(1, states * LARGE // min(max(nodes, LARGE), LEAST_SHARE * LARGE))
 
 
 def free_of_cost(latency_ns: int, least_ns: int) -> bool:
-    """Return True if a plan is so little slower than the fastest possible one that no search should go on for it."""
+    """Return True if a plan's latency exceeds the lowest possible one so little that more search is not worthwhile."""
     return FREE * (latency_ns - least_ns) <= least_ns
 
 
 Over = Callable[[], bool]
-"""Called before every state but the first; True ends the search with the best plan so far."""
+"""Callback before every state but the first; True ends the search with the best plan so far."""
 
 
 def never() -> bool:
-    """Let the search end by its budget alone."""
+    """Return False: only the budget ends the search."""
     return False
 
 
 class Deadline:
-    """A cap on the seconds of searches that follow one another, from now on; None: they end by their budgets alone."""
+    """A time limit in seconds for consecutive searches, starting now; None: no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
         self._began = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return the seconds since it was made."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self._began
 
     def over(self, share: float = 1.0) -> bool:
-        """Return True once this share of the cap has gone by."""
+        """Return True once this share of the time limit has passed."""
         return self.seconds is not None and self.elapsed() >= share * self.seconds
 
     def left(self, least: float = 0.0) -> float | None:
-        """Return the seconds that are left, ``least`` as a share of all of them or more."""
+        """Return the seconds left, at least ``least`` as a share of the limit; None without a limit."""
         return None if self.seconds is None else max(self.seconds - self.elapsed(), least * self.seconds)
 
     def begin(self, share: float) -> Over:
-        """Return the end of a search that begins now: that share of the cap, or a tenth of it from now on if later."""
+        """Return a callback that ends a search at a share of the limit, but not before a tenth of the limit has
+        passed."""
         if self.seconds is None:
             return never
         end = max(share * self.seconds, self.elapsed() + self.seconds / 10)
@@ -74,7 +75,7 @@ NO_DEADLINE = Deadline(None)
 
 
 class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands; nothing went wrong)
-    """The budget is spent."""
+    """The search ends: the budget is spent, the time is up, or the best plan is good enough."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,21 @@ class Objective:
     latency_limit_ns: int | None = None
 
     def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
-        """Return the key that orders plans, best first (paper, Algorithm 3): excess over the limit, then the other
-        quantity."""
+        """Return the sort key of a plan, best first (paper, Algorithm 3): excess over the limit, then the other
+        cost."""
         if self.memory_limit is not None:
             return max(peak, self.memory_limit), latency_ns
         return max(latency_ns, self.latency_limit_ns or 0), peak
 
     def met(self, peak: int, latency_ns: int) -> bool:
-        """Return True if the limit is kept."""
+        """Return True if a plan with these costs keeps the limit."""
         if self.memory_limit is not None:
             return peak <= self.memory_limit
         return latency_ns <= (self.latency_limit_ns or 0)
 
 
 def check_request(goal: Objective, budget: int) -> None:
-    """Raise UsageError unless a search has exactly one limit, and states to evaluate."""
+    """Raise UsageError unless exactly one limit is given and the budget is positive."""
     if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if budget < 1:
@@ -108,17 +109,17 @@ def check_request(goal: Objective, budget: int) -> None:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A goal and its budget: states of the search of a step without loops; ``over`` ends it early."""
+    """A goal and a budget of states per search of a step without loops; ``over`` ends the search early."""
 
     goal: Objective
     seed: int
     budget: int = DEFAULT_BUDGET
     over: Over = never
     eager_ns: int = 0
-    """Latency that costs nothing: within a memory limit the search does not go on for less."""
+    """Eager's latency in ns: within a memory limit, a search ends at a plan about as fast."""
 
     def enough(self, peak: int, latency_ns: int) -> bool:
-        """Return True if a plan is within the memory limit and costs no time."""
+        """Return True if a plan keeps the memory limit and takes no extra time."""
         if self.goal.memory_limit is None:
             return False
         return self.goal.met(peak, latency_ns) and free_of_cost(latency_ns, self.eager_ns)
@@ -129,7 +130,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, eq=False)
 class JudgedPlan:
-    """A judged plan: peak in bytes, latency in nanoseconds."""
+    """An evaluated plan: peak in bytes, latency in ns."""
 
     order: Int32s
     flags: Int8s
@@ -144,12 +145,11 @@ class JudgedPlan:
 
 
 class BudgetedEvaluator:
-    """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
+    """Evaluates plans, each only once, within a budget of states; keeps the best by the goal's key.
 
-    Plans are judged on the order of the last ``use``. A plan within the memory limit that costs no time ends the
-    search. ``over`` is a further cap, though never on the first plan: where it ends the search,
-    ``stopped_by_seconds`` says so, and the result depends on the machine's speed.
-    Without it the same calls give the same answers everywhere.
+    Plans are evaluated on the order given to the last ``use``. A plan within the memory limit without extra time ends
+    the search. ``over`` can end it, too, but not before the first plan; ``stopped_by_seconds`` is then True, and the
+    result depends on the machine's speed. Otherwise results are deterministic.
     """
 
     def __init__(
@@ -171,19 +171,19 @@ class BudgetedEvaluator:
         self._watch = watch
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self.untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
-        """Flags of a plan that recomputes nothing."""
+        """Flags of the plan without recomputation."""
         self._seen: dict[bytes, tuple[int, int]] = {}
         self._orders = {self.evaluator.order.tobytes(): (self.evaluator, self._seen)}
 
     def use(self, order: Int32s) -> None:
-        """Judge plans on this order from now on."""
+        """Set the order on which plans are evaluated."""
         digest = order.tobytes()
         if digest not in self._orders:
             self._orders[digest] = (Evaluator(self.problem, order, self.evaluator.step), {})
         self.evaluator, self._seen = self._orders[digest]
 
     def cost(self, flags: Int8s) -> tuple[int, int]:
-        """Return peak and latency of a plan. Raises SearchOver when a new state would exceed the budget."""
+        """Return peak and latency of a plan. Raises SearchOver instead of evaluating a new state beyond the budget."""
         digest = flags.tobytes()
         known = self._seen.get(digest)
         if known is not None:
@@ -206,11 +206,11 @@ class BudgetedEvaluator:
         return found
 
     def plan(self, flags: Int8s) -> JudgedPlan:
-        """Judge a plan; the result has its own copy of the flags."""
+        """Evaluate flags and return them as a plan, copied."""
         return JudgedPlan(self.evaluator.order, flags.copy(), *self.cost(flags))
 
     def look(self, flags: Int8s) -> tuple[int, int]:
-        """Do the same as ``cost``, and let ``evaluator`` describe this plan."""
+        """Return peak and latency of a plan, and leave its details (runs, levels, lifetimes) in ``evaluator``."""
         before = self.states
         found = self.cost(flags)
         if self.states == before:
@@ -218,7 +218,7 @@ class BudgetedEvaluator:
         return found
 
     def front(self) -> list[JudgedPlan]:
-        """Return the judged plans that no other one equals or beats in both costs, by rising peak."""
+        """Return the evaluated plans that no other one dominates, by increasing peak."""
         every = [
             (*found, place, flags, evaluator.order)
             for place, (evaluator, seen) in enumerate(self._orders.values())

@@ -1,9 +1,9 @@
-"""The search: from a step and a limit to the best plan found, best-first (paper, Algorithm 3) and by annealing.
+"""The search: from a step and a limit to the best plan found, by best-first search (paper, Algorithm 3) and annealing.
 
-Minimum cuts propose plans on the way to the limit, with checkpoints at several distances; room that they leave is given
-back; cheap and lean ones are mixed; best-first search and annealing polish the best. Windows improve the order before
-and in between. Everything repeats exactly for equal budgets and seeds, and a smaller budget sees the first states of a
-larger one.
+Minimum cuts propose plans near the limit, with several sets of checkpoints; memory below the limit is used to undo
+recomputation; fast plans are mixed with small ones; best-first search and annealing polish the best. Operators in
+windows around the peak are reordered before and in between. Equal budgets and seeds give equal results, and a smaller
+budget evaluates a prefix of a larger one's states.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ RELAXED_NUM, RELAXED_DEN = 11, 10
 def best_first(
     judge: BudgetedEvaluator, goal: Objective, starts: Sequence[JudgedPlan], states: int, *, allow_swap: bool
 ) -> None:
-    """Search from ``starts`` until ``states`` new states are evaluated or none is left; the judge keeps the best."""
+    """Search from ``starts`` until ``states`` new states are evaluated or the queue is empty; the judge keeps the
+    best."""
     stop = judge.states + states
     queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
     pushed: set[tuple[bytes, bytes]] = set()
@@ -87,7 +88,8 @@ def best_first(
 
 
 def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool) -> Iterator[JudgedPlan]:
-    """Judge neighbours of a plan: savings at the peak, storages given back, other orders of a window at the peak."""
+    """Yield evaluated neighbours of a plan: with less memory at the peak, storages kept again, or a reordered
+    window."""
     judge.use(plan.order)
     judge.look(plan.flags)
     evaluator = judge.evaluator
@@ -122,10 +124,10 @@ STALE = 300  # steps in a row that met only plans seen before: the neighbourhood
 def anneal(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, states: int, *, seed: int, allow_swap: bool
 ) -> None:
-    """Walk from a plan for so many new states; the judge keeps the best.
+    """Search by threshold annealing from a plan for ``states`` new states; the judge keeps the best plan.
 
-    The walk may break the limit, at a price; it accepts plans that are worse by less than a threshold that sinks to
-    nothing. Integers and one seeded generator, so it repeats.
+    The walk may exceed the limit, at a price; it accepts plans that are worse by less than a threshold that falls to 0.
+    Integers and one seeded generator make it deterministic.
     """
     judge.use(plan.order)
     evaluator = judge.evaluator
@@ -172,14 +174,14 @@ def anneal(
 
 
 def _present_and_away(judge: BudgetedEvaluator, flags: Int8s, choices: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the choices in memory at the peak of the plan judged last, and those that it recomputes or swaps."""
+    """Return the choices in memory at the peak of the plan evaluated last, and those that are recomputed or swapped."""
     evaluator = judge.evaluator
     away = (evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)) & (flags != KEEP)
     return choices[hot(evaluator)[choices]], choices[away[choices]]
 
 
 def _pools(draw: float, present: Int64s, away: Int64s) -> list[tuple[Int64s, bool]]:
-    """Choose the pools that an annealing step draws from, each with True if its storage returns; empty: any storage."""
+    """Choose the pools for an annealing step, each with True if its storages are kept again; empty: any storage."""
     if draw >= BACK or (draw >= AT_PEAK and not len(away)) or (draw < AT_PEAK and not len(present)):
         return []
     if draw >= AT_PEAK:
@@ -188,10 +190,10 @@ def _pools(draw: float, present: Int64s, away: Int64s) -> list[tuple[Int64s, boo
 
 
 class _Price:
-    """One number for a plan: the quantity that the goal minimizes, plus the excess over the limit at a price.
+    """Scalar cost of a plan: the quantity that the goal minimizes, plus the priced excess over the limit.
 
-    From a plan within the limit, the price is twice the mean one of its savings. From another one the excess comes
-    first: a 64th of the whole is as bad as a whole step (or peak) more.
+    For a start within the limit, the price is twice the mean price of its savings. Otherwise the excess dominates: a
+    64th of the whole peak (or latency) costs as much as the whole latency (or peak).
     """
 
     def __init__(self, judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan) -> None:
@@ -215,30 +217,30 @@ class _Price:
 
 
 MOST_THOROUGH = 2 * LARGE
-"""Nodes up to which all series of proposals are made: more of them would leave nothing of the budget."""
+"""Most nodes for which all series of proposals are made; on larger steps they would use up the budget."""
 BISECTIONS = 10
 APPROACHES = 3
 SQUEEZES = 4
 FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the first polish; twice as many in the next
 POLISHES = 10
 FROM_NOTHING = 10_000
-"""States of the first part of a search, which starts from nothing, if the rest starts from plans of a front."""
+"""States of the first part of a search, without a starting plan, if the rest starts from the plans of a front."""
 NEIGHBOURS = 8
-"""Plans of a front, on each side of the best one, that a search starts from."""
+"""Plans of a front, on each side of the best one, from which a search starts."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult(JudgedPlan):
-    """The best plan found, and the figures of the search."""
+    """The best plan found, and statistics of the search."""
 
     states: int
-    """Different plans evaluated."""
+    """Number of different plans evaluated."""
     stopped_by_seconds: bool
-    """True if the seconds cap ended the search: the result depends on the machine's speed."""
+    """True if a time limit ended the search: the result depends on the machine's speed."""
     feasible: bool
-    """True if the limit is kept."""
+    """True if the plan keeps the limit."""
     judge: BudgetedEvaluator
-    """Evaluator with every plan that was judged."""
+    """Evaluator with every evaluated plan."""
 
 
 def search(
@@ -253,13 +255,13 @@ def search(
     watch: Watch | None = None,
     starts: Sequence[JudgedPlan] = (),
 ) -> SearchResult:
-    """Find the fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
+    """Find the fastest plan within a memory limit (bytes), or the one with the lowest peak within a latency limit (ns).
 
-    Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
-    good enough to tell promising problems from others. With ``starts``, plans of this problem, it makes none: these
-    are mixed and polished, and nothing worse comes out. Of large steps fewer plans than the ``budget`` says are judged
-    (`affordable`). However little time ``over`` leaves, the step as it stands is judged. ``watch`` is
-    called with every judged plan. Raises UsageError unless exactly one limit is given.
+    If no plan keeps the limit, returns the one that exceeds it least. A ``brief`` search makes a tenth of the
+    proposals, enough to rank problems. With ``starts``, plans of this problem, it proposes none: it mixes and polishes
+    these, and the result is no worse. On large steps fewer plans than ``budget`` are evaluated (`affordable`). The step
+    in program order is always evaluated, whatever ``over`` returns. ``watch`` is called with every evaluated plan.
+    Raises UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
     states = affordable(budget, problem.n_nodes)
@@ -283,7 +285,7 @@ def search(
 
 
 def around_best(front: Sequence[C], goal: Objective) -> list[C]:
-    """Return the plans of a front, by rising peak, around the best one under a goal."""
+    """Return the plans of a front, by increasing peak, that are next to the best one for a goal."""
     if not front:
         return []
     best = min(range(len(front)), key=lambda at: goal.key(front[at].peak, front[at].latency_ns))
@@ -291,7 +293,7 @@ def around_best(front: Sequence[C], goal: Objective) -> list[C]:
 
 
 class _Search:
-    """The stages of one search; every stage ends early by SearchOver when the budget does."""
+    """Stages of one search; every stage raises SearchOver when the budget is spent."""
 
     def __init__(
         self, judge: BudgetedEvaluator, *, allow_swap: bool, seed: int, brief: bool, starts: Sequence[JudgedPlan]
@@ -326,7 +328,7 @@ class _Search:
                 return  # nothing is left to try
 
     def proposals(self, base: JudgedPlan) -> list[JudgedPlan]:
-        """Propose plans from nothing, in program order and re-ordered around its peak."""
+        """Propose plans without a starting plan, in program order and in an order with a lower peak."""
         judge, goal = self.judge, self.goal
         orders = [base.order]
         base = reordered(judge, base)
@@ -344,7 +346,7 @@ class _Search:
         return plans
 
     def judged_starts(self) -> list[JudgedPlan]:
-        """Judge the plans to start from: best first, all on the order of the best."""
+        """Evaluate the starting plans; return them on the order of the best one, best first."""
         judge = self.judge
         for start in self.starts:
             judge.use(start.order)
@@ -353,13 +355,13 @@ class _Search:
         return distinct([judge.plan(start.flags) for start in self.starts], self.goal)
 
     def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:
-        """Return the best plan so far as a list of one, the first of ``plans`` if none was judged."""
+        """Return a list with the best plan so far, or with the first of ``plans`` if none is evaluated."""
         return [self.judge.best] if self.judge.best is not None else plans[:1]
 
     def approach(self, order: Int32s, limit: int) -> list[JudgedPlan]:
-        """Propose plans for limits between one that is not kept and the lowest peak reached.
+        """Propose plans for limits between an infeasible one and the lowest peak found.
 
-        For limits far below that all prices rise without end, and nothing useful is proposed.
+        Directly for a limit far below, all prices would grow without bound and no proposal would be useful.
         """
         plans: list[JudgedPlan] = []
         for _ in range(APPROACHES):
@@ -371,7 +373,7 @@ class _Search:
         return plans
 
     def bisect(self, base: JudgedPlan) -> list[JudgedPlan]:
-        """Propose plans at ever closer memory limits around the lowest that the latency limit allows."""
+        """Propose plans for memory limits that bisect towards the lowest one within the latency limit."""
         judge, goal = self.judge, self.goal
         low, high = lower_bound(judge.problem), base.peak
         plans = [base]
@@ -390,7 +392,7 @@ class _Search:
         return distinct(plans, goal)
 
     def squeeze(self, order: Int32s) -> list[JudgedPlan]:
-        """Propose plans within memory limits just below the lowest peak, as long as the latency limit is kept."""
+        """Propose plans for memory limits just below the lowest peak, as long as the latency limit is kept."""
         plans: list[JudgedPlan] = []
         for _ in range(SQUEEZES):
             best = self.judge.best

@@ -1,9 +1,9 @@
-"""The front of a step with fission: every place to cut it at, into every number of parts, planned inside and outside.
+"""The Pareto front of a step with fission: every place to split, in every number of parts, planned inside and outside.
 
     for each place:  sweep the loop's body and the step around it once;
-                     judge these plans for every number of parts, each plan of the body with each plan around it
+                     evaluate these plans for every number of parts, each plan of the body with each plan around it
 
-Bodies cut into other numbers of parts differ in sizes and times alone, so plans of one are plans of all.
+Bodies with other numbers of parts differ in sizes and times only, so their plans can be exchanged.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from magis.simulate.problem import Problem
 
 PARTS = (2, 4, 8, 16, 32)
 MOST_OPERATORS = 3000
-"""Operators of a step up to which each of its places gets the full effort."""
+"""Most operators of a step whose places all get the full effort."""
 BODIES = 32
-"""Plans of a loop's body that are tried in the step around it."""
+"""Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
-"""Plans of the step around a loop, of each sweep, that are tried for other bodies."""
+"""Plans of the step around a loop, per sweep, that are evaluated with other bodies."""
 HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
-"""Effort for a first answer: a tenth of a place's time, with figures between those without fission and the final ones.
-"""
+"""Effort for a first answer: a tenth of the time per place, with results between no fission and the final ones."""
 
 
 @dataclass(frozen=True)
 class Efforts:
-    """Efforts for the body of a loop, for the step around it, and for a first look at either."""
+    """Efforts for the body of a loop, for the step around the loop, and for a quick search of either."""
 
     body: Effort = BODY
     around: Effort = BRIEF
     hasty: Effort = HASTY
     middling: bool = False
-    """True if a region is cut into a middling number of parts alone."""
+    """True if a region is split into one medium number of parts only."""
 
 
 USUAL = Efforts()
@@ -54,7 +53,7 @@ USUAL = Efforts()
 
 @dataclass(frozen=True)
 class LoopPlace:
-    """The first operator of a region, and its number of parts; ``number`` counts places."""
+    """First operator of a region (index), its number of parts, and the index of the place."""
 
     at: int
     parts: int
@@ -63,7 +62,7 @@ class LoopPlace:
 
 @dataclass(frozen=True, eq=False)
 class FissionPoint(PlanCosts):
-    """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
+    """A plan of the front; ``cut`` and ``body`` (of the loop) are None for a step without a loop."""
 
     level: LoopNest
     plan: JudgedPlan
@@ -71,7 +70,7 @@ class FissionPoint(PlanCosts):
     body: LoopNestPlan | None = None
 
     def solution(self) -> LoopNestPlan:
-        """Return the plan with everything inside it, as it is realized."""
+        """Return the plan with that of its loop body, ready to be realized."""
         problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
         return solution(self.level, problem, self.plan, self.body)
 
@@ -80,7 +79,7 @@ FissionFront: TypeAlias = Front[FissionPoint]
 
 
 def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
-    """Sweep a step of which nothing runs in parts."""
+    """Compute the Pareto front of a step without a loop."""
     here = LoopNest(compile_problem(graph, costs, reuse=reuse))
     found = sweep(here.compiled.problem, effort, over)
     points = tuple(FissionPoint(here, plan) for plan in found.points)
@@ -89,7 +88,7 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FUL
 
 @dataclass(frozen=True, eq=False)
 class DivisibleStep:
-    """A step, in functional form and free of needless constraints, and the places where it may be cut."""
+    """A functionalized step without needless ordering edges, and the places where it may be split."""
 
     graph: Graph
     costs: Costs
@@ -99,7 +98,7 @@ class DivisibleStep:
 
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
-    """Find the places at which a step may be cut; of a large step fewer, with less effort."""
+    """Find the places where a step may be split; fewer in a large step, with less effort."""
     if len(graph.ops) <= MOST_OPERATORS:
         return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
     found = pieces(graph, 1)
@@ -114,12 +113,12 @@ def joined(*fronts: FissionFront) -> FissionFront:
 
 
 def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
-    """Return True if one of the points is within a memory limit and costs no time."""
+    """Return True if one of the points keeps the memory limit and takes no extra time."""
     return any(wanted.enough(point.peak, point.latency_ns) for point in points)
 
 
 def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
-    """Yield the region of a place as a loop in every number of parts; once ``over`` says so, only in the first."""
+    """Yield the step with a place's region as a loop in every number of parts; only the first once ``over`` is True."""
     place = work.places[number]
     first: LoopNest | None = None
     numbers = numbers_of_parts(most_parts(place.cuts))
@@ -139,14 +138,14 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
 
 
 def least_ns_at(work: DivisibleStep, number: int) -> int:
-    """Return the nanoseconds of the step with a place's loops in the fewest parts and nothing recomputed; 0 if it
-    cannot be cut."""
+    """Return the latency in ns of a step with a place's loop in the fewest parts, without recomputation; 0 if
+    illegal."""
     first = next(levels_at(work, number), None)
     return 0 if first is None else least_ns(first[1])
 
 
 def numbers_of_parts(most: int) -> list[int]:
-    """List the divisors of ``most`` to try, from few to many: powers of two, or others where these are few."""
+    """List the divisors of ``most`` to try as numbers of parts, increasing: powers of two, else all up to 32."""
     even = [parts for parts in PARTS if most % parts == 0]
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
@@ -154,10 +153,10 @@ def numbers_of_parts(most: int) -> list[int]:
 def place_front(
     levels: Sequence[tuple[LoopPlace, LoopNest]], efforts: Efforts = USUAL, over: Over = never
 ) -> FissionFront:
-    """Find the front of one region in the numbers of parts of ``levels``.
+    """Compute the Pareto front of one region over the numbers of parts in ``levels``.
 
-    The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
-    ``over`` ends that, there is at least one plan of the first.
+    The step around the loop is swept for the first and the last number, with the body's lowest peak. If ``over`` ends
+    that, the front has at least one plan for the first number.
     """
     model: LoopNest | None = None
     inside: Sequence[JudgedPlan] = ()
@@ -191,7 +190,7 @@ def place_front(
 
 
 def _same_structure(one: LoopNest, other: LoopNest) -> bool:
-    """Return True if plans of one level fit the other: the same nodes take and make the same storages."""
+    """Return True if plans of one step with a loop fit the other: equal nodes read and write equal storages."""
     for first, second in zip(_problems(one), _problems(other), strict=True):
         for name in ("inputs", "outputs", "extras", "reuses"):
             if not all(map(np.array_equal, getattr(first, name), getattr(second, name))):
@@ -205,7 +204,7 @@ def _problems(level: LoopNest) -> list[Problem]:
 
 
 def _judge_plans(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front[JudgedPlan]:
-    """Judge plans that were made for a problem of the same structure, and return their front."""
+    """Evaluate plans made for a problem of equal structure, and return their front."""
     judge = BudgetedEvaluator(problem, Objective(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)

@@ -1,11 +1,11 @@
-"""Lagrangian relaxation of the memory limit: minimum cuts propose the tensors to recompute at given prices.
+"""Lagrangian relaxation of the memory limit: minimum cuts choose the tensors to recompute at given memory prices.
 
-It relaxes the linear program that chooses the tensors to keep, swap and recompute. With a price for every byte at every
-position of the order, the best choice is a minimum cut, found in a fraction of a millisecond: a storage that is needed
-again is kept (costs its bytes times the prices over its gap), swapped (costs time of the link), or its producer runs
-again, which needs the producer's inputs. Prices rise where the plan exceeds the limit and fall elsewhere. The model
-learns from the plan before how early a second copy is made; *checkpoints*, storages that must not be recomputed, bound
-the chains that are recomputed in one go. The exact evaluator judges every proposal.
+The relaxed problem is the linear program of keeping, swapping and recomputing tensors. With a price per byte at every
+position of the order, the optimum is a minimum cut, found in a fraction of a millisecond: a storage that is read again
+is kept (costs its bytes times the prices over its gap), swapped (costs link time), or recomputed, which needs its
+producer's inputs. Prices rise where the plan exceeds the limit and fall elsewhere. From the previous plan the model
+learns how early a recomputed copy is made; *checkpoints*, storages that must not be recomputed, bound the length of
+recomputed chains. The exact evaluator evaluates every proposal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, In
 
 @numba.njit(cache=True)
 def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, level: Int32s, queue: Int32s) -> bool:
-    """Find distances from the source over edges with capacity left (-1: none); return True if the sink is in reach."""
+    """Compute BFS distances over edges with residual capacity (-1: unreachable); return True if the sink is
+    reachable."""
     level[:] = -1
     level[source] = 0
     queue[0] = source
@@ -47,7 +48,7 @@ def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, lev
 def _residual(
     tail: Int32s, head: Int32s, capacity: Int64s, start: Int32s, to: Int32s, back: Int32s, left: Int64s
 ) -> None:
-    """Build the residual network as compressed rows: each edge and its reverse know each other by ``back``."""
+    """Build the residual network in CSR form; ``back`` maps each edge to its reverse edge."""
     for edge in range(len(tail)):
         start[tail[edge] + 1] += 1
         start[head[edge] + 1] += 1
@@ -69,7 +70,7 @@ def _residual(
 
 @numba.njit(cache=True)
 def min_cut(n_vertices: int, tail: Int32s, head: Int32s, capacity: Int64s, source: int, sink: int) -> Bools:
-    """Mark [n_vertices] the vertices on the source's side of the smallest minimum cut (closest to the source)."""
+    """Mark [n_vertices] the vertices on the source side of the minimum cut closest to the source."""
     edges = len(tail)
     start = np.zeros(n_vertices + 1, dtype=np.int32)
     to = np.empty(2 * edges, dtype=np.int32)
@@ -127,7 +128,7 @@ MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
 
 
 class LagrangianMinCut:
-    """The network of one order; vertices: storages (there when needed again), nodes (run again), source, sink."""
+    """Flow network of one order; vertices: storages (present when read again), nodes (recomputed), source, sink."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         problem, step, gaps = evaluator.problem, evaluator.step, evaluator.gaps
@@ -148,9 +149,9 @@ class LagrangianMinCut:
         self._capacity[redo_edges] = np.maximum(1, problem.redo_ns[redo_nodes])
 
     def _edges(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return tails and heads of the edges, numbers of the edges that run a node again, and these nodes.
+        """Return tails and heads of the edges, indices of the recompute edges, and the nodes that these recompute.
 
-        The first edges, one for each storage, keep it.
+        The first edges, one per storage, are its keep edges.
         """
         problem = self.evaluator.problem
         storages = problem.n_storages
@@ -172,11 +173,12 @@ class LagrangianMinCut:
         return tails, heads, redo_edges, redo_nodes
 
     def solve(self, prices: Floats, link_price: float, kept: Bools | None = None, tilt: float = 0.0) -> Int8s:
-        """Return the flags of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns.
+        """Return the flags of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns of
+        link time.
 
-        A negative link price: no swaps. Storages in ``kept`` are not recomputed. ``tilt`` makes keeping dearer (below
-        0: cheaper) by that share towards the beginning of the order: of equal layers some then change sides before
-        others, as the prices move.
+        A negative link price forbids swaps. Storages in ``kept`` are never recomputed. ``tilt`` raises (below 0:
+        lowers) the cost of keeping by that share towards the start of the order, so that equal layers do not all flip
+        at one price.
         """
         step, storages = self.evaluator.step, len(self._from)
         total = np.concatenate(([0.0], np.cumsum(prices)))
@@ -201,9 +203,9 @@ class LagrangianMinCut:
         return flags
 
     def learn(self, flags: Int8s) -> None:
-        """Correct the stretches that keeping pays for, from the plan that the evaluator judged last.
+        """Correct the intervals that keeping is charged for, from the plan evaluated last.
 
-        A storage that was recomputed pays for being kept only until then; of one that was kept, the learnt end fades.
+        A storage that was recomputed is charged only up to its recomputation; for a kept one, the correction decays.
         """
         made_at = _positions(self.evaluator)[self.evaluator.lifetimes()[0][1]]
         again = self.evaluator.recomputed()
@@ -212,7 +214,7 @@ class LagrangianMinCut:
         self._until = np.where(again, seen, np.where(flags == KEEP, faded, self._until))
 
     def forget(self) -> None:
-        """Reset all that ``learn`` has learnt."""
+        """Reset everything that ``learn`` has changed."""
         self._until = self._latest.copy()
 
 
@@ -228,11 +230,11 @@ def follow_prices(
     tilt: float = 0.0,
     sharp: bool = False,
 ) -> list[JudgedPlan]:
-    """Propose plans on the way of the prices to a memory limit (bytes), at most one a round.
+    """Propose plans while prices adapt to a memory limit (bytes), at most one plan per round.
 
-    Prices start equal over all positions where the plan without any recomputation exceeds the limit, or, if ``sharp``,
-    at its peak alone; they rise by ever smaller steps where a plan exceeds the limit, and sink elsewhere. They are
-    sums and products alone, no functions of the mathematical library, so that every machine computes the same.
+    Prices start equal over all positions where the plan without recomputation exceeds the limit, or, if ``sharp``, at
+    its peak alone; they rise by ever smaller steps where a plan exceeds the limit, and fall elsewhere. They use sums
+    and products only, no libm functions, so that every machine computes equal prices.
     """
     judge.look(judge.untouched)
     levels = levels_by_position(judge.evaluator)
@@ -265,10 +267,8 @@ def slide_prices(
     link_price: float,
     kept: Bools | None,
 ) -> None:
-    """Follow the prices down falling memory limits (bytes), from each to the next; the judge keeps what it has seen.
-
-    A few rounds a limit are enough where prices need not rise from nothing.
-    """
+    """Propose plans for falling memory limits (bytes), each starting from the prices of the one before; the judge
+    records the plans. A few rounds per limit are enough, since prices do not start from zero."""
     judge.look(judge.untouched)
     model.forget()
     over = levels_by_position(judge.evaluator) > limits[0]
@@ -287,7 +287,7 @@ def slide_prices(
 
 
 def _needed_at(evaluator: Evaluator, wanted: Bools) -> Int32s:
-    """Return [s] the last position at which a recomputation may want a storage without later touches; -1: none."""
+    """Return [s] the last position at which a recomputation may read a storage that has no later reads; -1: none."""
     problem = evaluator.problem
     needed = np.where(wanted, evaluator.gaps.end, -1).astype(np.int32)
     for node in evaluator.order[::-1].tolist():
@@ -310,14 +310,14 @@ def _positions(evaluator: Evaluator) -> Int64s:
 
 
 def levels_by_position(evaluator: Evaluator) -> Int64s:
-    """Return [n] the last plan's peak at each position of the order, recomputations for it included, in bytes."""
+    """Return [n] the last plan's memory peak in bytes at each position of the order, with the recomputations for it."""
     levels = np.zeros(evaluator.problem.n_nodes, dtype=np.int64)
     np.maximum.at(levels, _positions(evaluator), evaluator.levels)
     return levels
 
 
 def turning_point(evaluator: Evaluator) -> int:
-    """Return the position over which most bytes lie idle: where the forward pass ends and the backward pass begins."""
+    """Return the position with most idle bytes: there the forward pass ends and the backward pass begins."""
     gaps, nbytes = evaluator.gaps, evaluator.step.nbytes
     idle = gaps.start >= 0
     change = np.zeros(evaluator.problem.n_nodes + 1, dtype=np.int64)
@@ -329,9 +329,9 @@ def turning_point(evaluator: Evaluator) -> int:
 def checkpoints(evaluator: Evaluator) -> list[Bools]:
     """Return sets of storages to keep, such that all others between two cut points may be recomputed.
 
-    At a cut point all storages are kept that cross it on their way to a later node of the same pass; a gap does not
-    cross. Two families of cut points: every k-th of the waists, where a single storage crosses (others below a
-    hundredth of it do not count); and the positions of fewest crossing bytes in k equal stretches of time.
+    At a cut point, all storages that cross it to a later node of the same pass are kept; gaps do not count. Cut points
+    are every k-th waist, where a single storage crosses (ignoring others below a hundredth of its size), and the
+    positions with fewest crossing bytes in k intervals of equal time.
     """
     problem, gaps = evaluator.problem, evaluator.gaps
     n = problem.n_nodes

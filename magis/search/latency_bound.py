@@ -1,25 +1,25 @@
-"""A lower bound of the latency of every plan that keeps a memory limit, whatever its order, copies and recomputations.
+"""A lower bound of the latency of all plans within a memory limit, for every order, swap and recomputation.
 
-A linear program over *moments*: nodes of one path, which every legal order runs one after the other. A tensor that an
-ancestor of a moment makes and a descendant of it reads is, at this moment, on the device (k), on the host (h), or
-recomputed afterwards (r), in shares between 0 and 1:
+A linear program over *moments*: nodes of one path, which run in sequence in every legal order. A tensor that an
+ancestor of a moment makes and a descendant reads is, at this moment, on the device (k), on the host (h), or recomputed
+afterwards (r), as fractions between 0 and 1:
 
-    k + h + r >= 1                                  for a tensor that is read behind the moment
-    r <= k + h + r of every input, r <= x           a recomputation needs its inputs, and is paid once
+    k + h + r >= 1                                  for a tensor that is read after the moment
+    r <= k + h + r of every input, r <= x           a recomputation needs its inputs, and costs time once
     sum of bytes * k + bytes of the moment itself <= limit
-    bytes * h, of what was made behind an earlier moment, or is read before a later one,
-              <= link * (all that may run meanwhile + sum of time * x + stall)
-    least sum of time * x + stall
+    bytes * h, for tensors made after an earlier moment, or read before a later one,
+              <= link * (all nodes that may run meanwhile + sum of time * x + stall)
+    minimize sum of time * x + stall
 
-Messages between ranks take no time of the nodes: a wait for them is stall, and all of them go over one stream. The
-program leaves out all that is unclear: bytes between two moments, small tensors, fixed costs of copies, that both
-directions may share a link, second recomputations. So plans with any number of copies, gaps and recomputations of a
-tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is the solver's own;
-on steps of hundreds of operators these gain next to nothing.
+Collectives take no compute time: waiting for one is stall, and all of them share one stream. The program relaxes
+everything uncertain: bytes between two moments, small tensors, fixed costs of copies, both directions sharing a link,
+second recomputations. So the bound holds for plans with any number of copies, gaps and recomputations of a tensor, with
+or without stalls. For small steps the integer program is solved, with the solver's own bound; on steps of hundreds of
+operators that gains next to nothing.
 
-With shares, the bound is not the solver's optimum but the value of its dual prices, computed here: a bound by weak
-duality, however exact the solver was. That value falls linearly with the limit, so that bounds of a loop's body at a
-few limits hold at all (`Affine`), and are rows of the program of the step around it, where the body's memory varies.
+The bound of the linear program is not the solver's optimum but its dual value, computed here from the dual prices:
+valid by weak duality, however inexact the solver. The dual value is linear in the limit, so bounds of a loop body at a
+few limits hold at every limit (`Affine`), and become constraints of the program of the step around the loop.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import Bools, Int32s, Problem
 
 NEVER = 1 << 62
-"""The bound where no plan keeps the limit."""
+"""Bound where no plan keeps the limit."""
 BODY_LIMITS = (0.1, 0.4, 1.0)
-"""Limits for a loop's body, as shares of the way from its least memory to all that is left."""
+"""Memory limits for a loop body, as fractions of the way from its lower bound to all memory that is left."""
 WHOLE = 3_000
-"""Most shares of a program that is also solved for whole ones."""
+"""Most variables of a program that is also solved with integers."""
 NODES = 50
-"""Nodes of branch and bound for whole shares; their bound counts."""
+"""Most branch-and-bound nodes of the integer program; its bound is used even if the solver stops there."""
 TOLERANCE = 1e-9
-"""Tolerance of the solver, and of sums, relative to a step's time."""
+"""Tolerance of the solver and of sums, relative to the step's time."""
 SCALE = 1000.0
-"""Size of the limit, and of the step's time, in the solver's units: far from its tolerances."""
+"""Value of the limit, and of the step's time, in the solver's units: large compared with its tolerances."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Affine:
-    """Latency >= ns - per_byte * (bytes - at) at every limit of so many bytes."""
+    """Bound that is linear in the memory limit: latency >= ns - per_byte * (limit in bytes - at)."""
 
     at: int
     ns: float
@@ -63,7 +63,8 @@ class Affine:
 
 @dataclass(frozen=True)
 class BodyBound:
-    """Bounds of a loop's body: no plan of it is below ``peak`` bytes, or ``ns`` in each of its ``parts``, or a cut."""
+    """Bounds of a loop body: least ``peak`` bytes, least ``ns`` per part, and ``cuts`` of the time by the memory
+    limit."""
 
     parts: int
     peak: int
@@ -72,12 +73,12 @@ class BodyBound:
 
 
 def latency_lower_bound(problem: Problem, memory_limit: int) -> int:
-    """Return the nanoseconds that no plan beats within ``memory_limit`` bytes; `NEVER` where there is no such plan."""
+    """Return a lower bound in ns of the latency of all plans within ``memory_limit`` bytes; `NEVER`: there is none."""
     return _bound_ns(problem, memory_limit, {})
 
 
 def nest_latency_bound(nest: LoopNest, memory_limit: int) -> int:
-    """Return that bound of a step with loops whose bodies may be planned anew, with the same cuts and parts."""
+    """Return a lower bound in ns of the latency of a step with loops, over all plans of their bodies, or `NEVER`."""
     loops = _body_bounds(nest, memory_limit)
     return _bound_ns(with_least_figures(nest.compiled.problem, loops), memory_limit, loops)
 
@@ -91,14 +92,14 @@ def _bound_ns(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound
 
 
 def with_least_figures(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:
-    """Return the problem with the least figures of its loops."""
+    """Return the problem with the lowest time and peak of each loop."""
     return with_figures(
         problem, {node: LoopFigures(loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()}
     )
 
 
 def _body_bounds(nest: LoopNest, memory_limit: int) -> dict[int, BodyBound]:
-    """Bound the loops of a step within a limit."""
+    """Return bounds of the loop bodies of a step within a limit, by node."""
     around, found = nest.compiled.problem, dict[int, BodyBound]()
     for node, body in nest.loops:
         beside = around.nbytes[[*around.inputs(node), *around.outputs(node)]].sum()
@@ -115,10 +116,10 @@ def _body_bounds(nest: LoopNest, memory_limit: int) -> dict[int, BodyBound]:
 def bound_at(
     problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound] | None = None, *, whole: bool = False
 ) -> Affine | None:
-    """Bound the latency at a limit, as a function of it; None where no plan keeps it.
+    """Bound the latency at a limit, as a linear function of the limit; None if no plan keeps it.
 
-    ``loops`` are nodes that stand for bodies to be planned, in a problem ``with_least_figures``. With ``whole`` shares
-    (of small steps alone) the bound holds at this limit only.
+    ``loops`` are the loop nodes of a problem ``with_least_figures``, with the bounds of their bodies. With ``whole``
+    (the integer program, for small steps), the bound holds at this limit only.
     """
     loops = loops or {}
     base = problem.least_ns
@@ -134,7 +135,7 @@ def bound_at(
 
 @dataclass
 class _Rows:
-    """A linear program under construction: rows of coefficients, each with an upper limit."""
+    """A linear program under construction: rows of coefficients, each with an upper bound."""
 
     costs: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -160,7 +161,7 @@ class _Rows:
 
 
 class _Relaxation:
-    """The program of a chain under a limit. Bytes are multiples of the limit / SCALE, times of the step's / SCALE."""
+    """The linear program of a chain under a limit, in units of limit / SCALE bytes and of the step's time / SCALE."""
 
     def __init__(self, chain: Chain, limit: int, base: int, loops: Mapping[int, BodyBound]) -> None:
         self.chain, self.limit, self.base, self.loops = chain, limit, base, loops
@@ -189,7 +190,7 @@ class _Relaxation:
         self.room: dict[int, int] = {}
 
     def _extend_horizons(self, wanted: Bools, counted: Bools) -> None:
-        """Extend each tensor's use to that of all that can be recomputed from it; such tensors are ``wanted``, too."""
+        """Extend each tensor's last use to those of all tensors recomputed from it; mark its inputs ``wanted``, too."""
         problem, step = self.chain.problem, self.chain.step
         for node in range(problem.n_nodes - 1, -1, -1):
             outputs = problem.outputs(node)
@@ -236,7 +237,7 @@ class _Relaxation:
         return Affine(self.limit, max(value.ns, best), 0.0)
 
     def _dual_value(self, prices: Floats, reduced: Floats, lower: Floats, upper: Floats) -> Affine:
-        """Evaluate the Lagrangian at prices of rows: no solution is below it."""
+        """Return the dual value at the given row prices, a lower bound of the program's optimum."""
         rows = self.rows
         limits = np.array(rows.limits)
         value = float(limits @ prices + np.where(reduced > 0, reduced * lower, reduced * upper).sum()) / self.ns
@@ -248,7 +249,7 @@ class _Relaxation:
     # -- variables and the rows that bind them --------------------------------------------------------------------
 
     def _variables(self) -> None:
-        """Add the shares of each tensor at each moment: kept, on the host (loaded by the next use), and recomputed."""
+        """Add the variables of each tensor at each moment: kept, on the host (loaded by the next use), recomputed."""
         rows, last = self.rows, len(self.chain.moments) - 1
         problem, step = self.chain.problem, self.chain.step
         for tensor in self.tensors.tolist():
@@ -265,14 +266,14 @@ class _Relaxation:
                     rows.at_most([(again, 1.0), (self.redo[maker], -1.0)], 0.0)
 
     def _copies_at(self, tensor: int, at: int) -> list[tuple[int, float]]:
-        """List the shares by which a tensor can be on the device behind a moment."""
+        """List the variables by which a tensor can be on the device after a moment, with coefficient -1."""
         maker = int(self.chain.problem.producer[tensor])
         again = self.run.get((maker, at)) if self.chain.step.redoable[tensor] else None
         found = (self.kept.get((tensor, at)), self.host.get((tensor, at)), again)
         return [(variable, -1.0) for variable in found if variable is not None]
 
     def _decisions(self) -> None:
-        """Require that tensors are there when they are read, by the step or by recomputations."""
+        """Require that tensors are on the device when the step or a recomputation reads them."""
         rows, problem = self.rows, self.chain.problem
         for tensor, at in self.kept:
             if self.behind[tensor] >= at:
@@ -284,7 +285,7 @@ class _Relaxation:
                     rows.at_most([(variable, 1.0), *self._copies_at(tensor, at)], 0.0)
 
     def _loops(self) -> None:
-        """Add the room that a loop's body has, and its time beyond the least."""
+        """Add a loop body's memory above its least peak, and its time above its least time."""
         for node, loop in self.loops.items():
             room = self.rows.variable(lower=0.0, upper=max(0, self.limit - loop.peak) * self.byte)
             extra = self.rows.variable(float(loop.parts), upper=SCALE)
@@ -297,7 +298,7 @@ class _Relaxation:
     # -- memory and link ------------------------------------------------------------------------------------------
 
     def _memory_row(self, at: int) -> None:
-        """Limit the bytes while a moment's node runs."""
+        """Limit the bytes in memory while a moment's node runs."""
         chain, problem = self.chain, self.chain.problem
         node = int(chain.moments[at])
         own = problem.inputs(node).tolist()
@@ -324,7 +325,7 @@ class _Relaxation:
         self.rows.at_most(terms, (self.limit - fixed) * self.byte)
 
     def _link(self) -> None:
-        """Limit the link: a tensor on the host was stored after its node, and is loaded before its next reader."""
+        """Limit link time: a tensor on the host was stored after its node, and is loaded before its next reader."""
         chain, problem = self.chain, self.chain.problem
         if not self.host:
             return
@@ -347,8 +348,8 @@ class _Relaxation:
                     self._in_time(copies, self._spent(at, until, block_after, within=True))
 
     def _deadlines(self, at: int) -> Int32s:
-        """Return [s] the moment before which some reader behind this one surely runs; for tensors without readers the
-        latest such moment of all that can be recomputed from them."""
+        """Return [s] the earliest moment by which some reader after moment ``at`` runs; for tensors without readers,
+        the latest such moment of all tensors that can be recomputed from them."""
         chain, problem = self.chain, self.chain.problem
         count = len(chain.moments)
         inputs, readers = problem.inputs.idx, problem.inputs.places()
@@ -369,7 +370,7 @@ class _Relaxation:
         return due
 
     def _in_time(self, copies: list[tuple[int, float]], spent: tuple[int, Bools]) -> None:
-        """Require that copies take no longer than the nodes that may run meanwhile, recomputations, and stalls."""
+        """Require that copies take no longer than the nodes that may run meanwhile, plus recomputations and stalls."""
         time, ran = spent
         terms = [*copies, (self.stall, -1.0)]
         terms += [(total, -int(self.chain.problem.redo_ns[node]) * self.ns) for node, total in self.redo.items()]
@@ -377,7 +378,8 @@ class _Relaxation:
         self.rows.at_most(terms, time * self.ns)
 
     def _spent(self, since: int, until: int, block_after: Int32s, *, within: bool = False) -> tuple[int, Bools]:
-        """Sum and mark the nodes that may run between two moments, with the first one if ``within``."""
+        """Return total ns and a mask of the nodes that may run between two moments, with the first one if
+        ``within``."""
         chain, problem = self.chain, self.chain.problem
         ran: Bools = (chain.before > since) & (chain.after < until)
         if within:
@@ -385,7 +387,7 @@ class _Relaxation:
         return int(problem.node_ns[ran].sum() + problem.blk_ns[block_after < until].sum()), ran
 
     def _block_after(self) -> Int32s:
-        """Return [b] the last moment that each update block surely runs behind."""
+        """Return [b] the last moment that always runs before each update block."""
         chain, problem = self.chain, self.chain.problem
         found = np.full(problem.n_blocks, -1, dtype=np.int32)
         writers = chain.after[chain.step.last_write[problem.block_inputs.idx]]

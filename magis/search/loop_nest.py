@@ -1,7 +1,7 @@
-"""A step with a loop, planned from the inside out: the body of a loop is a step of its own, at the size of a part.
+"""A step with a loop, planned from the inside out: a loop body is a step of its own, at the size of one part.
 
-To the step around it, a planned loop is one node: its time is that of its body times the number of parts, its
-workspace the body's peak. Structure is compiled once; planning a loop in another way changes these figures only.
+In the step around it, a planned loop is one node: its time is the body's times the number of parts, its workspace the
+body's peak. The structure is compiled once; another plan of the body changes these figures only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SQUEEZES = 4
 
 @dataclass(frozen=True, eq=False)
 class LoopNest:
-    """A compiled graph, and the nests of the loops in it by their nodes; as a loop's body it runs ``parts`` times."""
+    """A compiled graph, with the compiled bodies of its loops by node; as a loop body it runs ``parts`` times."""
 
     compiled: Compiled
     loops: tuple[tuple[int, LoopNest], ...] = ()
@@ -34,7 +34,7 @@ class LoopNest:
 
     @property
     def inner(self) -> LoopNest | None:
-        """Body of the only loop, None where there is none."""
+        """Body of the only loop; None without a loop."""
         return self.loops[0][1] if self.loops else None
 
 
@@ -54,21 +54,21 @@ class PlanCosts:
 
 @dataclass(frozen=True, eq=False)
 class LoopNestPlan(PlanCosts):
-    """A planned level: figures of the level's graph (bytes, nanoseconds) with everything inside it."""
+    """A plan of a graph and of the loop bodies inside it, with their costs (bytes, ns)."""
 
     problem: Problem
     plan: JudgedPlan
     tensor_peak: int
     around: int
-    """Bytes in memory during the loop besides those of its body; 0 without a loop."""
+    """Bytes in memory during the loop, without those of its body; 0 without a loop."""
     copies: bool
-    """True if anything is swapped, inside or around."""
+    """True if anything is swapped, inside or outside the loop."""
     states: int
     inner: LoopNestPlan | None = None
 
 
 def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNest:
-    """Compile a graph, and the bodies of its loops."""
+    """Compile a graph and the bodies of its loops."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     bodies = [(node, group[0].body) for node, group in enumerate(compiled.nodes)]
     loops = ((node, level(body.graph, costs, reuse=reuse, parts=body.parts)) for node, body in bodies if body)
@@ -76,14 +76,14 @@ def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNes
 
 
 def other_parts(known: LoopNest, loop: Loop, costs: Costs, *, reuse: bool) -> LoopNest:
-    """Return the level with its only loop cut into another number of parts."""
+    """Return the compiled graph with its only loop split into another number of parts."""
     ((node, _),) = known.loops
     inner = level(loop.graph, costs, reuse=reuse, parts=loop.parts)
     return replace(known, compiled=with_loops(known.compiled, {node: loop}), loops=((node, inner),))
 
 
 def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
-    """Return the same structure with other bodies in its loops, by their nodes."""
+    """Return the compiled graph with the bodies of its loops replaced, by node."""
     changed = {compiled.nodes[node][0].id: loop for node, loop in loops.items()}
 
     def changed_op(op: Op) -> Op:
@@ -94,26 +94,26 @@ def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
 
 
 def nest_lower_bound(level: LoopNest) -> int:
-    """Return the bytes that no plan of the level avoids."""
+    """Return a lower bound in bytes of the peak of all plans of a graph with loops."""
     figures = {node: LoopFigures(0, nest_lower_bound(inner), 0) for node, inner in level.loops}
     return lower_bound(with_figures(level.compiled.problem, figures))
 
 
 def least_ns(level: LoopNest) -> int:
-    """Return the nanoseconds of a level without recomputation, inside of its loops neither."""
+    """Return the latency in ns of a graph without recomputation, inside its loops or outside."""
     figures = {node: LoopFigures(inner.parts * least_ns(inner), 0, 0) for node, inner in level.loops}
     return with_figures(level.compiled.problem, figures).least_ns
 
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
-    """Return the level's problem with its only loop planned."""
+    """Return the problem of a graph with the costs of its only loop set from a plan of the body."""
     ((node, body),) = level.loops
     figures = LoopFigures(body.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
     return with_figures(level.compiled.problem, {node: figures})
 
 
 class LoopFigures(NamedTuple):
-    """A planned loop as a node: nanoseconds, peak, peak of tensors; ``copies``: its parts swap."""
+    """Costs of a planned loop as a node: ns, peak and peak of tensors in bytes; ``copies``: its parts swap."""
 
     ns: int
     ws: int
@@ -122,7 +122,7 @@ class LoopFigures(NamedTuple):
 
 
 def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
-    """Return the problem with the figures of loops, by their nodes."""
+    """Return the problem with the given costs of loops, by node."""
     names = ("node_ns", "node_ws", "node_tensor", "copies", "redo_ns", "redo_ws", "redo_tensor")
     arrays: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
     for node, figures in loops.items():
@@ -132,10 +132,10 @@ def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
 
 
 def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False, swap_inside: bool = True) -> LoopNestPlan:
-    """Find the best plan for a level; each of its searches may judge as many states as ``wanted`` says.
+    """Find the best plan for a graph with or without a loop; each search may evaluate ``wanted.budget`` states.
 
-    The body is planned for the memory that the step around it leaves, which depends on the body: a few rounds. It
-    swaps only with ``swap_inside``: its copies exclude those around it.
+    The body is planned within the memory that the step around it leaves, which depends on the body, so a few rounds
+    alternate. The body swaps only with ``swap_inside``, since swaps inside exclude swaps outside the loop.
     """
     if level.inner is None:
         return _search_level(level, level.compiled.problem, wanted, None, brief=brief, swap=swap_inside)
@@ -187,7 +187,7 @@ def _search_level(
 def solution(
     level: LoopNest, problem: Problem, plan: JudgedPlan, inner: LoopNestPlan | None, states: int = 0
 ) -> LoopNestPlan:
-    """Judge a plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
+    """Evaluate a plan of a graph whose loop body is planned by ``inner``; ``states`` were evaluated to find it."""
     judge = Evaluator(problem, plan.order)
     found = judge.evaluate(plan.flags)
     copies = found.swaps > 0 or bool(problem.copies.any())
@@ -201,7 +201,7 @@ def solution(
 
 
 def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
-    """Return the graph of a planned level, the bodies of its loops included."""
+    """Return the graph of a plan, including its loop bodies."""
     within = solution.inner
     bodies = {node: Loop(body.parts, realize_level(body, within)) for node, body in level.loops if within is not None}
     events = expand(solution.problem, solution.plan.order, solution.plan.flags)

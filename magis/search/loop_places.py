@@ -1,4 +1,4 @@
-"""Tries places of a step as loops: their order, the end of the trials, and findings of other processes."""
+"""Search over the places of a step that can become loops: their order, its end, and findings of other processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STRANGE, DELETE = "findings of another step were handed over", "delete the folde
 
 @dataclass(frozen=True, eq=False)
 class PointRecord(PlanCosts):
-    """A point without its graphs, as another process, or a file, hands it over."""
+    """A front point without its graphs, as another process or a file provides it."""
 
     cut: LoopPlace
     plan: JudgedPlan
@@ -48,13 +48,13 @@ class PointRecord(PlanCosts):
 
 
 Findings: TypeAlias = Front[PointRecord]
-"""The front of one place."""
+"""The front of one place, without graphs."""
 
 
 @dataclass(frozen=True, eq=False)
 class TriedPlaces:
-    """Fronts of places of a step by their numbers, as this process found them or as others handed them over
-    (``findings``), and the latency that no plan of a place avoids, in nanoseconds."""
+    """Cached fronts of a step's places by index, computed here (``fronts``) or by other processes (``findings``), and
+    each place's lowest latency in ns."""
 
     fronts: dict[int, FissionFront] = field(default_factory=dict)
     findings: dict[int, Findings] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class TriedPlaces:
 
 
 class Share(Protocol):
-    """Callable that has ``findings`` computed elsewhere and yields them in the order of the places, until ``over``."""
+    """Callable that has other processes compute ``findings`` and yields them in the order of the places, until
+    ``over``."""
 
     def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
 
@@ -76,11 +77,12 @@ def divided_front(
     efforts: Efforts = USUAL,
     share: Share | None = None,
 ) -> FissionFront:
-    """Find the front of a step cut along its batch from some place on (a batch of one picture: along height or width).
+    """Compute the Pareto front of a step split along its batch from some place on (a single image: along height or
+    width).
 
-    It has no points where nothing can be cut. ``graph`` must be in functional form and free of needless constraints
-    (``rewrite.untangle``). A hasty look at the first place comes before all others. The front does not depend on the
-    goal itself, nor on the process that computes a place.
+    The front is empty if nothing can be split. ``graph`` must be functionalized, without needless ordering edges
+    (``rewrite.untangle``). A quick search of the first place runs before all others. The front does not depend on the
+    goal, nor on the process that computes a place.
     """
     work = work_of(graph, costs, reuse=reuse, efforts=efforts)
     return joined(sketch(work), places_front(work, wanted, share))
@@ -93,11 +95,11 @@ def places_front(
     tried: TriedPlaces | None = None,
     known: tuple[int, int] | None = None,
 ) -> FissionFront:
-    """Find the front of all places, tried until one has a plan that is enough, or the budget is spent some times over.
+    """Compute the Pareto front of all places, until a plan is good enough, or ``SCREENING`` times the budget is spent.
 
-    ``wanted.over`` ends it, too: plans found until then are kept; of places that other processes compute only whole
-    ones. Places that were ``tried`` before are not tried again; those of this call are added. Places whose loops alone
-    last longer than a ``known`` plan (its peak in bytes and its latency in ns) are left out.
+    ``wanted.over`` ends the search, too: plans found so far are kept, but only complete places of other processes.
+    Places in ``tried`` are not searched again; new ones are added there. Places whose loops alone take longer than the
+    ``known`` plan (peak in bytes, latency in ns) are skipped.
     """
     tried = TriedPlaces() if tried is None else tried
     untried = reversed(range(len(work.places)))  # the loops of late places are small, and soon tried
@@ -128,7 +130,7 @@ def _one_and_all(
     wanted: PlanRequest,
     known: tuple[int, int] | None,
 ) -> tuple[list[C], int]:
-    """Try one place, then the others that may be better than it and the known plan; return their points and states."""
+    """Search one place, then those that may beat it and the known plan; return their points and states."""
     points: list[C] = []
     spent = 0
     for most in (1, None):
@@ -149,10 +151,10 @@ def _promising(
     known: tuple[int, int] | None,
     untried: Iterator[int],
 ) -> Iterator[int]:
-    """Yield the numbers of the places that may have a better plan than the known one.
+    """Yield the indices of the places that may have a better plan than the known one.
 
-    A place whose loops hold those of a beaten one counts as beaten, too: its further operators are not quicker in
-    parts.
+    A place whose loops contain those of a beaten place is skipped, too: more operators in the loop do not make it
+    faster.
     """
     beaten: list[int] = []
     for number in untried:
@@ -171,8 +173,7 @@ def _promising(
 def is_beaten(
     work: DivisibleStep, number: int, wanted: PlanRequest, tried: TriedPlaces, known: tuple[int, int] | None
 ) -> bool:
-    """Return True if no plan of a place is better than the known one, by its loops in the fewest parts: on no device
-    are more parts quicker."""
+    """Return True if no plan of a place beats the known one: the lowest latency in the fewest parts is too high."""
     if known is None or not wanted.goal.met(*known):
         return False
     if number not in tried.least_ns:
@@ -183,7 +184,7 @@ def is_beaten(
 def _in_turn(
     numbers: Iterable[int], noted: dict[int, Front[C]], made: Callable[[int], Front[C] | None], wanted: PlanRequest
 ) -> Generator[Front[C], None, None]:
-    """Yield the fronts of places as they come; whole ones are kept in ``noted``."""
+    """Yield the fronts of places in order; complete ones are cached in ``noted``."""
     for number in numbers:
         front = noted.get(number)
         if front is None:
@@ -196,7 +197,7 @@ def _in_turn(
 
 
 def with_little_effort(work: DivisibleStep) -> DivisibleStep:
-    """Return the step with little effort for each place."""
+    """Return the step with low search effort for each place."""
     hasty = work.efforts.hasty
     return replace(work, efforts=replace(work.efforts, body=replace(hasty, watch=None), around=hasty))
 
@@ -208,10 +209,11 @@ def first_look(
     known: tuple[int, int] | None = None,
     over: Over = never,
 ) -> FissionFront:
-    """Look at the first place with little effort, until ``over``; nothing if no plan of it can beat a ``known`` one.
+    """Search the first place with low effort, until ``over``; the front is empty if no plan there can beat the
+    ``known`` one.
 
-    ``tried``: places with brief looks, which the front is added to, and places tried wholly, where it is added if brief
-    looks are all the effort.
+    ``tried``: caches of quickly and of fully searched places. The front is added to the first, and also to the second
+    if low effort is all that the step gets.
     """
     briefly, wholly = tried
     if over() or not work.places or is_beaten(work, 0, wanted, wholly, known):
@@ -225,14 +227,14 @@ def first_look(
 
 
 def sketch(work: DivisibleStep, over: Over = never) -> FissionFront:
-    """Find the front of the first place with little effort."""
+    """Compute the Pareto front of the first place with low effort."""
     if not work.places:
         return FissionFront((), 0)
     return place_front(list(levels_at(work, 0, over)), with_little_effort(work).efforts, over)
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
-    """Gather points of places until one is enough, the budget is spent some times over, or the search ends."""
+    """Collect points of places until a plan is good enough, ``SCREENING`` times the budget is spent, or time is up."""
     points: list[C] = []
     spent = 0
     while not (wanted.over() or spent > SCREENING * wanted.budget or any_enough(points, wanted)):
@@ -244,7 +246,7 @@ def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[
 
 
 def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
-    """Find the front of one of a step's places, without its graphs."""
+    """Compute the Pareto front of one place of a step, without its graphs."""
     front = place_front(list(levels_at(work, number, over)), work.efforts, over)
     points = (
         PointRecord(point.cut, point.plan, point.body.plan)
@@ -255,7 +257,7 @@ def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
 
 
 def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
-    """Yield the points of findings. Raises VerifyError if they are not of this step."""
+    """Yield the front points of findings, with their graphs. Raises VerifyError if the findings are of another step."""
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
         levels = list(levels_at(work, number))
@@ -272,7 +274,7 @@ def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[Fis
 
 
 def _verify_plan(problem: Problem, plan: JudgedPlan) -> None:
-    """Raise VerifyError unless the plan is one of this problem, with the costs that it claims."""
+    """Raise VerifyError unless a plan is legal for the problem and has the costs that it claims."""
     if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
         found = evaluate(problem, plan.order, plan.flags)  # refuses all that is no plan
         if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):

@@ -1,5 +1,4 @@
-"""Moments of a step: nodes of one path, which every legal order runs one after the other, and tensors that last over
-them."""
+"""Moments of a step (nodes of one path, which run in sequence in every legal order) and tensors alive across them."""
 
 from __future__ import annotations
 
@@ -13,29 +12,29 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
 MOMENTS = 12
 CELLS = 6_000
-"""Most tensors times moments, about: half a second of the solver."""
+"""Approximate most tensors times moments: half a second of the solver."""
 FEWEST = 3
-"""Least number of moments, however many tensors there are."""
+"""Least number of moments, for any number of tensors."""
 SMALL = 4_000
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Moments of a step: nodes v(0), v(1), ... each of which comes before the next one in every order."""
+    """Moments of a step: nodes v(0), v(1), ... that run in this sequence in every legal order."""
 
     problem: Problem
     step: NodeStep
     moments: Int32s
     before: Int32s
-    """[n] first moment that the node surely runs before, or is; the number of moments where there is none."""
+    """[n] first moment that the node is or always precedes; the number of moments if there is none."""
     after: Int32s
-    """[n] last moment that the node surely runs behind, or is; -1: there is none."""
+    """[n] last moment that the node is or always follows; -1 if there is none."""
     large: Bools
-    """[s] tensors that count."""
+    """[s] mask of the tensors that are not negligibly small."""
 
     @classmethod
     def of(cls, problem: Problem, limit: int, loops: Collection[int]) -> Chain:
-        """Choose the moments that matter under a limit; none where everything may stay."""
+        """Choose the moments that matter under a limit; none if nothing needs to leave memory."""
         path = _longest_path(problem, loops)
         before, after = _ranks(problem, path)
         large = problem.nbytes * SMALL >= limit
@@ -53,7 +52,7 @@ def _predecessors(problem: Problem, node: int) -> list[int]:
 
 
 def _longest_path(problem: Problem, loops: Collection[int]) -> Int32s:
-    """Find the path through most nodes; through loops where that is possible."""
+    """Return the path with most nodes, preferably through loops."""
     length = [0] * problem.n_nodes
     came = [-1] * problem.n_nodes
     for node in range(problem.n_nodes):
@@ -70,8 +69,8 @@ def _longest_path(problem: Problem, loops: Collection[int]) -> Int32s:
 
 
 def _ranks(problem: Problem, path: Int32s) -> tuple[Int32s, Int32s]:
-    """Return [n] the first place of the path that each node is an ancestor of, or is, and the last one that it descends
-    from, or is."""
+    """Return [n] the first index on the path of which each node is an ancestor (or the node itself), and the last index
+    of which it is a descendant (or itself)."""
     count = problem.n_nodes
     before = [len(path)] * count
     after = [-1] * count
@@ -87,7 +86,7 @@ def _ranks(problem: Problem, path: Int32s) -> tuple[Int32s, Int32s]:
 
 
 def last_readers(problem: Problem, after: Int32s) -> Int32s:
-    """Return [s] the last place of the path at or behind which some reader surely runs; -1: none does."""
+    """Return [s] the last index on the path at or after which some reader always runs; -1: none does."""
     reach = np.full(problem.n_storages, -1, dtype=np.int32)
     np.maximum.at(reach, problem.inputs.idx, after[problem.inputs.places()])
     reach[problem.to_end] = np.iinfo(np.int32).max
@@ -95,7 +94,7 @@ def last_readers(problem: Problem, after: Int32s) -> Int32s:
 
 
 def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> Int64s:
-    """Return [path] the bytes at each node of the path that no order avoids without recomputing or swapping."""
+    """Return [path] the bytes in memory at each node of the path in every order without recomputation and swaps."""
     change = np.zeros(len(path) + 1, dtype=np.int64)
     made = before[problem.producer]
     reach = np.minimum(last_readers(problem, after), len(path) - 1)
@@ -108,7 +107,7 @@ def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> In
 
 
 def _chosen(levels: Int64s, limit: int, count: int) -> Int64s:
-    """Choose ``count`` places of the path: of those above the limit the highest in each of as many stretches."""
+    """Choose up to ``count`` indices of the path above the limit: the highest in each of as many equal intervals."""
     above = np.flatnonzero(levels > limit)
     if not len(above):
         return above

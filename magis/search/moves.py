@@ -1,8 +1,8 @@
-"""Moves from plan to plan: one storage at a time, and whole groups of storages that belong together.
+"""Moves from plan to plan: one storage at a time, and groups of connected storages.
 
-A single drop often costs far too much, because its chain of inputs has to stay or to be recomputed, too. So plans come
-from minimum cuts first, and the moves here give back as much as the limit allows (``climb``) or exchange connected
-groups of decisions between a cheap plan above the limit and a lean one below (``relink``).
+Dropping one storage often costs far too much, because its chain of inputs must be kept or recomputed as well. So plans
+come from minimum cuts first; the moves here keep storages again as far as the limit allows (``climb``) or exchange
+connected groups of decisions between a fast plan above the limit and a small one below (``relink``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, I
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
-    """List other flags that a storage may have and that change something."""
+    """List the other flags of a storage that change the plan."""
     idle = evaluator.gaps.start[storage] >= 0
     flags = [KEEP]
     if evaluator.step.redoable[storage]:
@@ -30,7 +30,7 @@ def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: b
 
 
 def hot(evaluator: Evaluator) -> Bools:
-    """Mark [s] storages with a copy in memory at the peak of the plan judged last: the paper's memory hot-spots."""
+    """Mark [s] storages with a copy in memory at the peak of the plan evaluated last: the paper's memory hot-spots."""
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     alive: Bools = np.any((birth <= at) & (at <= death), axis=0)
@@ -40,7 +40,7 @@ def hot(evaluator: Evaluator) -> Bools:
 
 
 def giving_back(evaluator: Evaluator, flags: Int8s) -> list[int]:
-    """List storages that the plan judged last recomputes or swaps and may keep instead, longest recomputation first."""
+    """List storages that the plan evaluated last recomputes or swaps and could keep, longest recomputation first."""
     redo_ns = evaluator.problem.redo_ns[evaluator.problem.producer]
     spent = evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)
     spent &= (flags != KEEP) & ~evaluator.problem.pinned
@@ -49,7 +49,7 @@ def giving_back(evaluator: Evaluator, flags: Int8s) -> list[int]:
 
 
 def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -> list[tuple[int, int]]:
-    """List moves (storage, flag) that may lower the peak of the plan judged last, most bytes per nanosecond first."""
+    """List moves (storage, flag) that may lower the peak of the plan evaluated last, most bytes per ns first."""
     step, gaps = evaluator.step, evaluator.gaps
     at = evaluator.peak_run
     birth, death = evaluator.lifetimes()
@@ -72,7 +72,7 @@ def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -
 
 
 def with_makers(evaluator: Evaluator, flags: Int8s, storage: int) -> list[int]:
-    """Return a storage and those that exist only to recompute it: with DROP they would stay for the next time."""
+    """Return a storage and those that exist only to recompute it: with flag DROP, they would stay for the next time."""
     problem, found = evaluator.problem, [storage]
     for each in found:
         used = problem.inputs(int(problem.producer[each]))
@@ -82,8 +82,8 @@ def with_makers(evaluator: Evaluator, flags: Int8s, storage: int) -> list[int]:
 
 
 def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
-    """List storages that lie idle at the peak of the plan judged last after they were recomputed, and may be recomputed
-    once more instead (`with_makers`), most bytes per nanosecond first."""
+    """List storages that are idle at the peak of the plan evaluated last after a recomputation, and could be recomputed
+    once more instead (`with_makers`), most bytes per ns first."""
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     first = (evaluator.runs & 1) == 0
@@ -98,19 +98,18 @@ def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
 
 
 SINGLE_MOVES = 512
-"""Most moves, or groups, that are judged one by one; more are judged many at a time."""
+"""Most moves, or groups, that are evaluated one by one; more are evaluated in batches."""
 
 
 def worth_repeating(goal: Objective, plan: JudgedPlan) -> bool:
-    """Return True if moves shall recompute storages more than once; they only cost states where plans do without."""
+    """Return True if moves may recompute storages more than once: only where other plans miss the memory limit."""
     return goal.memory_limit is not None and (not plan.met(goal) or bool((plan.flags == REPEAT).any()))
 
 
 def climb(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, most: int = 48
 ) -> JudgedPlan:
-    """Move single storages as long as one move improves the goal's key: giving back where there is room, saving at the
-    peak."""
+    """Improve a plan by hill climbing over single storages: keep some again within the limit, save at the peak."""
     while True:
         flags = plan.flags.copy()
         judge.look(flags)
@@ -147,8 +146,8 @@ def climb(
 
 
 def _kept_together(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, storages: list[int]) -> JudgedPlan:
-    """Keep as many of the storages as improve the goal's key, from the first on: twice as many at a time after a
-    success, half as many after a failure. A large step has thousands, and each plan judged takes long."""
+    """Keep a prefix of the storages that improves the goal's key, in batches: twice as many after a success, half as
+    many after a failure. A large step has thousands of storages, and each evaluation is slow."""
     start, count, failures = 0, len(storages), 0
     while start < len(storages) and failures < SINGLE_MOVES:
         flags = plan.flags.copy()
@@ -164,7 +163,7 @@ def _kept_together(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, 
 
 
 def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
-    """Lower the peak of a plan by other orders of windows around it, as long as one does."""
+    """Lower the peak of a plan by reordering windows around the peak, as long as that helps."""
     lower = True
     while lower:
         lower = False
@@ -181,7 +180,7 @@ def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
-    """Group differing storages that are connected: one is an input of the other's producer, or they share it."""
+    """Group connected storages: one is an input of the other's producer, or they have one producer."""
     root = {int(storage): int(storage) for storage in differing}
 
     def find(storage: int) -> int:
@@ -203,10 +202,10 @@ def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
 
 
 def relink(judge: BudgetedEvaluator, goal: Objective, cheap: JudgedPlan, lean: JudgedPlan) -> JudgedPlan | None:
-    """Mix two plans on one order: ``cheap`` breaks the memory limit, ``lean`` keeps it.
+    """Mix two plans on one order: ``cheap`` exceeds the memory limit, ``lean`` keeps it.
 
-    Groups go over from cheap to lean, those first that save most bytes per nanosecond, until the limit is kept;
-    then those that are not needed go back, the dearest first. None: no mixture keeps the limit.
+    Groups switch from cheap to lean, most bytes per ns first, until the limit is kept; then groups that are not needed
+    switch back, the most expensive first. Returns None if no mixture keeps the limit.
     """
     groups = _groups(judge.problem, np.flatnonzero(cheap.flags != lean.flags))
     if len(groups) > SINGLE_MOVES:

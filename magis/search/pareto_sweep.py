@@ -1,8 +1,8 @@
-"""Pareto sweep: plans proposed from minimum cuts for falling memory limits, the best of them kept.
+"""Pareto sweep: minimum cuts propose plans for falling memory limits, and the best are kept.
 
-The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
-propose plans on the way (``magis.search.lagrangian_min_cut``); room that the best of them leave is given back, and
-neighbours on the front are mixed. All judged plans count, for whichever limit they were proposed.
+The limits fall from the peak without recomputation to the lower bound of all plans. Minimum cuts propose plans
+(``magis.search.lagrangian_min_cut``); the best are improved by keeping storages again within the limit, and neighbours
+on the front are mixed. All evaluated plans count, for whichever limit they were proposed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link
 ROUNDS = 48  # of prices per series of proposals
 BRIEF_ROUNDS = 16
 SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
-"""Series of proposals as arguments of ``follow_prices``: tilt of the prices, learning, sharp beginning."""
+"""Series of proposals as arguments of ``follow_prices``: tilt, learning, sharp."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proposer:
-    """Makes plans that a judge judges."""
+    """Source of proposed plans, evaluated by a judge."""
 
     judge: BudgetedEvaluator
     allow_swap: bool
@@ -50,7 +50,7 @@ class Proposer:
     """True for a tenth of the proposals."""
 
     def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[JudgedPlan]:
-        """Propose plans for a memory limit on one order, of distinct costs, best first."""
+        """Propose plans for a memory limit on one order, with distinct costs, best first."""
         judge = self.judge
         judge.use(order)
         model = LagrangianMinCut(judge.evaluator)
@@ -88,7 +88,8 @@ class Proposer:
         return distinct(plans, Objective(memory_limit=limit))
 
     def all_but(self, kept: Bools) -> list[Int8s]:
-        """Recompute everything except checkpoints: for the backward pass alone, and wherever something lies idle."""
+        """Return flags that recompute all but the checkpoints: storages idle from forward to backward, or all idle
+        ones."""
         gaps, turn = self.judge.evaluator.gaps, turning_point(self.judge.evaluator)
         plans = []
         for idle in ((gaps.start < turn) & (turn < gaps.end), gaps.start >= 0):
@@ -98,7 +99,7 @@ class Proposer:
         return plans
 
     def mix(self, plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
-        """Climb from the best plans, all on one order; mix cheap ones above the limit with lean ones below."""
+        """Improve the best plans, all on one order, by hill climbing; mix fast ones above the limit with small ones."""
         judge = self.judge
         if not plans:
             return []
@@ -122,24 +123,24 @@ def distinct(plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
 
 @dataclass(frozen=True)
 class Effort:
-    """Extent of a sweep."""
+    """Settings for how thorough a sweep is."""
 
     levels: int = 16
     """Number of memory limits."""
     rounds: int = 6
-    """Rounds of prices per limit."""
+    """Price updates per limit."""
     sets: int = 5
-    """Sets of checkpoints, about: every k-th of all."""
+    """Approximate number of checkpoint sets: every k-th of all is used."""
     link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
-    """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
+    """Nanoseconds of recomputation that a nanosecond of link time is worth, if the device can swap."""
     polished: int = 64
-    """Plans of the front whose neighbours are judged."""
+    """Plans of the front whose neighbours are evaluated."""
     mixed: int = 64
-    """Plans of the front whose mixtures are judged."""
+    """Plans of the front whose mixtures are evaluated."""
     approaches: tuple[int, ...] = (16, 8, 4)
-    """Attempts to get below the leanest plan, by these shares (reciprocals) of its bytes above the floor."""
+    """Attempts below the lowest peak, each by 1/n of its distance to the lower bound."""
     states: int = 60_000
-    """Most states, and fewer for large steps: the memory of a sweep grows with them."""
+    """Most states, fewer for large steps: memory use of a sweep grows with them."""
     reorder: bool = True
     """True if operators may run in another order than the program's."""
     recompute: bool = True
@@ -147,20 +148,20 @@ class Effort:
     swap: bool = True
     """True if tensors may be swapped, where the device has a link."""
     watch: Watch | None = None
-    """Called with every judged plan."""
+    """Callback for every evaluated plan."""
 
 
 MIXTURES = ((1, 4), (3, 4), (8, 8))
-"""Distance of two mixed plans on the front, and number of steps into which the room between their peaks is divided."""
+"""Distance of two mixed plans on the front, and number of intervals between their peaks."""
 FULL = Effort()
 BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000)
 """Effort for the step around a loop."""
 BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
-"""Effort for the body of a loop, whose leanest plans the step around it seldom wants."""
+"""Effort for the body of a loop, whose lowest peaks are seldom useful."""
 
 
 class Costed(Protocol):
-    """Something with a peak (bytes) and a latency (nanoseconds)."""
+    """Protocol of objects with a peak (bytes) and a latency (ns)."""
 
     @property
     def peak(self) -> int: ...
@@ -174,16 +175,16 @@ C = TypeVar("C", bound=Costed)
 
 @dataclass(frozen=True, eq=False)
 class Front(Generic[C]):
-    """Plans, or records of them, by rising peak and falling latency, and the states evaluated for them."""
+    """Plans, or records of plans, by increasing peak and decreasing latency, and the number of states evaluated."""
 
     points: tuple[C, ...]
     states: int
     stopped_by_seconds: bool = False
-    """True if a cap on seconds ended the search for it."""
+    """True if a time limit ended the search."""
 
 
 def pareto(every: Iterable[C]) -> list[C]:
-    """Return the items that no other one beats in peak and latency, by rising peak; of equal ones the first."""
+    """Return the items that no other one dominates in peak and latency, by increasing peak; of equal ones the first."""
     found: list[C] = []
     for each in sorted(every, key=lambda item: (item.peak, item.latency_ns)):
         if not found or each.latency_ns < found[-1].latency_ns:
@@ -192,7 +193,7 @@ def pareto(every: Iterable[C]) -> list[C]:
 
 
 def spread(front: Sequence[C], count: int) -> list[C]:
-    """Pick up to ``count`` points of a front, evenly spread over its peaks, the first and the last among them."""
+    """Pick up to ``count`` points of a front, evenly spread over its peaks, including the first and the last."""
     if len(front) <= count or not count:
         return list(front[:count])
     low, high = front[0].peak, front[-1].peak
@@ -204,7 +205,7 @@ def spread(front: Sequence[C], count: int) -> list[C]:
 
 
 def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[JudgedPlan]:
-    """Find the front of one step; deterministic. Where ``over`` ends it, it has the plans judged until then."""
+    """Compute the Pareto front of one step; deterministic unless ``over`` ends it with the plans evaluated so far."""
     if not effort.recompute:
         problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
     floor = lower_bound(problem)
@@ -227,7 +228,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
 
 
 def _slide(judge: BudgetedEvaluator, start: JudgedPlan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
-    """Propose plans on one order, from the peak of ``start`` down to the floor."""
+    """Propose plans on one order, from the peak of ``start`` down to the lower bound ``floor``."""
     judge.use(start.order)
     limits = [start.peak - (start.peak - floor) * level // effort.levels for level in range(1, effort.levels)]
     if not limits:
@@ -240,9 +241,9 @@ def _slide(judge: BudgetedEvaluator, start: JudgedPlan, floor: int, effort: Effo
 
 
 def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: bool) -> None:
-    """Propose plans for one limit between the leanest plan and the floor, with prices that rise from nothing.
+    """Propose plans for one limit between the lowest peak and the lower bound, with prices that start from zero.
 
-    Prices that came down a long way rise without end where nothing can be gained any more, and hide other gains.
+    Prices carried over from higher limits grow without bound where nothing more can be saved, and hide other savings.
     """
     leanest = judge.front()[0]
     limit = leanest.peak - (leanest.peak - floor) // share
@@ -253,7 +254,7 @@ def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: b
 
 
 def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: bool) -> None:
-    """Judge mixtures of plans that are some places apart on a front, for limits between their peaks."""
+    """Evaluate mixtures of plans that are some places apart on a front, for limits between their peaks."""
     apart = front[-1].peak // 100 if front else 0
     for first, lean in enumerate(front):
         for distance, shares in MIXTURES:

@@ -1,8 +1,8 @@
-"""Fission where the memory is short: loops around the operators at a plan's peak, one after another.
+"""Fission at the peak: loops around the operators at a plan's peak, one after another.
 
-A loop is one node to the search, so that plans with loops are found, judged and realized like any others; and every new
-loop is judged by the costs of the plan at hand with it. Search and relief take turns: relief makes room, the search
-turns room into time (or the other way round), which moves the peak.
+A loop is one node of the search, so plans with loops are found, evaluated and realized like any others; each new loop
+is evaluated with the flags of the current plan. Adding loops and searching alternate: loops save memory, the search
+trades it for time (or the other way round), and the peak moves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOPS = 8
 """Most loops between two searches."""
 ROUNDS = 3
 TOO_SLOW = 0.02
-"""Share of the step's time that one loop may cost."""
+"""Largest increase of the step's latency by one loop, as a share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Relieved:
 
 @dataclass(frozen=True, eq=False)
 class _PlannedStep:
-    """A step in the order of a plan, that plan's flags by storage, and its costs."""
+    """A graph in the order of a plan, with the plan's flags by storage, and its costs."""
 
     graph: Graph
     compiled: Compiled
@@ -61,14 +61,14 @@ class _PlannedStep:
     peak: int
     latency_ns: int
     at: int
-    """Position in the graph of the operator at the peak."""
+    """Index in the graph of the operator at the peak."""
 
 
 def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Relieved | None:
     """Find the best plan with loops around operators at the peak; None if no loop helps.
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Once
-    ``wanted.over`` says so, it ends with the best plan so far.
+    ``graph`` must be functionalized, without needless ordering edges (``rewrite.untangle``). ``wanted.over`` ends the
+    search with the best plan so far.
     """
     compiled = compile_problem(graph, costs, reuse=reuse)
     result = _search_plan(compiled, wanted, brief=False)
@@ -106,7 +106,7 @@ def _search_plan(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> Sea
 
 
 def _chain(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_PlannedStep, tuple[str, ...]]]:
-    """Yield states with one loop after another at the peak, as long as each lowers it at a bearable price."""
+    """Yield steps with one, two, ... loops at the peak, as long as each loop lowers the peak at an acceptable price."""
     made: tuple[str, ...] = ()
     for _ in range(LOOPS):
         found = min(_children(state, costs, reuse), key=lambda child: _ns_per_byte(state, child[0]), default=None)
@@ -117,12 +117,12 @@ def _chain(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_Pl
 
 
 def _ns_per_byte(before: _PlannedStep, after: _PlannedStep) -> float:
-    """Return the nanoseconds that a loop costs per byte that it saves."""
+    """Return the ns that a loop costs per byte that it saves."""
     return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
 
 
 def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_PlannedStep, str]]:
-    """Yield states with one loop more and a lower peak."""
+    """Yield steps with one more loop and a lower peak."""
     op = state.graph.ops[state.at]
     if op.body is not None or op.random:
         return
@@ -143,7 +143,7 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:
-    """Judge the graph's own order with these flags."""
+    """Evaluate a graph in its own order with the given flags."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     problem = compiled.problem
     judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
@@ -155,7 +155,7 @@ def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _P
 
 
 def in_order(compiled: Compiled, result: SearchResult) -> Graph:
-    """Return the graph in the order of a plan; views and weight updates as early as they may stand."""
+    """Return a graph in the order of a plan, with views and weight updates as early as possible."""
     graph = compiled.graph
     rank = {}
     for place, node in enumerate(result.order.tolist()):

@@ -1,10 +1,9 @@
-"""Re-ordering by dynamic programming over a window of nodes around the peak (paper, Algorithm 2).
+"""Reordering by dynamic programming over a window of nodes around the peak (paper, Algorithm 2).
 
-All subsets of the window that an order can run first are states; the tensors in memory after one of them do not depend
-on the order in which it ran. The best order of the window has the smallest largest working set. Windows are at most
-``WIDEST`` nodes, so that exact search takes about a millisecond. Outside of the window storages live as long as the
-plan says; inside, they die with their last reader. Recomputations and updates inside of the window are not modelled:
-the exact evaluator decides if a new order is better.
+States are the subsets of the window that can run first; the tensors in memory after a subset do not depend on its
+order. The best order of the window minimizes the peak. Windows have at most ``WIDEST`` nodes, so that exact search
+takes about a millisecond. Outside the window, storages live as in the plan; inside, they die after their last reader.
+Recomputations and updates inside the window are not modelled: the exact evaluator decides if a new order is better.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ WIDEST = 12
 
 @numba.njit(cache=True)
 def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nbytes: Int64s, extra: Int64s) -> Int64s:
-    """Return the order of a window's nodes with the smallest largest working set; of equal ones the first.
+    """Return the order of a window's nodes with the lowest peak; of equal ones the first.
 
-    ``before`` [w]: bit mask of the nodes that must precede a node; ``needs`` [w]: bytes that it allocates;
-    ``extra`` [w]: workspace, less what it saves by running in place. Per storage touched: ``readers``, the mask of
-    nodes after all of which it dies (0: it outlives the window), ``maker``, the node that allocates it (-1: it is
-    there from the beginning), ``nbytes``. Bytes that no order changes are left out.
+    ``before`` [w]: bit mask of the nodes that must precede a node; ``needs`` [w]: bytes that it allocates; ``extra``
+    [w]: workspace, less what it saves by running in place. Per storage touched: ``readers``, the mask of nodes after
+    all of which it dies (0: it outlives the window), ``maker``, the node that allocates it (-1: it is alive from the
+    beginning), ``nbytes``. Bytes that are alive in every order are left out.
     """
     width = len(before)
     full = (1 << width) - 1
@@ -59,7 +58,7 @@ def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nb
 
 
 def window_orders(evaluator: Evaluator, width: int = 10) -> Iterator[Int32s]:
-    """Yield legal orders that may lower the peak of the plan judged last: one per window around its peak."""
+    """Yield legal orders that may lower the peak of the plan evaluated last: one per window around the peak."""
     runs, problem = evaluator.runs, evaluator.problem
     first = (runs & 1) == 0
     peak = int(np.count_nonzero(first[: evaluator.peak_run]))
