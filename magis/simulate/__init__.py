@@ -1,1 +1,1 @@
-"""Peak memory and latency of plans, without running anything."""
+"""Simulation of plans: peak memory and latency, without running anything."""

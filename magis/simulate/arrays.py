@@ -1,7 +1,7 @@
-"""Arrays that the compiled passes of the evaluator read and write: a problem's, an order's gaps, working memory.
+"""Arrays of the evaluator's compiled passes: those of a problem, the gaps of an order, and working memory.
 
-A change in the order of fields here must touch ``kernel`` as well: numba's cache on disk knows fields by their position
-and looks at the age of a compiled function's own file only.
+Whoever reorders fields here must touch ``kernel`` as well: numba's on-disk cache knows fields by position, and checks
+the age of the compiled function's own file only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, int64s,
 
 
 class NodeStep(NamedTuple):
-    """The arrays of a Problem that the passes read, under the names that they have there, and some more."""
+    """Arrays of a Problem for the compiled passes, and derived ones."""
 
     inputs: Rows
     outputs: Rows
@@ -42,7 +42,7 @@ class NodeStep(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Per storage, in positions of one order: its longest idle stretch lies strictly between start and end."""
+    """Longest idle interval of each storage in one order, strictly between the positions start and end."""
 
     start: Int32s  # [s] -1: it is never idle
     end: Int32s  # [s]
@@ -52,7 +52,7 @@ class Gaps(NamedTuple):
 class WorkingArrays(NamedTuple):
     """Working memory of one evaluator; after ``run_plan`` it describes the last plan.
 
-    Events are counted without blocks and swaps here: first runs are 2 * node, recomputations 2 * node + 1.
+    Events here exclude blocks and swaps: a first run is 2 * node, a recomputation 2 * node + 1.
     """
 
     event: Int32s  # [capacity]
@@ -90,7 +90,7 @@ class WorkingArrays(NamedTuple):
 
 
 def make_step(problem: Problem) -> NodeStep:
-    """Derive the arrays that the passes read from a problem."""
+    """Return the arrays for the compiled passes, derived from a problem."""
     in_block = np.zeros(problem.n_storages, dtype=np.bool_)
     in_block[problem.block_inputs.idx] = True
     # A block floats, so it must find a gradient where it was made: tensors that blocks read stay put.
@@ -115,7 +115,8 @@ def make_step(problem: Problem) -> NodeStep:
 
 
 def _readers_of_writes(problem: Problem) -> list[list[int]]:
-    """List, per block, the nodes that read a persistent storage which the block writes, or that it waits for."""
+    """List, per block, the nodes that must run before it: readers of the persistent storages that the block writes, and
+    the nodes that the block waits for."""
     readers: list[list[int]] = [[] for _ in range(problem.n_written)]
     for node in range(problem.n_nodes):
         for persistent in problem.preads(node):
@@ -130,7 +131,7 @@ def _readers_of_writes(problem: Problem) -> list[list[int]]:
 
 
 def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
-    """Allocate working memory for every plan of a step, whatever its flags."""
+    """Allocate working memory for any plan of a step."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)

@@ -1,7 +1,7 @@
-"""Compiles a graph to the arrays of the search, and maps array indices back to operators.
+"""Compiler from a graph to the arrays of the search, and the map from array indices back to operators.
 
-Nodes are the operators that do work; views are left out (they cost no memory and follow their storage), and what only
-updates persistent memory is gathered into blocks that float (see ``Problem``).
+Nodes are the operators that do work; views are left out (they need no memory and live with their storage), and
+operators that only update persistent memory are grouped into floating blocks (see ``Problem``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Group = tuple[Op, ...]
 
 
 def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Group the operators into nodes, in program order, and blocks; pure views belong to neither."""
+    """Group the operators into nodes, in program order, and update blocks; pure views are in neither."""
     views = {op.id for op in graph.ops if is_pure_view(graph, op)}
     sinks = _sinks(graph, views)
     if len(views) + len(sinks) == len(graph.ops):
@@ -41,10 +41,10 @@ def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]
 
 
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
-    """Find operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
+    """Return the ids of operators that float: weight updates, and writes to persistent memory without temporary inputs.
 
-    No operator that does not float may read their results, since it could not wait for them; nor may one write a
-    storage that they only read, since they run at any time.
+    An operator that does not float must not read their results, since it could not wait for them, nor write a storage
+    that they only read, since they run at any time.
     """
     found = set()
     for op in graph.ops:
@@ -69,7 +69,7 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
 
 
 def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
-    """Discard operators whose results one that does not float reads."""
+    """Remove operators from ``found`` whose results are read by an operator that does not float."""
     # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
     met: set[tuple[int, int]] = set()
     taken: set[int] = set()
@@ -84,7 +84,7 @@ def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
 
 
 def _group_blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Group sinks that touch a storage which one of them writes or makes."""
+    """Group floating operators that share a storage which one of them writes or makes."""
     own = {graph.values[value].storage for op in ops for value in op.made()}
     own |= {storage for op in ops for storage, _ in op.writes}
     links: rx.PyGraph[int, None] = rx.PyGraph()
@@ -101,7 +101,7 @@ def _group_blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
 
 
 def _group_nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Make each operator a node, but runs of operators that make a storage and then write only to it one node."""
+    """Group operators into nodes: one each, but a run of operators that fills one new storage is one node."""
     last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
     groups: list[Group] = []
     position = 0
@@ -118,17 +118,17 @@ def _group_nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
 
 
 def _only_writes(op: Op, storages: set[int]) -> bool:
-    """Return True if the operator writes to these storages and, generators aside, to nothing else."""
+    """Return True if the operator writes only to these storages (and to its generator)."""
     others = [storage for storage, _ in op.writes if storage not in storages]
     return op.body is None and len(others) < len(op.writes) and len(others) == int(op.random)
 
 
 GENERATOR_NS = 10_000
-"""Time to set a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
+"""Time in ns to set and restore a generator's state around a recomputed random operator; measured: 6 us on a CPU."""
 
 
 class Costs(Times, Protocol):
-    """Cost model that the arrays are compiled with (``magis.cost.cost_model.RooflineCosts``)."""
+    """Protocol of a cost model for compiling a graph (``magis.cost.cost_model.RooflineCosts``)."""
 
     @property
     def rounding(self) -> int: ...
@@ -150,10 +150,10 @@ class Compiled:
 
 
 def redo_form(op: Op, graph: Graph) -> Op:
-    """Return the operator in the form that recomputes it.
+    """Return the recompute form of an operator.
 
-    It updates no running statistics a second time, and its random numbers come from the generator's state of the first
-    time, which is set for the while: it neither reads nor moves the generator of the step.
+    The recompute form does not update running statistics again. A random operator draws from the saved generator state
+    of its first run, so its recompute form neither reads nor advances the step's generator.
     """
     dropped = {s for s, _ in op.writes if graph.storages[s].kind == "generator"} if op.random else set()
     args, info = op.args, op_info(op.target)
@@ -172,7 +172,7 @@ def redo_form(op: Op, graph: Graph) -> Op:
 
 
 def take_over_form(op: Op, victim: int) -> Op:
-    """Return the form that writes its one output over the input ``victim`` (one of those that ``reusable`` lists)."""
+    """Return the in-place or out variant of an operator that writes its output into the input ``victim``."""
     info = op_info(op.target)
     if (out := info.out_form(op.target)) is not None:
         return replace(op, target=out[0], kwargs=(*op.kwargs, (out[1], Ref(victim))))
@@ -181,9 +181,9 @@ def take_over_form(op: Op, victim: int) -> Op:
 
 
 def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
-    """Compile a verified graph whose in-place operators are in functional form where possible.
+    """Compile a verified graph whose in-place operators are functionalized where possible.
 
-    Without ``reuse`` no operator takes over the memory of a dying input.
+    Without ``reuse`` no operator runs in place on a dying input.
     """
     nodes, blocks = nodes_and_blocks(graph)
     facts = _Facts(graph, nodes, blocks)
@@ -211,7 +211,7 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
 
 
 class _Facts:
-    """Tables for several rows: numberings, writers, final versions."""
+    """Tables for several rows: indices, writers, final versions."""
 
     def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
         self.producer: dict[int, int] = {}
@@ -245,7 +245,7 @@ class _Facts:
         return storage in self.number and not self.pinned(storage) and storage not in self.returned
 
     def pinned(self, storage: int) -> bool:
-        """Return True if a node other than its producer writes to the storage, or no single tensor shows all of it."""
+        """Return True if a node other than its producer writes the storage, or if no single tensor covers it."""
         written = storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
         return written or storage in self.partial
 
@@ -284,10 +284,10 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
 def _with_message_times(
     graph: Graph, nodes: tuple[Group, ...], rows: list[NodeRow], blocks: list[BlockRow], facts: _Facts
 ) -> list[NodeRow]:
-    """Return the rows, with the time of messages that can run beside the nodes on their own stream.
+    """Return the rows, with the time of overlappable collectives moved to the communication stream.
 
-    The input of such a message is for it alone, and nothing changes its input or output before it is over. There is
-    none in a graph with waits of its own.
+    Only the collective may read its input, and nothing may write its input or output before the collective is done.
+    Graphs with explicit waits stay as they are.
     """
     targets = {op.target for op in graph.ops}
     if targets.isdisjoint(BESIDE) or not targets.isdisjoint(WAITS):
@@ -318,12 +318,12 @@ def _with_message_times(
 
 
 def _fresh_storages(graph: Graph, op: Op) -> set[int]:
-    """Return the storages that an operator makes."""
+    """Return the storages that an operator allocates."""
     return {graph.values[value].storage for value in op.made()} - {graph.values[v].storage for v in op.inputs()}
 
 
 def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
-    """Return True if a node can run again at any later time: it writes nothing else, and its inputs never change."""
+    """Return True if a node can be recomputed at any later time: no other writes, and inputs that never change."""
     for op in redo:
         if any(storage not in made for storage, _ in op.writes):
             return False
@@ -334,7 +334,7 @@ def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
 
 
 def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
-    """Return the bytes at the worst moment of a node beyond its inputs and outputs, and those of tensors alone."""
+    """Return the peak bytes of a node beyond its inputs and outputs: in all, and of tensors alone."""
     if len(group) == 1:
         return bytes_inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
     outside = {graph.values[value].storage for op in group for value in op.inputs()}
@@ -343,9 +343,9 @@ def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
 
 
 def _replay_alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
-    """Replay operators by themselves, the storages in ``held`` in memory the whole time.
+    """Simulate the memory of some operators alone, with the storages in ``held`` in memory throughout.
 
-    The rest of the graph is left out, so that a step with many blocks takes no more time for each of them.
+    The rest of the graph is left out, so that the time per block does not grow with the step.
     """
     values = {value: graph.values[value] for op in group for value in (*op.inputs(), *op.made())}
     touched = {value.storage for value in values.values()}
@@ -359,7 +359,7 @@ def _replay_alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> M
 
 
 def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
-    """List input values whose memory the operator's one output may take over, best first (``realize`` does it)."""
+    """List input values in whose memory the operator's one output may be written, best first (``realize`` does so)."""
     made = op.made()
     if len(made) != 1 or op.many or op.writes or op.random:
         return ()

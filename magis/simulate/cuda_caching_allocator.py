@@ -1,12 +1,12 @@
-"""PyTorch's caching allocator on a GPU: the bytes that it reserves for a step, predicted without one.
+"""Simulation of PyTorch's CUDA caching allocator: the bytes that it reserves for a step, predicted without a GPU.
 
-    request --(512 B)--> best fitting free block of its pool, split if enough is left over, else a new segment
-    free    --> the block, joined with free neighbours of its segment
+    allocate --(512 B)--> best fitting free block of its pool, split if enough is left over, else a new segment
+    free     --> the block, merged with free neighbours in its segment
 
-The rules are those of ``c10/cuda/CUDACachingAllocator`` at its defaults: no expandable segments, no upper size of
-blocks that are split, one stream, nothing given back to the driver. Segments are assumed to lie at rising addresses,
-which decides between free blocks of one size only. An allocated block counts whole, as in
-``torch.cuda.memory_allocated``, its unused rest included. Not compared with a GPU so far.
+The rules are those of ``c10/cuda/CUDACachingAllocator`` with default settings: no expandable segments, no limit on the
+size of blocks that are split, one stream, no cudaFree. Segments are assumed to have increasing addresses, which only
+breaks ties between free blocks of equal size. As in ``torch.cuda.memory_allocated``, an allocated block counts with its
+unused rest. Not yet compared with a GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from magis.units import MIB
 
 ROUNDING = 512
 SMALL = MIB
-"""Requests of at most this size come from the small pool."""
+"""Requests of at most this size use the small pool."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB
-"""Requests from this size on get a segment of their own size, a multiple of ``SEGMENT_ROUNDING``."""
+"""Requests of at least this size get a segment of their own size, rounded up to ``SEGMENT_ROUNDING``."""
 SEGMENT_ROUNDING = 2 * MIB
 
 
 def segment_bytes(nbytes: int) -> int:
-    """Return the bytes asked of the driver for a request of ``nbytes`` (a multiple of 512)."""
+    """Return the size of a new segment for a request of ``nbytes`` (a multiple of 512)."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if nbytes < OWN_SEGMENT else rounded(nbytes, SEGMENT_ROUNDING)
@@ -39,7 +39,7 @@ def segment_bytes(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A stretch of a segment; neighbours are None at its ends."""
+    """A block of a segment; neighbours are None at the segment's ends."""
 
     start: int
     nbytes: int
@@ -72,7 +72,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Allocations and releases, named by numbers of the caller's; bytes reserved and allocated, now and at most."""
+    """Simulated allocator with named allocations; counts bytes reserved, allocated, and allocated at the peak."""
 
     def __init__(self) -> None:
         self.reserved = self.allocated = self.most_allocated = self.segments = 0
@@ -80,7 +80,7 @@ class CachingAllocator:
         self._taken: dict[int, _Block] = {}
 
     def allocate(self, name: int, nbytes: int) -> None:
-        """Give ``nbytes`` to a name that has none; 0 bytes allocate nothing. Raises ValueError if the name has some."""
+        """Allocate ``nbytes`` under a name; 0 bytes do nothing. Raises ValueError if the name is in use."""
         if name in self._taken:
             raise ValueError(f"allocation {name} is not free")
         if nbytes <= 0:
@@ -108,7 +108,7 @@ class CachingAllocator:
         self.most_allocated = max(self.most_allocated, self.allocated)
 
     def release(self, name: int) -> None:
-        """Take back what a name has, if anything."""
+        """Free the allocation of a name, if there is one."""
         block = self._taken.pop(name, None)
         if block is None:
             return
@@ -124,7 +124,7 @@ class CachingAllocator:
 
 
 def _joined(first: _Block, second: _Block) -> _Block:
-    """Join two neighbours to one block."""
+    """Merge two neighbouring blocks into the first."""
     first.nbytes += second.nbytes
     first.behind = second.behind
     if second.behind is not None:
@@ -138,13 +138,13 @@ def _joined(first: _Block, second: _Block) -> _Block:
 
 STEPS = 2
 Event = tuple[int, int]
-"""Number of an allocation, and its bytes; -1: it is released."""
+"""Index of an allocation, and its bytes; -1 bytes: free."""
 RELEASE = -1
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes after some steps: asked of the driver, and handed out at most (``torch.cuda.max_memory_reserved`` and
+    """Bytes after some steps: reserved segments, and the peak of allocations (``torch.cuda.max_memory_reserved`` and
     ``max_memory_allocated``)."""
 
     reserved_bytes: int
@@ -155,10 +155,11 @@ class Reserved:
 def reserved(
     graph: Graph, workspace: Workspace, *, deaths: Mapping[int, int] | None = None, steps: int = STEPS
 ) -> Reserved:
-    """Replay the schedule; arguments as for ``replay``. Persistent storages come first, in order, and stay.
+    """Simulate the allocator over a schedule; arguments as for ``replay``. Persistent storages are allocated first, in
+    order.
 
-    An operator allocates its outputs, in order, then its scratch, which it releases at once; a loop does so for the
-    operators of its body, part by part. Copies to and from the host are assumed to share the one stream.
+    An operator allocates its outputs, in order, then its workspace, which it frees at once; a loop does so for each
+    operator of its body, part by part. Host copies are assumed to use the one stream.
     """
     allocator = CachingAllocator()
     numbers = count()
@@ -178,7 +179,7 @@ def reserved(
 def _events(
     graph: Graph, workspace: Workspace, deaths: Mapping[int, int] | None, numbers: Iterator[int]
 ) -> Iterator[Event]:
-    """Yield the events of one step, after which all temporary storages are released."""
+    """Yield the allocations and frees of one step, after which all temporary storages are freed."""
     lives = lifetimes(graph, deaths)
     names: dict[int, int] = {}
     dying: dict[int, list[int]] = {}

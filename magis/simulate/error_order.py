@@ -1,4 +1,4 @@
-"""Order of a step's nodes and update blocks that errors ask for: nothing is updated before all that may raise."""
+"""Ordering of update blocks after nodes that may raise, so that an error leaves no weight updated."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def update_behind_errors(
     updates: list[BlockRow],
     ended: Mapping[int, int],
 ) -> tuple[list[NodeRow], list[BlockRow]]:
-    """Let weights be updated behind all nodes that may raise (`magis.ops.raising`); return the new rows.
+    """Order weight updates after all nodes that may raise (`magis.ops.raising`); return the new rows.
 
-    Nodes that an update follows by its inputs are not named again: it would wait for their recomputations, too.
-    `ended` is the last node that writes each temporary storage.
+    Nodes that already precede an update through its inputs are not added, since the update would then wait for their
+    recomputations, too. `ended` is the last node that writes each temporary storage.
     """
     raising = may_raise(graph)
     found = {index for index, group in enumerate(nodes) if not raising.keys().isdisjoint(op.id for op in group)}

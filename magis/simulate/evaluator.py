@@ -1,7 +1,7 @@
-"""Peak memory and latency of plans: the judge of the search.
+"""Evaluation of plans for the search: peak memory and latency.
 
-``evaluate`` and ``expand`` check and judge one plan; an ``Evaluator`` judges many on one order (about 20 thousand
-a second at 1500 nodes). ``problem`` defines a plan, event by event; the compiled passes are in ``kernel``.
+``evaluate`` and ``expand`` check and evaluate one plan; an ``Evaluator`` evaluates many on one order (about 20 thousand
+per second at 1500 nodes). ``problem`` defines plans and events; the compiled passes are in ``kernel``.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Evaluation:
     """Costs of a plan."""
 
     peak: int
-    """Bytes, persistent ones and workspace included."""
+    """Peak bytes, with persistent storages and workspace."""
     tensor_peak: int
-    """Bytes, persistent ones included, workspace left out."""
+    """Peak bytes, with persistent storages, without workspace."""
     latency_ns: int
-    """Nanoseconds of all nodes, recomputations and blocks, and of their waits for messages; copies are hidden behind
-    them."""
+    """Nanoseconds of all nodes, recomputations and blocks, and of waits for collectives; copies are fully
+    overlapped."""
     redos: int
     """Number of recomputations."""
     swaps: int
-    """Storages that really leave the device; a swap that would never free its memory in time is left out."""
+    """Number of storages that leave the device; swaps that cannot free memory in time are skipped."""
 
 
 class Evaluator:
-    """Evaluates plans of one problem on one legal order, reusing its working memory.
+    """Evaluates plans of one problem on one legal order, with reused working memory.
 
-    Not for concurrent use. Arrays that a method hands out are fresh copies. *Runs* are the events without update
-    blocks and swaps: first runs and recomputations of nodes.
+    Not thread-safe. Returned arrays are fresh copies. *Runs* are the events without update blocks and swaps: first runs
+    and recomputations of nodes.
     """
 
     def __init__(self, problem: Problem, order: Int32s, step: NodeStep | None = None) -> None:
@@ -72,7 +72,7 @@ class Evaluator:
         self._persistent = problem.persistent_bytes
 
     def quick(self, flags: Int8s) -> tuple[int, int]:
-        """Return peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
+        """Return peak bytes and latency in ns of a plan; the other methods and properties then describe this plan."""
         if not self._judge(flags):
             self._make_room(MOST_COPIES)  # few plans need it, and it takes a while
             self._judge(flags)
@@ -85,7 +85,7 @@ class Evaluator:
         self._beside = None if self._messages is None else make_message_arrays(self._scratch)
 
     def _judge(self, flags: Int8s) -> bool:
-        """Judge a plan; return False where there is no room for it."""
+        """Evaluate a plan; return False if the working memory is too small."""
         if self._messages is None or self._beside is None:
             return bool(kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch))
         highest = self._judge_with_messages(flags, self._messages, self._beside, None)
@@ -99,9 +99,11 @@ class Evaluator:
     def _judge_with_messages(
         self, flags: Int8s, messages: MessageStep, beside: MessageArrays, highest: int | None
     ) -> int | None:
-        """Judge a plan with messages beside the nodes; return the bytes up to which they could lengthen lifetimes.
+        """Evaluate a plan with overlapped collectives; return the limit in bytes up to which overlap may extend
+        lifetimes.
 
-        None: no room for the plan. With ``highest`` None the peak with each message waited for at once gives the bytes.
+        Returns None if the working memory is too small. ``highest`` None: the limit is the peak with blocking
+        collectives, or the problem's ceiling.
         """
         step, scratch = self.step, self._scratch
         if kernel.begin_plan(step, self.order, self.gaps, flags, scratch) < 0:
@@ -116,7 +118,7 @@ class Evaluator:
         return highest
 
     def evaluate(self, flags: Int8s) -> Evaluation:
-        """Judge a plan and return all figures."""
+        """Evaluate a plan and return all of its costs."""
         peak, latency = self.quick(flags)
         return Evaluation(
             peak=peak,
@@ -128,7 +130,7 @@ class Evaluator:
 
     @property
     def peak_run(self) -> int:
-        """Run at the peak, or the one before the update block at the peak."""
+        """Index of the run at the peak, or of the run before the update block at the peak."""
         return int(self._result[kernel.PEAK_EVENT])
 
     @property
@@ -138,7 +140,7 @@ class Evaluator:
 
     @property
     def levels(self) -> Int64s:
-        """[r] bytes at the worst moment of each run and the blocks behind it, all included."""
+        """[r] peak bytes during each run and the blocks after it, persistent storages included."""
         levels: Int64s = self._scratch.level[: int(self._result[kernel.N_EVENTS])] + self._persistent
         return levels
 
@@ -163,7 +165,7 @@ class Evaluator:
         return birth, death
 
     def swapped(self) -> Bools:
-        """Mark [s] storages that really leave the device."""
+        """Return a mask [s] of the storages that leave the device."""
         if not self._result[kernel.N_SWAPS]:
             return np.zeros(self.problem.n_storages, dtype=np.bool_)
         leaves: Bools = self._scratch.wait_at >= 0
@@ -171,16 +173,16 @@ class Evaluator:
 
     @property
     def between(self) -> Int32s:
-        """[c, 3] storage, first and last run of recomputed copies that another one follows."""
+        """[c, 3] storage, first and last run of recomputed copies that are recomputed again later."""
         return self._scratch.between[: int(self._result[kernel.N_BETWEEN])].copy()
 
     def recomputed(self) -> Bools:
-        """Mark [s] storages that get a further copy."""
+        """Return a mask [s] of the storages that are recomputed."""
         made: Bools = self._scratch.redo_at >= 0
         return made
 
     def _arrivals(self) -> dict[int, list[int]]:
-        """Map runs to the storages of the messages that are waited for behind them."""
+        """Return the outputs of the collectives that are waited for after each run."""
         found: dict[int, list[int]] = {}
         if self._messages is None or self._beside is None:
             return found
@@ -190,7 +192,7 @@ class Evaluator:
         return found
 
     def events(self) -> Events:
-        """Return the schedule of the plan judged last."""
+        """Return the schedule of the plan evaluated last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
         made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
@@ -235,19 +237,19 @@ def check_order(problem: Problem, order: Int32s) -> None:
 
 
 def evaluate(problem: Problem, order: Int32s, flags: Int8s) -> Evaluation:
-    """Judge one plan. Raises VerifyError if it is none."""
+    """Evaluate one plan. Raises VerifyError if the plan is not legal."""
     return _evaluator_of_legal_plan(problem, order, flags).evaluate(np.ascontiguousarray(flags, dtype=np.int8))
 
 
 def expand(problem: Problem, order: Int32s, flags: Int8s) -> Events:
-    """Return the complete schedule of a plan. Raises VerifyError if it is none."""
+    """Return the complete schedule of a plan. Raises VerifyError if the plan is not legal."""
     evaluator = _evaluator_of_legal_plan(problem, order, flags)
     evaluator.quick(np.ascontiguousarray(flags, dtype=np.int8))
     return evaluator.events()
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return the bytes that no order, recomputation or swap avoids: persistent + largest working set of an operator."""
+    """Return a lower bound of all plans' peak in bytes: persistent storages plus one operator's largest working set."""
     largest = 0
     for node in range(problem.n_nodes):
         outputs = int(problem.nbytes[problem.outputs(node)].sum())

@@ -1,4 +1,4 @@
-"""The gaps of an order: a pass of its own, which no other compiled one calls (see ``kernel``)."""
+"""The gaps of an order: a compiled pass that no other one calls (see ``kernel``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from magis.simulate.problem import Int32s
 
 @numba.njit(cache=True)
 def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
-    """Find the gaps of an order: per storage the longest stretch, in time, between two touches by nodes.
+    """Return the gaps of an order: for each storage, the longest interval of time between two touches by nodes.
 
-    Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
-    equally long ones the one over most positions wins, then the first.
+    Touches are production, mutation and reads; intervals before the last write do not count. Of equally long intervals
+    the one over most positions wins, then the first.
     """
     count = len(step.nbytes)
     longest = np.full(count, -1, dtype=np.int64)

@@ -1,13 +1,13 @@
-"""The compiled passes of the evaluator: from a plan to its events, peak and latency.
+"""The evaluator's compiled passes: from a plan to its events, peak and latency.
 
-Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream for each
-direction, bytes. All is integer arithmetic on preallocated arrays. The whole compiled part stands in this file, since
-numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound to local names because
-numba counts references on every access through a tuple, which costs more than the work. No compiled function passes
-a literal to another one: numba would compile that one twice, and two processes that fill an empty cache at the same
-time, each with another version, can leave one under the name of the other.
+Four passes: lazy recursive recomputation, weight updates as early as possible, swaps on one copy stream per direction,
+bytes. All use integer arithmetic on preallocated arrays. All compiled code is in this file, since numba's on-disk cache
+checks the age of a compiled function's own file only. Arrays are bound to local names because numba counts references
+on every access through a tuple, which takes longer than the work itself. No compiled function passes a literal to
+another one: numba would compile the callee twice, and two processes that fill an empty cache at once can then store one
+version under the other's name.
 
-Of steps with messages, ``message_passes`` runs between ``begin_plan`` and ``finish_plan``.
+For steps with overlapped collectives, ``message_passes`` runs between ``begin_plan`` and ``finish_plan``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, T
 
 @numba.njit(cache=True)
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Set the positions up to which first copies are there and from which on others stay; return True if the plan
-    swaps."""
+    """Set the last position of first copies, and the position from which others stay; return True if the plan swaps."""
     start, end, last = gaps
     scratch.result[N_BETWEEN] = scratch.result[TIMED] = 0
     until, redo_at, redoable, stays_from = scratch.until, scratch.redo_at, step.redoable, scratch.stays_from
@@ -50,8 +49,8 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
 
 @numba.njit(cache=True)
 def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between: int) -> int:
-    """Let the last further copy of a storage, which gets a successor, die with its last use; return the number of
-    copies in ``between``. The output of that use may take over its memory."""
+    """End a recomputed copy at its last use, since another one follows; return the number of copies in ``between``. The
+    output of that last use may reuse its memory."""
     (reuse_ptr, reuse_idx), event, reuse = step.reuses, scratch.event, scratch.reuse
     used_at = scratch.last_use[len(step.nbytes) + storage]
     scratch.free[used_at] += step.nbytes[storage]
@@ -140,7 +139,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
 
 @numba.njit(cache=True)
 def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Pass 2: put every update block behind the last event that it must wait for; ``TIMED``: not before its place."""
+    """Pass 2: place every update block after the last event that it depends on; ``TIMED``: not before its place."""
     timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
@@ -165,7 +164,7 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
-    """Compute start times, unless they are known, and the longest gap of every storage that the plan swaps."""
+    """Compute start times, unless known, and the longest gap of every storage that the plan swaps."""
     timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
@@ -201,8 +200,8 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
 
 @numba.njit(cache=True)
 def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Find the events before which copies to the host are done, one after another; ``count``: not before a loop that
-    makes its own."""
+    """Find the event before which each copy to the host is done, in FIFO order; ``count`` if it cannot end before a
+    loop with swaps of its own begins."""
     event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
     wait_at, copying = scratch.wait_at, scratch.copying
     stores, store_next = scratch.store_head, scratch.store_next
@@ -230,8 +229,8 @@ def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Find the events before which copies from the host begin, the last one first; none if a storage is not away by
-    then."""
+    """Find the event before which each copy from the host starts, from last to first; none if the storage has not left
+    the device by then."""
     event, start_ns, xfer_ns = scratch.event, scratch.start_ns, step.xfer_ns
     wait_at, load_at, waits, wait_next = scratch.wait_at, scratch.load_at, scratch.wait_head, scratch.wait_next
     loads, load_next = scratch.load_head, scratch.load_next
@@ -259,13 +258,12 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 @numba.njit(cache=True)
 def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
-    """Pass 3: place the events at which swapped storages leave the device and come back.
+    """Pass 3: place the events at which swapped storages leave the device and return.
 
-    Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
-    anyway. Loads are scheduled backwards from the touch that closes the gap. A swap that so never frees its
-    memory before it must be back is no swap: its storage stays. So no operator ever waits for a copy. Nor does a
-    copy within a loop, which knows nothing of those around it: these are over before the loop begins, or begin
-    behind it.
+    Stores run in FIFO order from the event that opens the gap; the wait is placed where the copy is done, so it takes
+    no time. Loads are scheduled backwards from the event that closes the gap. A storage that would return before its
+    memory is freed is kept instead. So no operator waits for a copy. Copies outside a loop that swaps end before the
+    loop, or start after it, since copies inside ignore those outside.
     """
     _swap_gaps(step, flags, scratch, count)
     gap_ns, gap_from, gap_to = scratch.gap_ns, scratch.gap_from, scratch.gap_to
@@ -303,7 +301,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
 
 @numba.njit(cache=True)
 def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
-    """Pass 4: count bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
+    """Pass 4: count bytes event by event. LOAD and WAIT are skipped: the event after them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
     (blk_in_ptr, blk_in_idx), (reuse_ptr, reuse_idx) = step.block_inputs, step.reuses
     blk_ws, blk_tensor = step.blk_ws, step.blk_tensor
@@ -374,14 +372,14 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 @numba.njit(cache=True)
 def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> int:
-    """Run pass 1 of a plan; return the number of its events, -1 where REPEAT finds no room."""
+    """Run pass 1 of a plan; return the number of events, -1 if there is no room for REPEAT copies."""
     _set_until(step, gaps, flags, scratch)
     return -1 if scratch.result[N_BETWEEN] > len(scratch.between) else _expand(step, order, scratch)
 
 
 @numba.njit(cache=True)
 def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool) -> None:
-    """Run the other passes; ``TIMED``: start times and places of blocks are known."""
+    """Run passes 2 to 4; with ``TIMED``, start times and block places are known."""
     count = scratch.result[N_EVENTS]
     _place_blocks(step, scratch, count)
     scratch.result[N_SWAPS] = 0
@@ -392,7 +390,7 @@ def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: boo
 
 @numba.njit(cache=True)
 def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Judge a plan into ``scratch``; return False where REPEAT finds no room in it."""
+    """Evaluate a plan into ``scratch``; return False if there is no room for REPEAT copies."""
     swaps = _set_until(step, gaps, flags, scratch)
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False

@@ -1,22 +1,21 @@
-"""The compiled passes for messages, which run on a stream of their own beside the nodes.
+"""The compiled passes for collectives (messages), which run on their own stream and overlap the nodes.
 
-A message starts once the nodes that stand before it are done and the stream is free, and ends its time later. Its
-first reader waits for that, and so does the end of the step. Until the wait, its input and output are in memory. A node
-that sends a message and waits for it at once starts when the stream is free, too. The plan has the messages; these
-passes decide when they are sent and waited for:
+A collective starts once the nodes before it are done and the stream is free. Its first reader and the end of the step
+wait for it. Until the wait, its input and output are in memory. A blocking collective also starts when the stream is
+free. The plan contains the collectives; these passes decide when they start and where they are waited for:
 
-1. Where a message could be sent earlier, with the early nodes that make its input (an all-gather of weights with the
-   call that puts the shards side by side), it is: as late as it may be to be over when it is wanted, and behind the
-   first reader of the one before it, so that one at most is sent ahead.
-2. A message is waited for behind the first event by which it is over, at the latest before its first reader, or where
-   its room is wanted. Update blocks that read its output, or overwrite its input, run behind the wait.
+1. A collective that can start earlier is moved there, with the early nodes that make its input (an all-gather of
+weights with the call that concatenates shards): as late as it can still be done in time, and after the first reader of
+the previous one, so that at most one is prefetched. 2. A collective is waited for after the first event by which it is
+done, at the latest before its first reader, or where its memory is needed. Update blocks that read its output, or
+overwrite its input, run after the wait.
 
-Both take no more room than there is: nothing that they lengthen goes above the plan's own peak, as it is without them,
-or above the problem's ceiling. Other effects of their moves, such as another output that takes over a memory, can still
-need more (seen in 8 of 100,000 random plans): that plan then waits for each message at once. So no plan without swaps,
-which are placed by time, needs more memory than so, unless there is room.
+Extended lifetimes stay within the plan's own peak with blocking collectives, or within the problem's ceiling. Side
+effects of the moves, such as another output that runs in place, can still need more (8 of 100,000 random plans): such a
+plan then runs all collectives blocking. So without swaps, which are placed by time, overlap never raises the peak above
+both.
 
-This file calls no compiled function of another one, since numba's cache on disk would not notice changes there.
+This file calls no compiled function of another file, since numba's on-disk cache would not notice changes there.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from magis.simulate.messages import MessageArrays, MessageStep
 # Slots of the result array, as in ``kernel``.
 LATENCY, N_EVENTS, N_BETWEEN = 2, 4, 7
 AHEAD = 1.25
-"""Multiple of a message's time by which it is sent before it is wanted, if it can be."""
+"""Multiple of its own time by which a collective is prefetched, if possible."""
 
 
 @numba.njit(cache=True)
 def remember(scratch: WorkingArrays, own: MessageArrays) -> None:
-    """Save the arrays that counting bytes uses up."""
+    """Save the arrays that counting bytes overwrites."""
     count = scratch.result[N_EVENTS]
     own.free[:count] = scratch.free[:count]
     own.reuse[:count] = scratch.reuse[:count]
@@ -42,10 +41,10 @@ def remember(scratch: WorkingArrays, own: MessageArrays) -> None:
 
 @numba.njit(cache=True)
 def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, highest: int) -> None:
-    """Order the events, time them, and place the waits for messages and the blocks.
+    """Order the events, compute their times, and place the waits for collectives and the blocks.
 
-    ``scratch`` has the plan with all messages waited for at once, its bytes counted; afterwards these are to be counted
-    again. Lengthened lifetimes stay below ``highest`` bytes; with 0 each message is waited for at once.
+    ``scratch`` has the plan with blocking collectives, with its bytes counted; the caller then counts them again.
+    Extended lifetimes stay below ``highest`` bytes; 0 makes all collectives blocking.
     """
     count = scratch.result[N_EVENTS]
     own.level[:count] = scratch.level[:count]
@@ -60,7 +59,7 @@ def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
 
 @numba.njit(cache=True)
 def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
-    """Find the first reader of each message's output."""
+    """Find the first reader of each collective's output."""
     in_ptr, in_idx = step.inputs
     event, reader, is_reader, pending = scratch.event, own.reader, own.is_reader, own.pending
     pending[:] = -1
@@ -80,7 +79,7 @@ def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
 
 @numba.njit(cache=True)
 def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
-    """Return True if a node reads or makes a storage with that mark."""
+    """Return True if a node reads or makes a storage with the given mark."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     found = False
     for k in range(in_ptr[node], in_ptr[node + 1]):
@@ -92,7 +91,7 @@ def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
 
 @numba.njit(cache=True)
 def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int) -> int:
-    """Mark the storages of a message and of the early events directly before it that make its input; return the first
+    """Mark the storages of a collective and of the early events right before it that make its input; return the first
     of these events."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     first = at
@@ -114,7 +113,7 @@ def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: Mess
 def _find_moves(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> int:
-    """Find bundles of events that move ahead of others, the last ones first; return their number."""
+    """Find bundles of events to move earlier, from last to first; return their number."""
     event, start_ns, ns, level, bundle = scratch.event, scratch.start_ns, step.ns, own.level, own.bundle
     now = 0
     for at in range(count):
@@ -153,7 +152,7 @@ def _find_moves(
 
 @numba.njit(cache=True)
 def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int, moves: int) -> None:
-    """Put the events in their new order, and renumber all that names events by their places."""
+    """Apply the moves to the order of events, and renumber all references to events."""
     event, level, moved, bundle = scratch.event, scratch.level, own.moved, own.bundle
     own.event[:count] = event[:count]
     level[:count] = own.level[:count]
@@ -190,8 +189,8 @@ def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int
 
 @numba.njit(cache=True)
 def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
-    """Find the event behind which each block may run at the earliest, as far as nodes decide, and count the messages
-    that it waits for."""
+    """Find the earliest event after which each block may run, as far as nodes decide, and count the collectives that
+    the block waits for."""
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     own.due_head[:count] = -1
     for block in range(len(step.blk_ns)):
@@ -212,7 +211,7 @@ def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own:
 
 @numba.njit(cache=True)
 def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, node: int) -> bool:
-    """Return True if a block waits for nothing but to overwrite the input of a message."""
+    """Return True if a block waits only to overwrite the input of a collective."""
     ptr, idx = plan.blocks
     found = False
     for k in range(ptr[node], ptr[node + 1]):
@@ -225,7 +224,7 @@ def _is_over(
     plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int, now: int, count: int,
     nbytes: int, highest: int,
 ) -> bool:  # fmt: skip
-    """Return True if a message is to be waited for behind an event: it is over, or its result or room is wanted."""
+    """Return True if a collective is to be waited for after an event: it is done, or its result or memory is needed."""
     node = scratch.event[sent] >> 1
     last = own.reader[sent] - 1
     if own.reader[sent] < 0:
@@ -237,7 +236,7 @@ def _is_over(
 
 @numba.njit(cache=True)
 def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int) -> None:
-    """Let blocks run that waited for the last run of a message."""
+    """Unblock the update blocks that waited for the last run of a collective."""
     node = scratch.event[sent] >> 1
     ptr, idx = plan.blocks
     if scratch.again_at[node] != sent:
@@ -255,7 +254,7 @@ def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: 
 def _time_events(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> None:
-    """Compute times on both streams; place the waits for messages and the blocks."""
+    """Compute times on both streams; place the waits for collectives and the blocks."""
     event, start_ns, ns, nbytes, queue = scratch.event, scratch.start_ns, step.ns, step.nbytes, own.queue
     own.wait_at[:count] = -1
     now = stream_ns = waiting = 0
@@ -299,7 +298,7 @@ def _time_events(
 
 @numba.njit(cache=True)
 def _lengthen(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
-    """Let inputs of messages stay until these are waited for: only messages read them, and not every copy is read."""
+    """Extend the lifetimes of collectives' inputs until the wait."""
     last_use, wait_at, storages = scratch.last_use, own.wait_at, len(step.nbytes)
     for storage in range(storages):
         if plan.taken[storage]:

@@ -1,6 +1,6 @@
-"""Arrays that the compiled passes of ``message_passes`` read and write.
+"""Arrays of the compiled passes in ``message_passes``, for collectives and send/recv between ranks (messages).
 
-A change in the order of fields here must touch that file as well, as with ``arrays`` and ``kernel``.
+Whoever reorders fields here must touch ``message_passes`` as well (numba's on-disk cache, see ``arrays``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, rows_of
 
 
 class MessageStep(NamedTuple):
-    """The messages of a problem; arrays by node are 0, -1 or False for nodes that are none."""
+    """Overlapped collectives of a problem; arrays by node are 0, -1 or False for other nodes."""
 
     ns: Int64s  # [n] on the stream of messages
     at_once: Bools  # [n] messages that take time of the nodes, and begin when the stream is free
@@ -30,7 +30,7 @@ class MessageStep(NamedTuple):
 
 
 class MessageArrays(NamedTuple):
-    """Working memory beside that of the evaluator."""
+    """Working memory for collectives, in addition to the evaluator's."""
 
     free: Int64s  # [capacity] the same two as the events were expanded
     reuse: Int32s  # [capacity]
@@ -51,7 +51,7 @@ class MessageArrays(NamedTuple):
 
 
 def messages_of(problem: Problem) -> MessageStep | None:
-    """Return the messages of a problem that run beside its nodes; None without any."""
+    """Return the overlapped collectives of a problem; None if there are none."""
     return _messages(problem) if problem.message_ns.any() else None
 
 
@@ -84,7 +84,7 @@ def _messages(problem: Problem) -> MessageStep:
 
 
 def _overwriting(problem: Problem) -> list[list[int]]:
-    """List, per node, the blocks that overwrite persistent storages which it reads."""
+    """List, per node, the blocks that overwrite persistent storages which the node reads."""
     writers: list[list[int]] = [[] for _ in range(problem.n_written)]
     for block in range(problem.n_blocks):
         for storage in problem.block_writes(block).tolist():
@@ -96,7 +96,7 @@ def _overwriting(problem: Problem) -> list[list[int]]:
 
 
 def make_message_arrays(scratch: WorkingArrays) -> MessageArrays:
-    """Allocate working memory for every plan that the evaluator's has room for."""
+    """Allocate working memory for any plan that fits the evaluator's working memory."""
     capacity, storages, blocks = len(scratch.event), len(scratch.until), len(scratch.blk_place)
 
     def i32(*shape: int) -> Int32s:

@@ -1,4 +1,4 @@
-"""Bytes by module, kind and line: those that a step holds at its peak, and those that a plan changes there."""
+"""Bytes by module, kind and line: those in memory at a step's peak, and those that a plan changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
 # Owners of a step's memory: the module, kind and line of every storage at one moment.
 
 KINDS = {"forward": "activation", "backward": "gradient", "update": "update"}
-"""Kind of a temporary tensor by the phase of the operator that made it."""
+"""Kind of a temporary tensor, by the phase of the operator that makes it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Origin of a storage."""
+    """Origin of a storage: kind, module and source line."""
 
     kind: str
     module: str
@@ -28,7 +28,7 @@ class Owner:
 
 
 Owned = tuple[Owner, int]
-"""Owner of a storage in memory, and its bytes as the allocator hands them out."""
+"""Owner of a storage, and the storage's bytes as rounded by the allocator."""
 
 
 def live_storages(
@@ -36,7 +36,7 @@ def live_storages(
 ) -> Iterator[Owned]:
     """Yield every storage in memory during operator ``at`` (-1: before the first), persistent ones included.
 
-    During a loop those of its body at the worst moment of one part are included, too, as ``replay`` counts them.
+    For a loop, storages of its body at the peak of one part are included, as in ``replay``.
     """
     known = owners(graph, at)
     lives = lifetimes(graph, deaths)
@@ -52,18 +52,16 @@ def live_storages(
 
 
 def owners(graph: Graph, at: int) -> dict[int, Owner]:
-    """Map storages to their owners during operator ``at``: memory that was taken over belongs to the new tensor.
+    """Return the owner of each storage during operator ``at``: memory reused in place belongs to the new tensor.
 
-    Persistent tensors belong to the module that they are named after.
+    Persistent tensors belong to the module in their name.
     """
     return _find_owners(graph, at)[0]
 
 
 def _find_owners(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
-    """Return the owners; of a loop's body also: value of a whole -> owner of the parts that are put into it.
-
-    Every body is walked once, however deep loops lie in each other.
-    """
+    """Return owners by storage; for a loop body also value joined from parts -> owner of these parts. Each body is
+    walked once, however deep loops are nested."""
     found, wholes = named_owners(graph), dict[int, Owner]()
     for op in graph.ops[: at + 1]:
         note_owners(graph, op, found, wholes)
@@ -71,7 +69,7 @@ def _find_owners(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Own
 
 
 def named_owners(graph: Graph) -> dict[int, Owner]:
-    """Map persistent storages to their owners; batches and constants belong to no module."""
+    """Return the owners of persistent storages; batches and constants belong to no module."""
     found: dict[int, Owner] = {}
     for value in graph.inputs:
         storage = graph.storages[graph.values[value].storage]
@@ -83,7 +81,7 @@ def named_owners(graph: Graph) -> dict[int, Owner]:
 
 
 def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int, Owner]) -> None:
-    """Update the owners for one operator; ``found`` and ``wholes`` are those after the operator before it."""
+    """Update the owners for one operator; ``found`` and ``wholes`` are those after the operator before."""
     merged: dict[int, Owner] = {}
     if op.body is not None:
         inner = op.body.graph
@@ -106,7 +104,7 @@ def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int,
 def _outputs_with_owners(
     graph: Graph, op: Op, known: Mapping[int, Owner], merged: Mapping[int, Owner]
 ) -> Iterator[tuple[int, Owner]]:
-    """Yield the values that an operator fills, with their owners; ``merged`` has those that a loop puts together."""
+    """Yield the outputs of an operator with their owners; ``merged`` has those of tensors that a loop joins."""
     if op.body is not None:
         for value in op.made():
             yield value, merged.get(value) or _owner_of_outputs(graph, op)
@@ -119,7 +117,7 @@ def _outputs_with_owners(
 
 
 def _owner_of_outputs(graph: Graph, op: Op) -> Owner:
-    """Return the owner of an operator's outputs; ``magis.`` operators of no module have that of their first reader."""
+    """Return the owner of an operator's outputs; a ``magis.`` operator without a module has its first reader's."""
     if op.target.startswith("magis.") and not op.module and op.target not in (JOIN, REDUCE):
         made = set(op.made())
         reader = next((each for each in graph.ops if made & set(each.inputs()) and each.module), op)
@@ -139,7 +137,7 @@ def peak_of(
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
 ) -> Peak:
-    """Break down the peak of a step; ``profile`` is the result of ``replay`` with the same arguments."""
+    """Break down the peak of a step; ``profile`` is the result of ``replay`` with equal arguments."""
     at = profile.tensors.index(profile.tensor_bytes) if profile.tensors else -1
     held = module_table(live_storages(graph, at, workspace, deaths=deaths, rounding=rounding))
     if at < 0:
@@ -161,7 +159,7 @@ def peak_of(
 
 
 def _innermost(graph: Graph, at: int, workspace: Workspace, rounding: int, *, scratch: bool) -> Op:
-    """Return the operator at a position, of a loop the one at its peak of tensors, or of all bytes with ``scratch``."""
+    """Return the operator at a position; of a loop, the one at the peak of tensors (of all bytes with ``scratch``)."""
     op = graph.ops[at]
     while op.body is not None and op.body.graph.ops:
         inner = replay(op.body.graph, workspace, rounding=rounding)
@@ -171,7 +169,7 @@ def _innermost(graph: Graph, at: int, workspace: Workspace, rounding: int, *, sc
 
 
 def module_table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
-    """Sum bytes by kind and module, most first; every byte is in exactly one row."""
+    """Return bytes by kind and module, largest first; each byte is in exactly one row."""
     found: dict[tuple[str, str], ModuleBytes] = {}
     largest: dict[tuple[str, str], int] = {}
     for owner, nbytes in owned:
@@ -185,20 +183,19 @@ def module_table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes,
 
 
 def changes(graph: Graph) -> tuple[ModuleBytes, ...]:
-    """Sum the bytes that a plan recomputes and swaps, in all parts of its loops, and those that one part of a loop
-    makes, by module."""
+    """Return by module the bytes that a plan recomputes and swaps in all parts of loops, and those made by one part."""
     return module_table(_changes(graph))
 
 
 def repeats(graph: Graph) -> tuple[int, int]:
-    """Count the calls that a plan runs again, and the bytes that it moves to the host, in all parts of its loops."""
+    """Return the number of recomputed calls, and the bytes swapped to the host, over all parts of loops."""
     found = list(_changes(graph))
     recomputed = sum(owner.kind == "recomputed" for owner, _ in found)
     return recomputed, sum(nbytes for owner, nbytes in found if owner.kind == "swapped")
 
 
 def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
-    """Yield one entry for each call in parts, recomputation and swap, with the bytes that it makes or moves."""
+    """Yield an entry for each operator in a loop, recomputation and swap, with the bytes that it makes or moves."""
     known = owners(graph, len(graph.ops))
     before: Counter[int] = Counter()
     for op in graph.ops:
@@ -220,6 +217,6 @@ def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
 
 
 def _fresh_bytes(graph: Graph, op: Op) -> int:
-    """Sum the bytes of the tensors that a call makes, whichever memory they get."""
+    """Return the bytes of the storages that a call's outputs are on."""
     storages = {graph.values[value].storage for value in op.made()}
     return sum(graph.storages[storage].nbytes for storage in storages)

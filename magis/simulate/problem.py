@@ -1,9 +1,9 @@
-"""A training step as compact arrays, and plans as events: the data of evaluator, search and re-ordering.
+"""A training step as compact arrays, and plans as events: the data of evaluator, search and reordering.
 
-``compiled_problem`` makes a Problem of a Graph, `Events` are what a plan for it looks like, ``realize`` turns the
-events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates;
-those are *blocks*, which float: the evaluator places each as early as it may run. Bytes are those that the
-device's allocator hands out, times are integer nanoseconds: every decision repeats exactly on every machine.
+``compiled_problem`` turns a Graph into a Problem, `Events` are the schedule of a plan, ``realize`` turns events back
+into a Graph. Nodes are the operators that do work (no views), except weight updates: these are *blocks*, which float,
+as the evaluator runs each as early as possible. Bytes are rounded as by the device's allocator, times are integer
+nanoseconds: every decision is deterministic on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Rows(NamedTuple):
-    """Rows of numbers, called like a function of the row; compiled code goes from ptr[row] to ptr[row + 1] in idx."""
+    """A ragged array in CSR form: row r is idx[ptr[r] : ptr[r + 1]]; calling it with r returns that row."""
 
     ptr: Int32s
     idx: Int32s
@@ -33,34 +33,34 @@ class Rows(NamedTuple):
         return self.idx[self.ptr[row] : self.ptr[row + 1]]
 
     def places(self) -> Int32s:
-        """Return the row of every number."""
+        """Return the row index of every entry."""
         return np.repeat(np.arange(len(self.ptr) - 1, dtype=np.int32), np.diff(self.ptr))
 
     def turned(self, count: int) -> Rows:
-        """Transpose: row i of the result holds the rows that i is in, of ``count`` numbers."""
+        """Return the transpose, for entries in 0..count-1: its row i lists the rows that contain i."""
         ptr = np.zeros(count + 1, dtype=np.int32)
         ptr[1:] = np.cumsum(np.bincount(self.idx, minlength=count))
         return Rows(ptr, self.places()[np.argsort(self.idx, kind="stable")])
 
 
 def rows_of(lists: Iterable[Sequence[int]]) -> Rows:
-    """Build rows from lists of numbers."""
+    """Build a ragged array from lists of integers."""
     rows = list(lists)
     ptr = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return Rows(ptr, np.array([item for row in rows for item in row], dtype=np.int32))
 
 
 def int64s(values: Iterable[int]) -> Int64s:
-    """Return the numbers as an array."""
+    """Return the integers as an int64 array."""
     return np.array([*values], dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A step without its plan.
+    """A step without a plan.
 
-    Nodes 0..n-1 stand in program order, which must be legal. Temporary storages are numbered 0..s-1;
-    persistent storages that a block writes have their own numbers 0..p-1; other persistent ones have none.
+    Nodes 0..n-1 are in program order, which must be legal. Temporary storages are numbered 0..s-1; persistent storages
+    that a block writes have separate numbers 0..p-1; other persistent storages have none.
     """
 
     # nodes
@@ -115,7 +115,7 @@ class Problem:
 
     @property
     def least_ns(self) -> int:
-        """Nanoseconds that no plan avoids: every node and block once."""
+        """Lower bound of the latency in ns of all plans: every node and block once."""
         return int(self.node_ns.sum() + self.blk_ns.sum())
 
     @property
@@ -126,7 +126,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node for ``build_problem``; the fields mean what the arrays of Problem of the same name mean."""
+    """One node for ``build_problem``, with the fields of Problem's node arrays."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -179,7 +179,7 @@ def build_problem(
     copy_ns: int = 0,
     ceiling: int = 0,
 ) -> Problem:
-    """Build the arrays of a step from rows. Raises VerifyError where a row breaks a promise of ``Problem``."""
+    """Build the arrays of a step from rows. Raises VerifyError for a row that violates an invariant of ``Problem``."""
     producer = [-1] * len(storages)
     for index, node in enumerate(nodes):
         _check_node(index, node, storages, producer)
@@ -236,7 +236,7 @@ def build_problem(
 
 
 def _mark_early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]:
-    """Mark nodes that depend on nothing but others like them; no messages."""
+    """Mark nodes that depend on other marked nodes only (no collectives)."""
     found: list[bool] = []
     for node in nodes:
         free = not (node.extra or node.message_ns or node.copies)
@@ -245,7 +245,7 @@ def _mark_early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]
 
 
 def _check_message(what: str, node: NodeRow) -> None:
-    """Check that a message beside nodes takes one temporary storage at most, and makes one."""
+    """Check that an overlapped collective has at most one temporary input, one output, and no compute time."""
     if node.message_ns < 0:
         raise VerifyError(f"{what}: negative time of a message")
     if not node.message_ns:
@@ -262,7 +262,7 @@ def _check_alone(
     blocks: Sequence[BlockRow],
     producer: Sequence[int],
 ) -> None:
-    """Check that a message's input is for it alone, and that its input and output stay as they are."""
+    """Check that only the collective reads its input, and that nothing pins or returns its input and output."""
     for storage in (*node.inputs, *node.outputs):
         if storages[storage].pinned or storages[storage].to_end:
             raise VerifyError(f"{what}: a message takes or makes storage {storage}, which is pinned or needed")
@@ -273,7 +273,7 @@ def _check_alone(
 
 
 def _check_node(index: int, node: NodeRow, storages: Sequence[StorageRow], producer: list[int]) -> None:
-    """Check the promises of one node; note it as the producer of its outputs."""
+    """Check the invariants of one node, and record it as the producer of its outputs."""
     what = f"node {index}"
     _check_message(what, node)
     if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
@@ -343,10 +343,10 @@ ARRIVE = 6  # the compute stream waits for the message that makes the storage, a
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """A complete schedule of m events. Readers (nodes, blocks, stores) take the current copy of a storage.
+    """A complete schedule of m events. Readers (nodes, blocks, stores) read the current copy of a storage.
 
-    A copy dies right after the last event that reads it, and right after its own event if none does; storages
-    that live to the end of the step do not die. Nothing else frees memory, except WAIT.
+    A copy dies right after the last event that reads it, or right after the event that makes it if none does; storages
+    that live to the end of the step do not die. Otherwise only WAIT frees memory.
     """
 
     kind: Int8s  # [m] FIRST ... ARRIVE

@@ -1,8 +1,8 @@
 """The exact simulator of a graph: bytes at every operator in program order.
 
-Bytes = persistent storages + temporary storages alive + the workspace of the running operator. Views are free, a
-storage lives until its last view is forgotten. With workspaces measured in isolation this equals
-what the CPU allocator counts, byte for byte.
+Bytes = persistent storages + live temporary storages + the workspace of the running operator. Views need no memory; a
+storage lives until its last view dies. With workspaces measured per operator, this equals the CPU allocator's count
+byte for byte.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from magis.graph import Graph, Op, Value
 from magis.graph.hazards import lifetimes
 
 Workspace = Callable[[Op, Mapping[int, Value]], int]
-"""Scratch in bytes of an operator, given the values of its graph."""
+"""Callback: operator and the graph's values -> workspace in bytes."""
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Bytes while each operator runs: ``tensors[i]`` without, ``peaks[i]`` with workspace; persistent ones counted.
+    """Bytes while each operator runs, with persistent storages: ``tensors[i]`` without workspace, ``peaks[i]`` with it.
 
-    The peaks are those of the whole step; ``peak_position`` is the first operator at which the peak is reached (-1: no
-    operator at all).
+    ``peak_bytes`` and ``tensor_bytes`` are the maxima over the step; ``peak_position`` is the first operator at the
+    peak (-1: no operators).
     """
 
     persistent_bytes: int
@@ -44,7 +44,7 @@ class MemoryProfile:
 
 
 def rounded(nbytes: int, rounding: int) -> int:
-    """Return the bytes that an allocator with blocks of ``rounding`` bytes hands out."""
+    """Return the bytes of an allocation in blocks of ``rounding`` bytes."""
     return -(-nbytes // rounding) * rounding
 
 
@@ -57,12 +57,12 @@ def replay(
     held: frozenset[int] = frozenset(),
     numbers: tuple[tuple[int, int, int], ...] = (),
 ) -> MemoryProfile:
-    """Walk the schedule and count bytes. ``deaths`` are eager's own lifetimes.
+    """Simulate a schedule and count bytes. ``deaths`` are eager's frees (storage -> position).
 
-    A loop counts the tensors and the scratch of its body at the size of one part, besides its inputs and outputs: parts
-    run one at a time, each the same as the others. Host storages (swapped tensors) count nothing. Storages in ``held``
-    are in memory the whole time. ``numbers`` are lives and bytes of small tensors that eager keeps besides the graph's
-    (``Captured.numbers``); none on a GPU. They count like workspace, since no operator hands them out.
+    A loop adds the peak of one part of its body to its inputs and outputs: parts run one at a time and are equal. Host
+    storages (swapped tensors) count 0. Storages in ``held`` are in memory throughout. ``numbers`` are first position,
+    last position and bytes of scalars that eager keeps for backward (``Captured.numbers``), none on a GPU; they count
+    as workspace, since no operator allocates them.
     """
     lives = lifetimes(graph, deaths)
     change = Counter[int]()
@@ -93,7 +93,7 @@ def replay(
 
 
 def bytes_inside(op: Op, graph: Graph, workspace: Workspace, rounding: int) -> tuple[int, int]:
-    """Return the peaks within an operator: of tensors (those of a loop's body), and of tensors and scratch."""
+    """Return the peak bytes inside an operator: of tensors (those of a loop's body), and of tensors and workspace."""
     if op.body is None:
         return 0, workspace(op, graph.values)
     profile = replay(op.body.graph, workspace, rounding=rounding)

@@ -1,4 +1,4 @@
-"""A step as a simulated time line: start and length of each call, and the bytes in memory meanwhile by kind."""
+"""A step as a simulated timeline: start and duration of each call, and the bytes in memory at that time by kind."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
 from magis.simulate.simulator import MemoryProfile, Workspace, bytes_inside, replay, rounded
 
 MOST_CALLS = 50_000
-"""Most calls of a time line that shows the parts of loops one by one; in a longer one a loop is one call."""
+"""Most calls of a timeline that shows every part of a loop; in a longer one, a loop is one call."""
 NS_PER_MS = 1e6
 UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave", ARRIVED)
-"""Operators that the search counts no time for."""
+"""Operators for which the search counts no time."""
 COPIES = {"magis.store": "to host", "magis.load": "from host"}
-"""Streams by kind of copy."""
+"""Streams of host copies, by operator."""
 MESSAGES = "messages"
-"""Stream of messages between ranks that are waited for later."""
+"""Stream of collectives that are waited for later."""
 
 
 @dataclass
 class _Clock:
-    """Nanoseconds at which each stream is free, and at which storages that are copied or sent arrive."""
+    """Time in ns at which each stream is free, and at which copied or communicated storages are ready."""
 
     compute: int = 0
     copies: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES.values(), 0))
@@ -38,41 +38,41 @@ class _Clock:
     messages: int = 0
 
     def meet(self, storages: Iterable[int]) -> None:
-        """Let the compute stream wait for storages that are being copied."""
+        """Make the compute stream wait for storages that are being copied or communicated."""
         self.compute = max([self.compute, *(self.done.get(storage, 0) for storage in storages)])
 
     def run(self, spent: int) -> int:
-        """Run a call on the compute stream alone; return its start."""
+        """Run a call on the compute stream; return its start in ns."""
         start, self.compute = self.compute, self.compute + spent
         return start
 
     def copy(self, stream: str, nbytes: int, made: int, times: Times) -> tuple[int, int]:
-        """Copy a storage after the last copy of its direction and the calls on the compute stream so far; return start
-        and length."""
+        """Copy a storage after earlier copies in this direction and all calls enqueued on the compute stream; return
+        start and duration in ns."""
         start = max(self.copies[stream], self.compute)
         spent = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s))
         self.copies[stream] = self.done[made] = start + spent
         return start, spent
 
     def send(self, made: int, spent: int) -> int:
-        """Send a message that brings a storage, after the last one and the calls so far; return its start."""
+        """Start an overlapped collective after the previous one and all enqueued calls; return its start in ns."""
         start = max(self.messages, self.compute)
         self.messages = self.done[made] = start + spent
         return start
 
     def exchange(self, spent: int) -> int:
-        """Send a message that the compute stream waits for at once, after the last one; return its start."""
+        """Run a blocking collective after the previous one; return its start in ns."""
         start = max(self.messages, self.compute)
         self.messages = self.compute = start + spent
         return start
 
     def inside(self) -> _Clock:
-        """Return a clock at the same moment for a part of a loop, which has its own storages, and no messages."""
+        """Return a clock at the current time for one part of a loop, with its own storages and without collectives."""
         return _Clock(self.compute, self.copies)
 
 
 def elapsed_ns(graph: Graph, times: Times) -> int:
-    """Return the nanoseconds of a schedule on a machine, its waits for copies and messages included."""
+    """Return the latency in ns of a schedule on a machine, with its waits for copies and collectives."""
     clock = _Clock()
     _advance(graph, times, clock)
     return clock.compute
@@ -102,12 +102,12 @@ def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
 
 
 Held = tuple[int, ...]
-"""Bytes of tensors by kind, in the order of Span.KINDS, whose last one is scratch."""
+"""Bytes of tensors by kind, in the order of Span.KINDS without the last one (scratch)."""
 TENSOR_KINDS = len(Span.KINDS) - 1
 PLACES = {
     "parameter": 0, "state": 1, "batch": 2, "buffer": 2, "constant": 2, "activation": 3, "gradient": 4, "update": 5,
 }  # fmt: skip
-"""Places in ``Held`` by kind of owner."""
+"""Index in ``Held`` by kind of owner."""
 
 
 def timeline(
@@ -119,13 +119,13 @@ def timeline(
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
 ) -> tuple[Span, ...]:
-    """List the calls of a schedule in order, views left out; ``profile`` is the result of ``replay`` with the same
+    """List the calls of a schedule in order, without views; ``profile`` is the result of ``replay`` with equal
     arguments.
 
-    Copies run beside the operators, one at a time in each direction, as the search counts them: a store or a load
-    starts once all earlier calls on the compute stream are done. A reader of a loaded tensor waits for it, and the step
-    waits until a stored tensor is on the host before its memory is freed. Messages between ranks run beside both, one
-    at a time, up to the wait of the schedule; if that is at once, the compute stream waits, too.
+    Host copies overlap the operators, one at a time in each direction, as in the search: a store or a load starts once
+    all earlier calls on the compute stream are done. A reader of a loaded tensor waits for the load, and the memory of
+    a stored tensor is freed once it is on the host. Collectives overlap both, one at a time, until the schedule waits
+    for them; a blocking collective stops the compute stream.
     """
     apart = sum(1 if op.body is None else op.body.parts * len(op.body.graph.ops) for op in graph.ops) <= MOST_CALLS
     walk = _Walk(times, workspace, rounding, apart)
@@ -142,7 +142,7 @@ class _Walk:
 
     def calls(self, graph: Graph, levels: Sequence[int], held: Sequence[Held], clock: _Clock) -> Iterator[Span]:
         """Yield the calls of a graph or of one part of a loop; ``levels`` are all bytes during each operator, ``held``
-        those of tensors."""
+        the bytes of tensors by kind."""
         storage_of = {value.id: value.storage for value in graph.values.values()}
         seen: Counter[int] = Counter()
         beside = under_way(graph.ops)
@@ -174,7 +174,7 @@ class _Walk:
                 yield _span(op, alone(spent), spent, level, _add_kinds(own, self._worst(op)), again=again)
 
     def _worst(self, op: Op) -> Held:
-        """Return the tensors inside an operator where all its bytes peak: only a loop has them."""
+        """Return the bytes by kind of the tensors inside an operator at its peak; only a loop has any."""
         if op.body is None or not op.body.graph.ops:
             return (0,) * TENSOR_KINDS
         graph = op.body.graph
@@ -195,9 +195,10 @@ def _add_kinds(one: Held, other: Held) -> Held:
 
 
 def held_by_kind(graph: Graph, *, deaths: Mapping[int, int] | None = None, rounding: int = 1) -> list[Held]:
-    """Sum tensors in memory during each operator by kind, as ``replay`` counts them but for those inside of loops.
+    """Return the bytes of tensors in memory during each operator, by kind, as ``replay`` counts them but without loop
+    bodies.
 
-    Memory that was taken over is of the kind of the new tensor.
+    A storage that is reused in place counts as the new tensor's kind.
     """
     lives = lifetimes(graph, deaths)
     after: defaultdict[int, list[int]] = defaultdict(list)
