@@ -1,1 +1,1 @@
-"""Costs of an operator: nanoseconds and workspace bytes, from a profile store or a roofline."""
+"""Costs of an operator: nanoseconds and workspace bytes, from an operator profile or a roofline."""

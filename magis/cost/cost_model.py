@@ -1,4 +1,4 @@
-"""The costs that searches and simulations use: nanoseconds, workspace bytes, and where the figures come from."""
+"""The costs for searches and simulations: nanoseconds, workspace bytes, and the sources of the figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HALF = ("float16", "bfloat16")
 
 
 def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> int:
-    """Estimate the workspace of one call in bytes; 0 for operators that the module's head does not name."""
+    """Estimate the workspace of one call in bytes; 0 for operators without an estimate (see the comment above)."""
     if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
         return 0 if gpu else STATE_BYTES["cpu"]
     inputs = [values[number] for number in op.inputs()]
@@ -94,7 +94,7 @@ def _on_cpu(op: Op, name: str, kind: str, inputs: list[Value], outputs: list[Val
 
 
 def _features(op: Op, image: Value) -> int:
-    """Count the elements of one normalized row: the product of the shape that LayerNorm names, else the channels."""
+    """Return the number of elements of one normalized row: LayerNorm's normalized shape, else the channels."""
     for arg in op.args:
         if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
             return prod(item for item in arg if isinstance(item, int))
@@ -103,23 +103,23 @@ def _features(op: Op, image: Value) -> int:
 
 @dataclass(frozen=True)
 class RooflineCosts:
-    """Costs from a profile where it knows the signature or its kin, else from the roofline of `device`.
+    """Costs from a profile where it has the signature or calls with other sizes, else from the roofline of `device`.
 
-    Every answer is a whole number and depends on the arguments alone. A workspace is looked up in `workspaces` (bytes
-    by signature, measured alone on the device), then in the profile, then in the documented estimates above.
+    All costs are integers and deterministic. A workspace is looked up in `workspaces` (bytes by signature, measured on
+    the device), then in the profile, then estimated.
     """
 
     device: DeviceModel
     profile: Profile | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict)
     prices: Prices | None = field(default=None, repr=False, compare=False)
-    """Prices of this device and profile that other costs share; None: own ones."""
+    """Shared cache of prices for this device and profile; None: a private one."""
     slack: float = 0.0
-    """Slack whose worst machine gives the time of copies (`magis.cost.machines`), in units of these kernels."""
+    """Slack of host copies: the worst machine of this slack gives their time (`magis.cost.machines`)."""
 
     @property
     def name(self) -> str:
-        """The device: "cpu", "cuda" or "sim:<name>"."""
+        """Name of the device: "cpu", "cuda" or "sim:<name>"."""
         return self.device.name
 
     @property
@@ -128,26 +128,26 @@ class RooflineCosts:
 
     @property
     def rounding(self) -> int:
-        """Bytes that the allocator rounds every block up to a multiple of."""
+        """Block size in bytes to which the allocator rounds allocations up."""
         return self.device.rounding
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
+        """Bandwidth of the host link in one direction, in bytes per second; 0: no swaps on this device."""
         measured = 0 if self.profile is None else self.profile.link
         link, kernels = worst_factors(self.slack)
         return float(measured or self.device.link_bytes_per_s) * link * kernels
 
     @property
     def copy_ns(self) -> int:
-        """Nanoseconds of a copy besides those of its bytes."""
+        """Fixed time of a host copy in ns."""
         measured = 0 if self.profile is None else self.profile.copy_ns
         _, kernels = worst_factors(self.slack)
         return round((measured or self.device.copy_ns) / kernels)
 
     @property
     def nominal(self) -> RooflineCosts:
-        """These costs without slack."""
+        """Costs without slack."""
         return replace(self, slack=0.0)
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
@@ -157,7 +157,7 @@ class RooflineCosts:
         return self.price(op, values).ns
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
-        """Return the time of one call that is no loop, and its source."""
+        """Return the time of one call (not a loop), with its source."""
         return (self.prices or self._own_prices).price(op, values)
 
     @cached_property
@@ -165,7 +165,7 @@ class RooflineCosts:
         return Prices(self.device, self.profile)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        """Return the bytes that the call allocates at its worst moment beyond its fresh outputs."""
+        """Return the peak bytes that a call allocates in addition to its outputs."""
         if op.target in MERGING:
             return 0  # copies and sums in place
         key = signature(op, values)
@@ -176,7 +176,7 @@ class RooflineCosts:
         return estimated_workspace(op, values, gpu=self.device.name != "cpu")
 
     def transfer_ns(self, nbytes: int) -> int:
-        """Return the nanoseconds of a copy between device and host. Raises ValueError on a device without a link."""
+        """Return the time of a host copy in ns. Raises ValueError on a device without a host link."""
         if self.link_bytes_per_s <= 0:
             raise ValueError(f"{self.name} has no host link to swap over")
         return self.copy_ns + round(nbytes / self.link_bytes_per_s * 1e9)
@@ -189,7 +189,7 @@ def device_model(
     profile: Profile | None = None,
     workspaces: Mapping[str, int] | None = None,
 ) -> RooflineCosts:
-    """Return the costs of "cpu", "sim:<name>", or "cuda" with a GPU that calls itself `gpu`.
+    """Return the costs of "cpu", of "sim:<name>", or of "cuda" with torch's name of the GPU in `gpu`.
 
     Raises UnknownDevice, whose message lists the names.
     """
@@ -201,17 +201,17 @@ def device_model(
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of a step's time by their source; they add up to 1."""
+    """Fractions of a step's time by source; they add up to 1."""
 
     measured: float = 0.0
     interpolated: float = 0.0
     estimated: float = 1.0
     error: float = 0.0
-    """Relative error that is typical of the interpolated part."""
+    """Typical relative error of the interpolated part."""
 
 
 def shares(costs: RooflineCosts, graph: Graph) -> Shares:
-    """Return the shares of a graph's operators, those of loops counted for every part; host time is left out."""
+    """Return the fractions of a graph's time by source, loops counted for every part, without host time."""
     spent: Counter[str] = Counter()
     off = 0.0
     for times, price in _prices(costs, graph, 1):

@@ -1,4 +1,4 @@
-"""Devices as the cost model sees them: peaks from datasheets, and how much of a peak kernels reach.
+"""Device constants of the cost model: peaks from datasheets, and the fractions of a peak that kernels reach.
 
 Peaks are the vendors' dense figures, without sparsity:
 
@@ -10,15 +10,15 @@ Peaks are the vendors' dense figures, without sparsity:
 * H100 SXM: NVIDIA H100 datasheet (132 SMs; tf32 494.7, bf16 989.4 TFLOP/s; 3.35 TB/s).
 * H200 SXM: NVIDIA H200 datasheet (as the H100; 4.8 TB/s; 141 GB).
 
-float32 products run in tf32 where the device has it, as in the paper. Which shares of these peaks kernels reach is
-fitted to published speeds of training (`benchmarks/calibrate.py`; docs/notes/calibration.md says how well). Half of
-the peak of products at half a wave of tiles: so say, in the median, the square products of 1024 and 2048 in
-`benchmarks/calibration/products.csv`. PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8 of
-the link's nominal rate, either way at the same time; a copy takes 10 us besides. A kernel launch costs 5 us of a step
-that PyTorch issues operator by operator.
+float32 matrix products run in tf32 if the device has it, as in the paper. The fractions of these peaks are fitted to
+published training speeds (`benchmarks/calibrate.py`; docs/notes/calibration.md gives the errors). Matrix products reach
+half of the peak at half a wave of tiles: the median of the square products of 1024 and 2048 in
+`benchmarks/calibration/products.csv`. PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8 of the link's
+nominal rate, in both directions at once; a copy has a fixed cost of 10 us. A kernel launch costs 5 us in a step that
+PyTorch runs eagerly.
 
-"cpu" is a class of machine, a 2-core server with AVX-512 (see `benchmarks/calibrate_cpu.py`, whose fit these
-constants are). They are frozen: a search never depends on a timing of the machine that it runs on.
+"cpu" is a class of machines, 2-core servers with AVX-512 (fitted by `benchmarks/calibrate_cpu.py`). The constants are
+frozen: a search never depends on timings of the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -35,83 +35,82 @@ if TYPE_CHECKING:
     from magis.cost.flops import OperatorWork
 
 CONSTANTS_VERSION = 3
-"""Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
-it."""
+"""Version of the constants and formulas, stored in simulated baselines: increase it whenever one changes a cost."""
 
 
 class UnknownDevice(UsageError):  # noqa: N818 (the name that users meet)
-    """No device of that name; the message lists the names."""
+    """No device has this name; the message lists the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Reachable shares, of the peak arithmetic and of the memory bandwidth, of one kind of operator."""
+    """Fractions of peak arithmetic and memory bandwidth that one kind of operator reaches."""
 
     arithmetic: float
     bandwidth: float
     overhead_ns: int = 0
-    """Host time per call beyond the device's `launch_ns`."""
+    """Host time per call in ns, in addition to the device's `launch_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A device's constants; rates are per second, sizes are bytes, overheads nanoseconds."""
+    """Constants of a device; rates are per second, sizes in bytes, overheads in ns."""
 
     name: str
     matrix_flops: Mapping[str, float]
-    """Peak of matrix products by data type; the others run at `vector_flops`."""
+    """Peak of matrix products by dtype; other dtypes run at `vector_flops`."""
     vector_flops: float
     bandwidth: float
     memory_bytes: int
     launch_ns: int
     view_ns: int
     rates: Mapping[str, Rates]
-    """By kind of operator (`OpInfo.kind`); "unknown" is the default. "matmul.float16" is for that data type,
-    "batch_norm.channels_last" for that layout, "layout" for the traffic of pictures that are laid out anew."""
+    """Rates by kind of operator (`OpInfo.kind`); "unknown" is the default. "matmul.float16" is for that dtype,
+    "batch_norm.channels_last" for that memory format, "layout" for converting images around a convolution."""
     rounding: int
     link_bytes_per_s: float
-    """Host link, one direction; 0: nothing is swapped on this device."""
+    """Bandwidth of the host link in one direction; 0: no swaps on this device."""
     copy_ns: int
-    """Fixed time of a copy between host and device: the launch, and until the first byte moves."""
+    """Fixed time of a host copy in ns: launch, and latency until the first byte."""
     overlaps: bool
-    """True if arithmetic and memory traffic of one operator hide each other (max), else they add up."""
+    """True if an operator's arithmetic and memory traffic overlap (max), else their times add up."""
     half_outputs: int = 0
-    """Results of a matrix product (or convolution, attention) at which half of the peak is reached."""
+    """Output elements of a matrix product (or convolution, attention) that reach half of the peak."""
     half_bytes: int = 0
-    """Bytes moved at which half of the bandwidth is reached."""
+    """Bytes moved that reach half of the bandwidth."""
     half_dimension: int = 0
-    """Smallest dimension of a matrix product at which half of the peak is reached."""
+    """Smallest dimension of a matrix product that reaches half of the peak."""
     half_channels: int = 0
-    """Channels of a convolution (`OperatorWork.smallest_channels`) at which half of the peak is reached."""
+    """Channels of a convolution (`OperatorWork.smallest_channels`) that reach half of the peak."""
     lays_out: frozenset[str] = frozenset()
-    """Data types of which pictures whose channels are not innermost are laid out anew around a convolution."""
+    """Data types whose images are converted to channels_last, and back, around a convolution."""
     element_ns: Mapping[str, float] = field(default_factory=dict)
-    """Time per element by operator name, else by kind, instead of counted arithmetic."""
+    """Time per element in ns by operator name, else by kind, in place of counted arithmetic."""
     fault_ns_per_byte: float = 0.0
-    """Cost of touching fresh memory for the first time, for storages of at least `fault_bytes`."""
+    """Time per byte in ns of page faults on new memory, for storages of at least `fault_bytes`."""
     fault_bytes: int = 0
     loops_lists: bool = False
-    """True if a call on lists of tensors launches once for each of them, not once for many."""
+    """True if a foreach operator launches once per tensor instead of once for many."""
 
     def rates_of(self, done: OperatorWork) -> Rates:
-        """Return the most specific rates of an operator: by data type, by layout, else by kind."""
+        """Return the most specific rates of an operator: by dtype, by memory format, else by kind."""
         names = (f"{done.kind}.{done.dtype}", f"{done.kind}.channels_last" if done.channels_last else "", done.kind)
         return next((self.rates[name] for name in names if name in self.rates), self.rates["unknown"])
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Shares of a GPU's peaks, as `benchmarks/calibrate.py` fits them to published measurements."""
+    """Fractions of a GPU's peaks, fitted by `benchmarks/calibrate.py` to published measurements."""
 
     matmul: float
-    """Share of the peak of float32 products (tf32 where the device has it)."""
+    """Fraction of the peak of float32 matrix products (tf32 if the device has it)."""
     matmul_half: float
     conv: float
     conv_half: float
     bandwidth: float
-    """Share that an operator reaches which reads and writes each element once; other kinds are in proportion."""
+    """Fraction for an operator that reads and writes each element once; other kinds are proportional."""
     layout: float
-    """Share of the bandwidth for pictures that a convolution lays out anew; each of its bytes is counted once."""
+    """Fraction of the bandwidth for converting an image's memory format around a convolution."""
 
 
 _KINDS = {
@@ -138,7 +137,7 @@ _KINDS = {
 
 
 def gpu_rates(fitted: Fitted) -> dict[str, Rates]:
-    """Return the rates by kind; two kernels run for a convolution's gradients, and for attention's."""
+    """Return a GPU's rates by kind; the backward of convolution or attention runs two kernels."""
     products = 0.96 * fitted.bandwidth
     rates = {kind: replace(each, bandwidth=each.bandwidth * fitted.bandwidth) for kind, each in _KINDS.items()}
     for suffix, matmul, conv in (
@@ -170,7 +169,7 @@ def _gpu(
     link_bytes_per_s: float,
     lays_out: frozenset[str] = _HALF | {"float32"},
 ) -> DeviceModel:
-    """Build a GPU's constants from its datasheet; `tera` holds TFLOP/s of matrix products by data type.
+    """Build a GPU's constants from its datasheet; `tera` has TFLOP/s of matrix products by dtype.
 
     Utilization falls with the operator's size: half of the matrix peak at half a wave of 128 x 128 tiles, half of the
     bandwidth at 1024 float32 elements per multiprocessor, read twice and written once.
@@ -202,7 +201,7 @@ FITTED = {
     "h100": Fitted(0.81, 0.80, 0.71, 0.59, 0.60, 0.59),
     "h200": Fitted(0.81, 0.80, 0.71, 0.59, 0.53, 0.59),
 }
-"""By device. Above 1: a clock above the datasheet's, and kernels that get by with fewer products (Winograd's)."""
+"""Fitted fractions by device. Values above 1: clocks above the datasheet's, and Winograd convolutions."""
 
 _H100 = _gpu(
     "h100", multiprocessors=132, tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
@@ -278,12 +277,12 @@ _DEVICES = {"cpu": CPU, **{f"sim:{gpu.name}": replace(gpu, name=f"sim:{gpu.name}
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names that `find_device` knows without a GPU: "cpu" and "sim:<name>"."""
+    """Return the names that `find_device` accepts without a GPU: "cpu" and "sim:<name>"."""
     return tuple(_DEVICES)
 
 
 def gpu_name(gpu: str) -> str:
-    """Return the short name of a GPU that calls itself "NVIDIA H200": "h200"; empty if it has no constants here."""
+    """Return the short name of a GPU ("NVIDIA H200" -> "h200"); empty if there are no constants for it."""
     words = re.split(r"[^a-z0-9]+", gpu.lower())
     if {"ti", "super"} & set(words):
         return ""
@@ -291,9 +290,9 @@ def gpu_name(gpu: str) -> str:
 
 
 def find_device(name: str, gpu: str = "") -> DeviceModel:
-    """Return the constants of "cpu", "sim:<name>", or of "cuda" for a GPU that calls itself `gpu` ("NVIDIA H200").
+    """Return the constants of "cpu", of "sim:<name>", or of "cuda" with torch's name of the GPU ("NVIDIA H200").
 
-    A GPU without constants of its own is taken for an A100. Raises UnknownDevice, which lists the names.
+    A GPU without constants gets those of an A100. Raises UnknownDevice, which lists the names.
     """
     if name == "cuda":
         known = gpu_name(gpu)

@@ -1,8 +1,8 @@
-"""Floating-point operations, bytes and kernels of an operator, by shapes alone.
+"""Floating-point operations, bytes and kernels of an operator, from shapes alone.
 
-Bytes are counted the way a kernel that runs alone meets them: every input once (an expanded dimension, stride
-0, once in all), every output once, and what the kernel's algorithm passes over twice, twice. Operators that
-touch only part of an input (embedding, slices' gradients, loss of one class) are charged for that part.
+Bytes are counted as a kernel running alone moves them: every input once (an expanded dimension, stride 0, once in all),
+every output once, and data that the kernel's algorithm passes over twice, twice. Operators that read part of an input
+(embedding, gradients of slices, nll_loss) are charged for that part.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from magis.ops.operators import name_of, op_info
 CHUNK = 65_536
 MOST_BLOCKS = 320
 MOST_TENSORS = (110, 64, 48, 36, 30)
-"""Tensors of a list that one kernel takes, by the number of lists."""
+"""Most tensors per list that one foreach kernel takes, by the number of lists."""
 MOST_WITH_NUMBERS = (96, 64, 48, 36, 30)
-"""The same where each tensor has a number of its own."""
+"""Most tensors per list that one foreach kernel with a scalar per tensor takes, by the number of lists."""
 
 
 def is_on_lists(target: str) -> bool:
-    """Return True if the operator goes through lists of tensors, one tensor like the other."""
+    """Return True for foreach and fused operators on lists of tensors."""
     return target.startswith(("aten._foreach_", "aten._fused_")) and not target.startswith("aten._fused_rms_norm")
 
 
 def tensors_and_kernels(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
-    """Count the tensors that one call goes through and the kernels that a GPU runs for it; 1 and 1 without lists."""
+    """Return the numbers of tensors and of GPU kernels of one foreach call; 1 and 1 for other operators."""
     lists = [arg for arg in op.args if isinstance(arg, tuple) and arg and isinstance(arg[0], Ref)]
     if not lists or not is_on_lists(op.target):
         return 1, 1
@@ -48,7 +48,7 @@ def tensors_and_kernels(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
 
 
 def _kernels(sizes: list[int], most: int) -> int:
-    """Count the kernels for tensors of these sizes, `most` of which fit into one."""
+    """Return the number of kernels for tensors of these sizes, with at most `most` tensors per kernel."""
     kernels = tensors = blocks = 0
     for size in sizes:
         chunks = -(-size // CHUNK)
@@ -65,50 +65,50 @@ def _kernels(sizes: list[int], most: int) -> int:
 
 
 _DESTINATIONS = frozenset({"out", "grad_input"})
-"""Keywords of the tensor that an operator's `out` form writes to."""
+"""Keyword arguments for the destination of an operator's `out` variant."""
 
 INNER_DEPTH = 4_096
-"""Products that one result sums up before libraries divide the sum among several multiprocessors (split-K)."""
+"""Reduction length of a matrix product above which libraries split the sum among multiprocessors (split-K)."""
 
 _EASY_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
-"""Exponents that kernels work out by products and roots."""
+"""Exponents that kernels compute by multiplications and square roots."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """Arithmetic and traffic of one call.
+    """Arithmetic and memory traffic of one call.
 
-    `kind` is that of the operator's row, "view" or "strided_copy" (a copy that changes the innermost dimension);
-    `dtype` the type that the arithmetic runs in.
+    `kind` is the operator's `OpInfo.kind`, "view", or "strided_copy" (a copy that changes the innermost dimension);
+    `dtype` is the dtype of the arithmetic.
     """
 
     kind: str
     name: str
-    """The operator's name, "square" where a power is worked out by products."""
+    """Name of the operator; "square" for a power that is computed by multiplications."""
     dtype: str
     flops: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     fresh_bytes: int = 0
-    """Part of the written bytes that goes to storages which the call allocates."""
+    """Part of the written bytes that goes to newly allocated storages."""
     results: int = 0
-    """Results that can be computed at the same time; long sums of products count once for every `INNER_DEPTH`."""
+    """Output elements that can be computed in parallel; with split-K, one per `INNER_DEPTH` products."""
     elements: int = 0
-    """Elements gone through one by one: of inputs or outputs, windows of a pooling, attention scores."""
+    """Elements processed one by one: of inputs or outputs, pooling windows, attention scores."""
     smallest_dimension: int = 0
-    """Smallest of a matrix product's three dimensions; 0 for other operators."""
+    """Smallest of a matrix product's dimensions m, n, k; 0 for other operators."""
     smallest_channels: int = 0
-    """Smaller of a convolution's channels out and the products that each result sums, by group; 0 for others."""
+    """Smaller of a convolution's output channels and products per output, both per group; 0 for other operators."""
     channels_last: bool = False
-    """True if a convolution's or a batch norm's picture has its channels innermost."""
+    """True if the image of a convolution or batch norm is in channels_last memory format."""
     tensors: int = 1
-    """Tensors that an operator on lists goes through."""
+    """Number of tensors in the list of a foreach operator."""
     launches: int = 1
-    """Kernels that a GPU runs for an operator on lists."""
+    """Number of kernels that a GPU runs for a foreach operator."""
 
     @property
     def laid_out(self) -> bool:
-        """True if tensor cores would want another layout; depthwise convolutions run on none."""
+        """True if tensor cores need another memory format; depthwise convolutions do not use them."""
         return not self.channels_last and self.smallest_channels != 1
 
     @property
@@ -117,7 +117,7 @@ class OperatorWork:
 
 
 def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
-    """Count the arithmetic and traffic of `op`; `values` holds its inputs and outputs."""
+    """Return the arithmetic and memory traffic of `op`; `values` has its inputs and outputs."""
     inputs = [values[number] for number in dict.fromkeys(_read_values(op))]
     outputs = [values[number] for number in op.made()]
     given = {values[number].storage for number in op.inputs()}
@@ -149,7 +149,7 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
 def _with_arithmetic(
     done: OperatorWork, known: OpInfo, op: Op, values: Mapping[int, Value], outputs: list[Value]
 ) -> OperatorWork:
-    """`done` with the arithmetic of its kind, and the bytes that its algorithm skips or passes over again."""
+    """Return `done` with the arithmetic of its kind, and with bytes corrected for data skipped or passed over twice."""
     name = name_of(op.target)
     match known.kind:
         case "matmul":
@@ -178,7 +178,7 @@ def _with_arithmetic(
 
 
 def _elements(op: Op, known: OpInfo, inputs: list[Value], outputs: list[Value]) -> int:
-    """Count the elements that an operator goes through; for a pooling forward, its outputs times the window."""
+    """Return the number of elements that an operator processes; for a pooling forward, outputs times window size."""
     elements = max((value.numel for value in (*outputs, *inputs)), default=0)
     if is_on_lists(op.target):
         return sum(value.numel for value in (outputs or inputs))
@@ -191,10 +191,10 @@ def _elements(op: Op, known: OpInfo, inputs: list[Value], outputs: list[Value]) 
 
 
 def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
-    """Name the kind of a copy.
+    """Return the kind of a copy.
 
-    "strided_copy" where neighbours of an input are no neighbours in the output, or the other way round;
-    "permuted_copy" where they are but the order of the outer dimensions changes; else "copy".
+    "strided_copy" if the innermost dimension changes; "permuted_copy" if only the order of outer dimensions changes;
+    else "copy".
     """
     touched = [values[number] for number in (*_read_values(op), *op.made())]
     if not touched:
@@ -208,7 +208,7 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
 
 
 def _same_order(first: Value, second: Value) -> bool:
-    """Return True if both order their dimensions alike in memory, those of size 1 or expanded in either left out."""
+    """Return True if two tensors have an equal dimension order in memory, ignoring dimensions of size 1 or stride 0."""
     pairs = [
         steps
         for *steps, size in zip(first.stride, second.stride, first.shape, strict=True)
@@ -218,20 +218,20 @@ def _same_order(first: Value, second: Value) -> bool:
 
 
 def _read_values(op: Op) -> tuple[int, ...]:
-    """List the values whose elements the call reads: no destination of `out=`, and nothing that it overwrites."""
+    """List the values whose elements a call reads, without `out=` arguments and overwritten tensors."""
     overwrites = op_info(op.target).overwrites and op.target.split(".")[1].endswith("_")
     kwargs = tuple((name, arg) for name, arg in op.kwargs if name not in _DESTINATIONS)
     return replace(op, args=op.args[1:] if overwrites else op.args, kwargs=kwargs).inputs()
 
 
 def _distinct_bytes(value: Value) -> int:
-    """Count the bytes of a value's distinct elements: expanded dimensions count once."""
+    """Return the bytes of a value's distinct elements: expanded dimensions count once."""
     sizes = (size for size, step in zip(value.shape, value.stride, strict=True) if step != 0 or size == 0)
     return prod(sizes) * ITEM_SIZE[value.dtype]
 
 
 def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
-    """Count the bytes that a call without outputs updates: its first argument; all but the gradients if fused."""
+    """Return the bytes that a call without outputs updates: its first argument; if fused, all but the gradients."""
     lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
     updated = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
     numbers = {item.value for arg in updated for item in arg if isinstance(item, Ref)}
@@ -239,7 +239,7 @@ def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
 
 
 def _arithmetic_dtype(values: list[Value]) -> str:
-    """Return the type of the arithmetic: the widest floating-point type among `values`, else the first type."""
+    """Return the dtype of the arithmetic: the widest floating-point dtype among `values`, else the first dtype."""
     floating = [value.dtype for value in values if value.dtype.startswith(("float", "bfloat", "complex"))]
     if floating:
         return max(floating, key=lambda dtype: (ITEM_SIZE[dtype], dtype))
@@ -252,7 +252,7 @@ def _tensor_arg(op: Op, values: Mapping[int, Value], position: int) -> Value | N
 
 
 def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
-    """Add a matrix product's arithmetic, 2 m n k with batches: every element of the output sums `k` products."""
+    """Return `done` with a matrix product's arithmetic: 2 m n k, times the batch size."""
     info = op_info(op.target)
     left, right = (_tensor_arg(op, values, info.adds + factor) for factor in range(2))
     if left is None or right is None or not outputs:
@@ -273,7 +273,8 @@ def _with_long_sums(done: OperatorWork, products: int = 1) -> OperatorWork:
 def _with_channels(
     done: OperatorWork, op: Op, values: Mapping[int, Value], first: int, made: list[Value]
 ) -> OperatorWork:
-    """Add a convolution's layout and its channels by group; picture and weight are arguments from `first` on."""
+    """Return `done` with a convolution's memory format and channels per group; `first` is the index of the image
+    argument."""
     image, weight = _tensor_arg(op, values, first), _tensor_arg(op, values, first + 1)
     if image is None or weight is None or weight.numel == 0 or not made or len(made[0].shape) < 2:
         return done
@@ -289,8 +290,8 @@ def _is_channels_last(image: Value | None) -> bool:
 
 
 def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]) -> int:
-    """Count a convolution's arithmetic: an output element (transposed: an input element) sums in-channels / groups x
-    kernel products."""
+    """Return a convolution's arithmetic: each output element (transposed: input element) sums in_channels / groups x
+    kernel size products."""
     image, weight = _tensor_arg(op, values, 0), _tensor_arg(op, values, 1)
     if image is None or weight is None or weight.numel == 0 or not outputs:
         return 0
@@ -300,7 +301,7 @@ def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]
 
 
 def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
-    """Count the forward's products once for each of the two large gradients asked for, and a sum for the bias."""
+    """Return the forward's arithmetic once per requested gradient of input and weight, plus the sum for the bias."""
     gradient, image, weight = (_tensor_arg(op, values, position) for position in range(3))
     mask = op.args[-1]
     if gradient is None or image is None or weight is None or not isinstance(mask, tuple):
@@ -312,7 +313,7 @@ def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
 
 
 def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> OperatorWork:
-    """Add attention's two products forward, five backward (one is computed again); half of each if causal."""
+    """Return `done` with attention's arithmetic: two products forward, five backward; half if causal."""
     first = 1 if done.kind == "attention_backward" else 0
     query, key, value = (_tensor_arg(op, values, first + step) for step in range(3))
     if query is None or key is None or value is None:
@@ -329,7 +330,7 @@ def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> Opera
 
 
 def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWork) -> tuple[int, int]:
-    """Count the bytes read and written, corrected for what the algorithm skips or passes over again."""
+    """Return the bytes read and written, corrected for data that the algorithm skips or passes over twice."""
     read, written = done.read_bytes, done.written_bytes
     outputs = sum(values[number].nbytes for number in op.made())
     name = name_of(op.target)

@@ -1,4 +1,4 @@
-"""Links between the ranks of one machine, and the time of a message over them."""
+"""Links between the ranks of one machine, and the time of a collective over them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from magis.ops.exchanges import EXCHANGE
 
 @dataclass(frozen=True)
 class Links:
-    """Speed of the links between the ranks of one machine."""
+    """Bandwidth and latency of the links between the ranks of one machine."""
 
     bytes_per_s: float
-    """Bytes a second from one rank to the next, in one direction, in long messages."""
+    """Bytes per second from one rank to the next, in one direction, for large collectives."""
     message_ns: int = 20_000
-    """Time to begin a message."""
+    """Launch time of a collective in ns."""
     hidden: float = 0.5
-    """Share of the operators' time behind which messages that need not be waited for can hide: the backward."""
+    """Fraction of the operators' time that asynchronous collectives can overlap: the backward pass."""
 
     def ns(self, sent_bytes: float) -> float:
-        """Return the nanoseconds of a message in which a rank sends so many bytes."""
+        """Return the time in ns of a collective in which a rank sends `sent_bytes`."""
         return self.message_ns + sent_bytes / self.bytes_per_s * 1e9
 
 
@@ -34,20 +34,20 @@ LINKS: Mapping[str, Links] = {
     "h100": Links(350e9),
     "h200": Links(350e9),
 }
-"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it, some 77% (of a V100 among four: four
-links of 25 GB/s each)."""
+"""Links by device. rtx3090: PCIe; the others: NVLink at the share that collectives reach, about 77% (a V100 among four
+has four links of 25 GB/s each)."""
 
 
 def links_of(device: str) -> Links:
-    """Return the links of a device by its name; of an unknown one, a CPU's."""
+    """Return the links of a device by name; for an unknown device, those of a CPU."""
     return LINKS.get(device.removeprefix("sim:"), LINKS["cpu"])
 
 
 def message_ns(device: str, op: Op, values: Mapping[int, Value]) -> int:
-    """Return the nanoseconds of a message of a step.
+    """Return the time in ns of a collective or send/recv.
 
-    By rings, in which a rank sends (n - 1) / n of the whole tensor, twice for a sum that all get; between two ranks
-    the larger of the tensors that either sends, without waiting for the other.
+    Collectives use rings, in which a rank sends (n - 1) / n of the whole tensor, twice for an all-reduce. A send/recv
+    between two ranks takes as long as the larger tensor, in both directions at once.
     """
     ranks = ranks_of(op)
     sizes = [values[value].nbytes for value in (*op.inputs(), *op.made())]

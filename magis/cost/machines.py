@@ -1,15 +1,15 @@
-"""Machines that a plan must stand: the one that the constants describe, and others that are a little away from it.
+"""Machines for which a plan must hold: the nominal one of the device constants, and slightly different ones.
 
-On a real machine the host link is seldom as fast, and kernels are seldom as slow, as a model of them says. A copy that
-just fits between two operators is then late, and the step waits for it. With a *slack* s the link may be slower by the
-share s, and kernels may be quicker by half of it, or both:
+On real machines the host link is often slower, and kernels are often faster, than a model predicts. A copy that just
+fits between two operators is then late, and the step waits for it. With a *slack* s the link may be slower by the
+fraction s, kernels may be faster by half of that fraction, or both:
 
-    link (1 - s) times as fast, kernels in (1 - s / 2) of their time
+    link bandwidth times (1 - s), kernel times times (1 - s / 2)
 
-In units of the kernels' time both together make every copy 1 / ((1 - s) (1 - s / 2)) times as long, what a copy takes
-besides its bytes 1 / (1 - s / 2) times. That machine is the worst one: whoever waits for no copy there waits for none
-on any machine between it and the nominal one, since a shorter copy lets nothing begin later. So a search that plans
-with copies of that length judges a plan under all the machines at once, at the price of one.
+Relative to kernel times, both together make a copy's transfer 1 / ((1 - s) (1 - s / 2)) times as long, and its fixed
+cost 1 / (1 - s / 2) times. This is the worst machine: a plan that never waits for a copy there never waits on any
+machine between it and the nominal one, since a shorter copy delays nothing. So a search with these copy times covers
+all of these machines at the price of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from magis.graph.nodes import Op, Value
 
 
 class Times(Protocol):
-    """Times of calls, and of copies to and from the host (0 bytes a second: there are none)."""
+    """Protocol for times of calls, and of host copies (link of 0 bytes per second: no copies)."""
 
     @property
     def link_bytes_per_s(self) -> float: ...
@@ -33,7 +33,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """A device whose link is `link` times as fast, and whose kernels take `kernels` times as long."""
+    """A device with its link bandwidth scaled by `link`, and its kernel times by `kernels`."""
 
     times: Times
     link: float = 1.0
@@ -52,11 +52,11 @@ class Machine:
 
 
 def worst_factors(slack: float) -> tuple[float, float]:
-    """Return the link's speed and the kernels' time on the worst machine of a slack, in units of the nominal ones."""
+    """Return the factors of link bandwidth and kernel times on the worst machine of a slack."""
     return 1 - slack, 1 - slack / 2
 
 
 def machines(times: Times, slack: float) -> tuple[Machine, ...]:
-    """Return the nominal machine, the one with a slower link, the one with quicker kernels, and the one with both."""
+    """Return the nominal machine, one with a slower link, one with faster kernels, and one with both."""
     link, kernels = worst_factors(slack)
     return Machine(times), Machine(times, link), Machine(times, kernels=kernels), Machine(times, link, kernels)

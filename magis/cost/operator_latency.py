@@ -1,4 +1,4 @@
-"""The time of one operator: from a profile where that knows it, else from the roofline; loops included."""
+"""The time of one operator: from a profile if it has the operator, else from the roofline; loops included."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
 
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
-    """Estimate the nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    """Estimate the ns of one call on a device; `values` has its inputs and outputs."""
     if op.target == ARRIVED:
         return 0
     if is_message(op.target):
@@ -43,7 +43,7 @@ def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int
 
 
 def work_ns(device: DeviceModel, done: OperatorWork) -> int:
-    """Estimate the nanoseconds of one call from its arithmetic and traffic."""
+    """Estimate the ns of one call from its arithmetic and memory traffic."""
     if done.kind in ("view", "none"):  # nothing runs on the device
         return device.view_ns
     rates = device.rates_of(done)
@@ -69,7 +69,7 @@ def work_ns(device: DeviceModel, done: OperatorWork) -> int:
 
 
 def _share(size: int, half: int) -> float:
-    """Return the share of a peak that an operator of this size reaches; 1 where no size is known."""
+    """Return the fraction of a peak that an operator of this size reaches; 1 if the size is unknown."""
     return size / (size + half) if size else 1.0
 
 
@@ -77,16 +77,16 @@ MERGING = (PART, JOIN, REDUCE)
 
 
 def signatures_of(graph: Graph) -> Iterator[str]:
-    """Yield the cost signature of every operator that the device runs, bodies of loops included."""
+    """Yield the signature of every operator that runs on the device, those in loop bodies included."""
     for op, values in every_op(graph):
         if op.body is None and (op.target in MERGING or not op.target.startswith("magis.")):
             yield signature(*equivalent(op, values))
 
 
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
-    """Return the ATen call that moves as many bytes as a `magis.part`, `join` or `reduce`; others as they are.
+    """Return the ATen call that moves as many bytes as a `magis.part`, `join` or `reduce`; other operators unchanged.
 
-    With the values of the call alone: to copy all of a step's for every part would take longer than all the rest.
+    The values returned for these three are those of the call only.
     """
     if op.target not in MERGING:
         return op, values
@@ -112,7 +112,7 @@ MEASURED, INTERPOLATED, ESTIMATED = "measured", "interpolated", "estimated"
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Nanoseconds of a call, their source, and their typical relative error (0: not known)."""
+    """Nanoseconds of a call, their source, and their typical relative error (0: unknown)."""
 
     ns: int
     source: str
@@ -121,15 +121,15 @@ class Price:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices on a device, worked out when first asked for and kept."""
+    """Prices of operators on one device, computed on first use and cached."""
 
     device: DeviceModel
     profile: Profile | None = None
     _known: dict[str, Price] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Prices by signature: equal layers ask once."""
+    """Prices by signature."""
     _curves: dict[str, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kinds: dict[str, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Measured signatures by operator and kind of their kin."""
+    """Measured signatures by operator, then by `kin_key`."""
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
         op, values = equivalent(op, values)
@@ -139,7 +139,7 @@ class Prices:
         return self._known[key]
 
     def _look_up(self, key: str, op: Op, values: Mapping[int, Value]) -> Price:
-        """Return the measured price, else the one drawn between measured kin, else the roofline's."""
+        """Return the measured price, else one interpolated from calls with other sizes, else the roofline's."""
         expected = roofline_ns(self.device, op, values)
         if self.profile is None or not expected:  # what takes no time needs no measurement
             return Price(expected, MEASURED if not expected else ESTIMATED)
@@ -150,7 +150,7 @@ class Prices:
         return Price(expected, ESTIMATED) if answer is None else Price(answer.ns, INTERPOLATED, answer.error)
 
     def _curve(self, profile: Profile, target: str, kind: str) -> Curve:
-        """Return roofline and measured nanoseconds of an operator's measured calls of one kind."""
+        """Return the curve of an operator's measured calls with one `kin_key`."""
         if target not in self._kinds:
             kinds = self._kinds[target] = {}
             for key in self._by_target.get(target, ()):
@@ -166,7 +166,7 @@ class Prices:
 
     @cached_property
     def _by_target(self) -> Mapping[str, list[str]]:
-        """Signatures by operator, not yet parsed: most operators are never asked for."""
+        """Signatures by operator, parsed later, since most operators are never looked up."""
         found: dict[str, list[str]] = {}
         for key in self.profile.entries if self.profile is not None else ():
             found.setdefault(target_of(key), []).append(key)

@@ -41,19 +41,19 @@ from magis.ops.operators import op_info
 
 SCHEMA = 2
 _MOST = 2**44
-"""No operator takes as many nanoseconds (five hours) or bytes (16 TiB), and sums of thousands fit a machine word."""
+"""Upper bound of an operator's nanoseconds (five hours) or bytes (16 TiB): sums of thousands fit into int64."""
 _LONGEST = 20_000
-"""Characters of a signature, a schema or a name."""
+"""Most characters of a signature, a schema or a name."""
 _TENSOR = re.compile(r"(\b[a-z]+\d+|\bbool)\[")
 
 
 class ProfileError(UsageError):
-    """A stored profile cannot be used: unreadable, corrupt, of a newer schema, or of another device."""
+    """A stored profile cannot be used: unreadable, corrupt, of a newer schema, or for another device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Cost of one signature: median nanoseconds and their spread, workspace bytes, and how many timings there were."""
+    """Cost of one signature: median and spread in ns, workspace in bytes, number of timings."""
 
     ns: int
     spread: int
@@ -63,41 +63,41 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured costs by signature, the identity of the device that they hold for, and its operators' schemas."""
+    """Measured costs by signature, the identity of their device, and the schemas of the operators."""
 
     device: Mapping[str, str]
     entries: Mapping[str, Entry] = field(default_factory=dict)
     schemas: Mapping[str, str] = field(default_factory=dict)
-    """Schemas by operator: "aten.mm.default"."""
+    """Schemas by operator name ("aten.mm.default")."""
     link: int = 0
-    """Bytes a second between host and device, the slower direction; 0: not measured."""
+    """Bytes per second between host and device, in the slower direction; 0: not measured."""
     copy_ns: int = 0
-    """Nanoseconds of a copy between them besides those of its bytes; 0: not measured."""
+    """Fixed time of a host copy in ns; 0: not measured."""
 
     @property
     def dtypes(self) -> frozenset[str]:
-        """Data types of the tensors that the measured operators took."""
+        """Data types of the measured operators' input tensors."""
         return frozenset(found for key in self.entries for found in _TENSOR.findall(key))
 
     @property
     def digest(self) -> str:
-        """Hash of all that sets prices; the device and the numbers of timings do not count."""
+        """Digest of everything that prices depend on, without device identity and number of timings."""
         copies = [self.link] if self.copy_ns == 0 else [self.link, self.copy_ns]  # older profiles keep their digest
         prices = [*copies, sorted((key, entry.ns, entry.workspace) for key, entry in self.entries.items())]
         return sha256(json.dumps(prices).encode()).hexdigest()[:12]
 
 
 def target_of(key: str) -> str:
-    """Return the operator of a signature: "aten.mm.default"."""
+    """Return the operator name of a signature: "aten.mm.default"."""
     return key.partition("(")[0]
 
 
 def without_changed_operators(
     profile: Profile, schema_of: Callable[[str], str | None]
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Return the profile without operators whose schema is another one here, and the names of these, sorted.
+    """Return the profile without operators whose schema is different here, and the sorted names of those operators.
 
-    `schema_of` gives an operator's schema in the torch at hand; None: it has none of that name.
+    `schema_of` returns an operator's schema in the installed torch; None if there is no such operator.
     """
     changed = {target for target, text in profile.schemas.items() if schema_of(target) != text}
     kept = {key: entry for key, entry in profile.entries.items() if target_of(key) not in changed}
@@ -106,7 +106,7 @@ def without_changed_operators(
 
 
 def load(path: Path) -> Profile:
-    """Read a profile. Raises ProfileError, in one line; the file stays as it is."""
+    """Read a profile. Raises ProfileError, in one line; the file is not changed."""
     try:
         text = read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def _texts(path: Path, data: Any, missing: str) -> dict[str, str]:
 
 
 def _check_text(path: Path, text: str) -> None:
-    """Refuse a text that a report cannot print."""
+    """Raise ProfileError for a text that is not printable, or too long."""
     if not 0 < len(text) <= _LONGEST or not text.isprintable():
         raise _corrupt(path, f"a text that cannot be shown: {text[:40]!a}")
 
@@ -168,10 +168,9 @@ def _entries(path: Path, data: Any) -> dict[str, Entry]:
 
 
 def merge(first: Profile, second: Profile) -> Profile:
-    """Unite two profiles. Where both know a signature, the median of more samples wins, then the lower one.
+    """Merge two profiles. For a signature in both, the entry with more samples is used; on a tie, the lower median.
 
-    The order of the two does not matter. Raises ProfileError when they are of different devices, or of operators that
-    changed in between.
+    The result does not depend on the order of the two. Raises ProfileError if devices or operator schemas differ.
     """
     if dict(first.device) != dict(second.device):
         raise ProfileError(
@@ -195,7 +194,7 @@ def _device_line(device: Mapping[str, str]) -> str:
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile, sorted, one operator a line, in one step. Raises ProfileError when it cannot be written."""
+    """Write a profile atomically, sorted, one operator per line. Raises ProfileError if the file cannot be written."""
     rows = {key: {name: getattr(entry, name) for name in Entry.__slots__} for key, entry in profile.entries.items()}
     parts = [f'"schema": {SCHEMA}', f'"device": {json.dumps(dict(profile.device), sort_keys=True)}']
     parts += [f'"link": {profile.link}', f'"copy_ns": {profile.copy_ns}']
@@ -209,7 +208,7 @@ def save(profile: Profile, path: Path) -> None:
 
 
 def _lines(table: Mapping[str, Any]) -> str:
-    """Write a table as JSON, sorted, one row a line."""
+    """Return a table as JSON, sorted, one row per line."""
     rows: Iterator[str] = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table.items()))
     body = ",\n".join(rows)
     return f"{{\n{body}\n }}" if body else "{}"
@@ -228,17 +227,17 @@ def _lines(table: Mapping[str, Any]) -> str:
 # left out once and asked for (`error`, the median). Sums, products and quotients alone: the same on every machine.
 
 LEAST = 3
-"""Kin that it takes: one can be left out and asked for, between or beside two others."""
+"""Fewest measured calls for an interpolation: each can be left out and predicted from two others."""
 REACH = 4
-"""Factor of the roofline by which an answer may lie beyond the measured sizes."""
+"""Largest factor of the roofline by which a prediction may lie beyond the measured sizes."""
 SMALL = 8
 FARTHEST = 2.0
-"""An error above this says that the kin have nothing in common."""
+"""Relative error above which the measured calls do not predict each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Nanoseconds and their typical relative error."""
+    """Predicted nanoseconds, and their typical relative error."""
 
     ns: int
     error: float
@@ -246,20 +245,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured calls of one kind: roofline and measured nanoseconds, by rising roofline."""
+    """Measured calls that differ in sizes only: pairs of roofline and measured ns, by increasing roofline."""
 
     points: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, int]]) -> Curve:
-        """Build the curve; calls of equal roofline count once, as their median."""
+        """Build the curve; calls with equal roofline become one point, their median."""
         known: dict[int, list[int]] = {}
         for expected, seen in points:
             known.setdefault(max(1, expected), []).append(seen)
         return cls(tuple((expected, statistics.median_low(seen)) for expected, seen in sorted(known.items())))
 
     def at(self, expected: int) -> Answer | None:
-        """Return the time of a call whose roofline is `expected` nanoseconds; None where the kin do not tell."""
+        """Return the predicted time of a call with roofline `expected` (ns); None where no prediction is possible."""
         if len(self.points) < LEAST or self.error > FARTHEST:
             return None
         ends = self.points[0][0], self.points[-1][0]
@@ -269,7 +268,7 @@ class Curve:
 
     @cached_property
     def error(self) -> float:
-        """Median relative error for a measured call that is left out of the curve."""
+        """Median relative error when each measured call is predicted from the others."""
         missed = []
         for position, (expected, seen) in enumerate(self.points):
             others = self.points[:position] + self.points[position + 1 :]
@@ -279,7 +278,7 @@ class Curve:
 
 
 def _interpolate(points: Sequence[tuple[int, int]], expected: int) -> int:
-    """Draw the ratio to the roofline straight between the neighbours, exactly; beyond the ends it stays."""
+    """Interpolate the ratio of time to roofline linearly between neighbours; beyond the ends it is constant."""
     right = bisect_left(points, (expected, 0))
     low = points[max(0, right - 1)]
     high = points[min(right, len(points) - 1)]
@@ -290,10 +289,10 @@ def _interpolate(points: Sequence[tuple[int, int]], expected: int) -> int:
 
 
 def kin_key(op: Op, values: Mapping[int, Value]) -> str:
-    """Return the text that all calls share which differ from this one in sizes alone.
+    """Return a key that is equal for calls of one operator that differ in sizes only.
 
-    Whole numbers above SMALL count as sizes, smaller ones as dimensions, strides or paddings, which make another
-    kernel; so does the window of a convolution. Truth values, names and types are kept.
+    Integers above SMALL count as sizes; smaller ones are dimensions, strides or paddings, which select another kernel,
+    as does the kernel size of a convolution. Booleans, strings and dtypes are part of the key.
     """
     parts = [_arg_kind(arg, values) for arg in op.args]
     parts += [f"{name}={_arg_kind(arg, values)}" for name, arg in op.kwargs]
@@ -319,7 +318,7 @@ def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
 
 
 def _tensor_kind(value: Value) -> str:
-    """Write the data type and the dimensions, slowest first: those of size 1 ahead, expanded ones marked."""
+    """Return dtype and dimension order, slowest first: size-1 dimensions in front, expanded ones marked."""
     sizes = list(zip(value.shape, value.stride, strict=True))
     order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
     marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
@@ -328,7 +327,7 @@ def _tensor_kind(value: Value) -> str:
 
 
 def _kernel_window(op: Op, values: Mapping[int, Value]) -> str:
-    """Write the spatial sizes of a convolution's weight; nothing for other operators."""
+    """Return the kernel size of a convolution as text; empty for other operators."""
     at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
     if at is None or at >= len(op.args):
         return ""

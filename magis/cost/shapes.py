@@ -1,4 +1,4 @@
-"""Results of a call at other sizes: shapes, strides and sizes of storages, worked out on fake tensors."""
+"""Outputs of a call with other sizes: shapes, strides and storage sizes, computed on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from magis.ops.operators import op_info
 
 @dataclass(frozen=True)
 class Made:
-    """One tensor that a call returns; shape, stride and offset in elements.
+    """One output tensor of a call; shape, stride and offset in elements.
 
-    ``base`` is the position in ``op.inputs()`` of the tensor on whose storage it lies, ``offset`` then counts from that
-    tensor's own (see ``offset_on``); None: on a fresh storage of ``nbytes`` bytes.
+    ``base`` is the index in ``op.inputs()`` of the tensor whose storage the output shares; ``offset`` is then relative
+    to it (see ``offset_on``). None: the output is on a new storage of ``nbytes`` bytes.
     """
 
     shape: tuple[int, ...]
@@ -38,14 +38,15 @@ class Made:
     bits: tuple[str, ...] = ()
 
     def offset_on(self, base: Value) -> int:
-        """Return its offset on the storage of ``base``, in elements of its own data type, which may be another one."""
+        """Return the output's offset on the storage of ``base``, in elements of the output's dtype."""
         return base.offset * ITEM_SIZE[base.dtype] // ITEM_SIZE[self.dtype] + self.offset
 
 
 def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
-    """Return the call of a signature with its outputs; `parse` reads the inputs alone.
+    """Return the call of a signature with its outputs, unlike `parse`, which returns inputs only.
 
-    Raises SignatureError for another text, CallError or VerifyError where this torch knows no such call.
+    Raises SignatureError if the text is not a signature, CallError or VerifyError if the installed torch rejects the
+    call.
     """
     op, values = parse(text)
     inputs = op.inputs()
@@ -62,13 +63,14 @@ def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
 
 
 def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:
-    """Describe the tensors that ``op`` returns for its inputs in ``values``. Raises VerifyError if it refuses them."""
+    """Return the output tensors of ``op`` for its inputs in ``values``. Raises VerifyError if the operator rejects
+    those."""
     return _describe(signature(op, values))
 
 
 @functools.lru_cache(maxsize=65536)
 def _describe(text: str) -> tuple[Made | None, ...]:
-    """Describe by signature: equal layers ask once."""
+    """Return the output tensors of a signature, cached."""
     op, values = parse(text)
     with _unlogged(), FakeTensorMode(), torch.no_grad():
         try:
@@ -85,7 +87,7 @@ def _describe(text: str) -> tuple[Made | None, ...]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Silence torch where sizes do not fit, which is an answer here, and refuse to resize a result's memory."""
+    """Silence torch's log of rejected sizes within the block, and turn the resizing of an output into an error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -121,7 +123,7 @@ def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Count the elements from the first to the last that a tensor covers, gaps included."""
+    """Return the number of elements from a tensor's first to its last in memory, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

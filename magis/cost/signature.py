@@ -1,12 +1,12 @@
-"""Signatures: one readable line that says all that an operator's cost depends on.
+"""Signatures: one readable line with everything that an operator's cost depends on.
 
     aten.addmm.default(float32[768]{1}, float32[512,768]{768,1}, float32[768,768]{1,768}, beta=0.5)
 
-Tensors are written `dtype[shape]{strides}`, with `~conj` or `~neg` behind it where that bit is set, lists in
-brackets, torch's constants as `dtype:float32`, complex numbers as `1.0-2.0j`, numbers that are known only when
-the step runs as `$`. Left out on purpose: value ids, storage offsets, scalar names, the names of generators and of
-the device (costs are stored per device). Calls of equal signature take the same time and the same workspace. `parse`
-reads the line back, so that a stored cost can be measured again without the graph it is from.
+Tensors are written `dtype[shape]{strides}`, followed by `~conj` or `~neg` if that bit is set; lists in brackets,
+torch's constants as `dtype:float32`, complex numbers as `1.0-2.0j`, scalars known only at run time as `$`. Left out on
+purpose: value ids, storage offsets, scalar names, generator names and the device's name (costs are stored per device).
+Calls with equal signatures have equal time and workspace. `parse` reads a signature back, so that its cost can be
+measured without the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORD = re.compile(
     r"|(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)"
     rf"|(?P<complex>-?{_FLOAT}[+-]{_FLOAT}j)|(?P<float>-?(?:inf|nan)\b)|(?P<scalar>\$)|(?P<keyword>[A-Za-z_]\w*)="
 )
-"""Parts of a signature that are no literals of Python. Texts come first: within one nothing else is meant."""
+"""Tokens of a signature that are not Python literals. Strings match first, so that nothing inside one is a token."""
 _HEAD = re.compile(r"([\w.]+)\(")
 
 
@@ -36,7 +36,7 @@ class SignatureError(MagisError):
 
 
 def signature(op: Op, values: Mapping[int, Value]) -> str:
-    """Return the signature of `op`, whose inputs `values` knows."""
+    """Return the signature of `op`; `values` has its inputs."""
     parts = [_arg_text(arg, values) for arg in op.args]
     parts += [f"{name}={_arg_text(arg, values)}" for name, arg in op.kwargs]
     return f"{op.target}({', '.join(parts)})"
@@ -61,22 +61,22 @@ def _arg_text(arg: Arg, values: Mapping[int, Value]) -> str:
 
 @functools.lru_cache(maxsize=65536)  # a step has few kinds of tensors, and writes them again and again
 def _tensor_text(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], bits: tuple[str, ...]) -> str:
-    """Write a tensor as signatures do, `float32[2,3]{3,1}`; sizes and strides in elements."""
+    """Return a tensor as written in signatures, `float32[2,3]{3,1}`; sizes and strides in elements."""
     sizes, strides = (",".join(map(str, items)) for items in (shape, stride))
     return f"{dtype}[{sizes}]{{{strides}}}{''.join(f'~{bit}' for bit in bits)}"
 
 
 def parse(text: str) -> tuple[Op, dict[int, Value]]:
-    """Return the call that `text` describes: an operator without outputs, and its inputs, each on its own storage.
+    """Return the call of a signature: an operator without outputs, and its inputs, each on a separate storage.
 
-    Raises SignatureError when the text is no signature. `signature(*parse(text)) == text` for every signature.
+    Raises SignatureError if the text is not a signature. `signature(*parse(text)) == text` for every signature.
     """
     head = _HEAD.match(text)
     values: dict[int, Value] = {}
     taken: list[Arg] = []
 
     def renamed(found: re.Match[str]) -> str:
-        """Replace a tensor or constant, which Python has no literal for, by a name."""
+        """Replace a tensor or constant, for which Python has no literal, by a name."""
         if found["text"] is not None:
             return found[0]
         if found["keyword"] is not None:
@@ -111,7 +111,7 @@ def parse(text: str) -> tuple[Op, dict[int, Value]]:
 
 
 def _argument(found: re.Match[str], values: dict[int, Value]) -> Arg:
-    """Return the argument that a word stands for; a tensor becomes one of `values`."""
+    """Return the argument of a token; a tensor is added to `values`."""
     if found["kind"] is not None:
         return Const(found["kind"], found["name"])
     if found["complex"] is not None:
