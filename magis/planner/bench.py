@@ -179,7 +179,7 @@ def check_device(name: str) -> None:
     raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))
 
 
-# How float32 matrix products are rounded while a case runs.
+# Rounding of float32 matrix products while a case runs.
 
 
 @contextmanager
@@ -190,14 +190,14 @@ def products_of(dtype: str) -> Iterator[None]:
         yield
         return
     products = torch.backends.cuda.matmul
-    convolutions: Any = torch.backends.cudnn  # torch's stubs lack some of what it holds
+    convolutions: Any = torch.backends.cudnn  # torch's stubs lack some of its attributes
     places = (products, convolutions.conv, convolutions.rnn)
     before = [place.fp32_precision for place in places]
     products.allow_tf32 = convolutions.allow_tf32 = True
     try:
         yield
     finally:
-        # torch keeps the older and the newer form of the setting, and refuses to read them where they differ
+        # torch has an old and a new API for this setting, and refuses to read it where the two differ
         products.allow_tf32, convolutions.allow_tf32 = (state == "tf32" for state in before[:2])
         for place, state in zip(places, before, strict=True):
             place.fp32_precision = state

@@ -17,8 +17,8 @@ from magis.ops.generators import generators_kept
 from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, sized, smaller_step
 from magis.units import format_bytes
 
-# Capture looks at a step without computing it. Code that tells the two apart, or reads what it should not, takes
-# another way through a library; then plan and prediction would be of another step than the user's.
+# Capture runs a step without computing it. Code that detects this, or reads data that capture does not have, may take
+# another branch; then plan and prediction would be for another step than the user's.
 
 
 class ConformanceError(CaptureError):
@@ -131,7 +131,7 @@ def conformance(
     whole = captured
     if peak_bytes <= MOST_BYTES:
         if captured is None:
-            with suppress(CaptureError):  # else said where the step is compared
+            with suppress(CaptureError):  # otherwise the comparison reports the error
                 whole = looked_at(work)
         size = None if whole is None or whole is captured else sized(work, whole)
         if size is None or (size.nbytes <= MOST_BYTES and size.seconds <= MOST_SECONDS):
@@ -185,6 +185,6 @@ def _compare_with_eager(
             )
     except ConformanceError:
         raise
-    except CaptureError as error:  # who runs the step for its own sake says so
+    except CaptureError as error:  # running the case reports the error
         return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
     return said, found

@@ -80,7 +80,7 @@ class Profiles:
         recorded_on = theirs.get("gpu") or f"{theirs.get('instruction set')}, {theirs.get('threads')} threads"
         source = f"{path.name} ({recorded_on}, torch {theirs.get('torch')})"
         note = ""
-        if changed:  # operators that the profile knows under another schema: priced without it
+        if changed:  # operators with another schema than in the profile: priced without the profile
             names = ", ".join(changed[:NAMED]) + (", ..." if len(changed) > NAMED else "")
             note = f"{len(changed)} operators differ from those of torch {theirs.get('torch')}: {names}"
         return Pricing(kept, source, note)

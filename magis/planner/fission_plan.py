@@ -39,11 +39,11 @@ from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
 
-# Fission in the search: where the step is cut into parts, into how many, and what is recomputed inside and outside.
-# A configuration is a place of the forward pass with a number of parts: everything from there to the loss and back,
-# or as far as it can be cut, runs as a loop (``magis.fission.loss_suffix``). The front of all configurations
-# (``magis.search.loop_places``) says which of them are the best under a goal; these are planned thoroughly. Loops
-# within loops are never tried.
+# Fission in the search chooses where to split the step, into how many parts, and what to recompute inside and outside.
+# A configuration is a place of the forward pass with a number of parts: all operators from there to the loss and back,
+# as far as they can be split, run as a loop (``magis.fission.loss_suffix``). The front of all configurations
+# (``magis.search.loop_places``) gives the best ones for a goal; these are planned thoroughly. Loops
+# inside loops are never tried.
 
 FINALISTS = 3
 """Configurations that are improved in turns, the best one thoroughly; one fewer under a latency limit."""
@@ -105,7 +105,7 @@ def _best_divided(
         least_ns = _latency_bound(point, wanted)
         hoped = wanted.key(0, least_ns)
         if (known is not None and wanted.key(*known) <= hoped) or (best is not None and _key(best, wanted) <= hoped):
-            continue  # no plan of it beats one that is known
+            continue  # no plan of this configuration beats a known one
         start = point.solution()
         near_by = around_best([other for other in points if other.cut == point.cut], wanted.goal)
         done = wanted.over() or _is_enough(start, least_ns, wanted)
@@ -271,8 +271,8 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
     known = costs_of(plain)
     front = subject.sketched(wanted, known, wanted.over if plain.feasible else never)
     if not (wanted.over() or any_enough(front.points, wanted)):
-        # the best configurations within a memory limit are planned thoroughly anyway, so brief looks at all places are
-        # enough; not where only loops keep the limit, and briefly looked at the best ones may miss it
+        # the best configurations within a memory limit are planned thoroughly anyway, so a brief search of places is
+        # enough; but not where only loops keep the limit, since a brief search may miss the limit
         brief = goal.memory_limit is not None and plain.feasible
         front = joined(front, subject.divided_front(wanted, known, brief=brief))
     found = divide(front, wanted, known=known)
@@ -325,7 +325,7 @@ def _attempts_of(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> C
     known = scratch.known_to_search(found.level.compiled.graph)
 
     def attempt(aim: Objective) -> Plan:
-        again = replace(found, states=0)  # planned with the same costs already
+        again = replace(found, states=0)  # already planned with these costs
         if known or aim != wanted.goal:
             again = replan(found, subject.costs(known), replace(wanted, goal=aim), reuse=subject.source.reuse)
         plan = plan_of_level(scratch, again.level, again.solution)

@@ -147,7 +147,7 @@ def realized_front(
     swept = subject.whole_front(known, partial(deadline.over, WHOLE))
     divided = joined(sketched, subject.divided_front(wanted))
     polished = joined(*_search_limits(scratch, swept, divided, wanted))
-    # on a CPU only parts that need less memory than any whole step (docs/notes/fission.md), elsewhere all
+    # on a CPU, only loops with a lower peak than every plan without loops (docs/notes/fission.md); elsewhere all
     whole = joined(hasty, swept, FissionFront(tuple(point for point in polished.points if point.cut is None), 0))
     leanest = min((point.peak for point in whole.points), default=0)
     every = [*divided.points, *(point for point in polished.points if point.cut is not None)]
@@ -190,7 +190,7 @@ def _ranked_by(goal: Objective) -> Callable[[FissionPoint], tuple[int, int]]:
 
 
 def _choose_points(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoint]) -> list[FissionPoint]:
-    """Choose at most ``most`` points, evenly spread over the peaks, with the ``asked`` ones if they fit."""
+    """Choose at most ``most`` points, evenly spread over the peaks, including those in ``asked`` if they fit."""
     kept = [point for point in front if any(point is each for each in (*asked, front[0], front[-1]))]
     if len(kept) + 2 > most:
         return spread(front, most)

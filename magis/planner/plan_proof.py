@@ -57,7 +57,7 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     for form in forms:
         try:
             prove(graph, form(), drawn=subject.captured.drawn)
-        except UNSOUND as error:  # also calls with arguments that nobody could have written
+        except UNSOUND as error:  # including calls with impossible arguments
             first = first or VerifyError(" ".join(str(error).split())[:300])
         else:
             return
@@ -105,8 +105,8 @@ class Followed:
     def __init__(self, graph: Graph, terms: Terms, *, drawn: bool, step: Followed | None = None) -> None:
         self._terms, self._step = terms, step
         self._values, self._storages = dict(graph.values), dict(graph.storages)
-        self._contents: dict[int, int] = {}  # of storages
-        self._repeats: dict[int, int] = {}  # operator of the step that others repeat -> term of its call
+        self._contents: dict[int, int] = {}  # storage -> term of its contents
+        self._repeats: dict[int, int] = {}  # recomputed operator of the step -> term of its call
         self.calls: set[int] = set()
         self.made: set[tuple[object, ...]] = set()
         """Call term, output position and layout of every tensor that a call returns."""
@@ -114,10 +114,10 @@ class Followed:
         """Calls by term that return nothing, or are custom operators, which may have side effects."""
         self.likely: Likely = frozenset((value.shape, value.dtype) for value in graph.values.values())
         names = self._note_inputs(graph, drawn=drawn)
-        # From which generators a call draws, and which it moves: of all calls that look like it
+        # Generators that a call reads and advances, for all calls with equal operator and literals
         self.moves: Moves = self._generator_moves(graph) if step is None else step.moves
         self.own: dict[tuple[Arg, ...], int] = _own_generators(graph) if step is None else step.own
-        self._states: dict[int, int] = {}  # storages of saved states -> what the generator held
+        self._states: dict[int, int] = {}  # storage of a saved state -> term of the generator state
         for op in graph.ops:
             if op.body is not None:
                 self._follow_loop(op, op.body)
@@ -336,7 +336,7 @@ class Followed:
             if _layout(value) != _layout(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
                 self._reject(op, f"makes value {number} with other sizes than the step")
             left[storage.id] = self._contents[other.id]
-        for storage_id, _ in op.writes:  # memory that it uses up: none of what was there is there any more
+        for storage_id, _ in op.writes:  # the loop overwrites this memory
             self._contents[storage_id] = self._terms("used up", op.id)
         self._contents |= left
 
@@ -358,8 +358,8 @@ class Followed:
     def _check_body(self, body: Graph) -> None:
         """Check that the operators of a loop body write what they declare, and read no value whose storage was written
         after the value was made. So every value has one content, as rewriting the loop as whole calls requires."""
-        writes: dict[int, int] = {}  # storage -> how often it was written
-        opened: dict[int, int] = {}  # value -> how often its storage was by then
+        writes: dict[int, int] = {}  # storage -> number of writes
+        opened: dict[int, int] = {}  # value -> number of writes to its storage before it was made
         for op in body.ops:
             if op.body is not None:
                 self._check_body(op.body.graph)

@@ -130,7 +130,7 @@ def within_reserved(
     deadline, tried = Deadline(seconds), list[tuple[int, Plan]]()
     target, left = limit, seconds
     stopped = False
-    low, high = 0, limit  # limits on the peak: of a plan that fits, and of one that does not
+    low, high = 0, limit  # limits on the peak: the highest that fits, and the lowest that does not
     for _ in range(ROUNDS):
         found = search(target, left)
         nbytes = subject.reserved_by(found.graph)
@@ -150,7 +150,7 @@ def within_reserved(
     return replace(
         best,
         feasible=nbytes <= limit,
-        latency_bound_ns=None,  # those are of limits on the peak
+        latency_bound_ns=None,  # latency bounds hold for limits on the peak only
         states=sum(each.states for _, each in tried),
         seconds=deadline.elapsed(),
         stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
@@ -164,7 +164,7 @@ def _search_all(
     subject = scratch.subject
     goes_on, on_cpu = budget > FROM_NOTHING, subject.source.device == "cpu"
     whole = 1.0 if on_cpu else WHOLE
-    # on a GPU loops come before the search that goes on from a front
+    # on a GPU, loops are searched before the search that continues from a front
     loops_first = goes_on and not on_cpu and goal.memory_limit is not None
     begun = SearchesFromNothing(deadline, whole * (FROM_NOTHING_SHARE if goes_on else 1.0))
     late = partial(deadline.over, LATE)
@@ -203,8 +203,8 @@ def _search_all(
     def goes_on_from_front(best: Plan) -> bool:
         return loops_first and (late() or not begun.enough(scratch, goal, best.peak, best.latency_ns))
 
-    # Each search, and when it is worth its time behind the best plan so far. The first plan comes at once, so that even
-    # a short cap does not end with none. A front is worth its time only where loops leave something to win.
+    # Each search, with its condition given the best plan so far. The first plan comes fast, so that even a short time
+    # limit yields one. A front is worth its time only where loops leave latency to save.
     searches: list[tuple[Callable[[Plan], bool], Callable[[Any], Plan]]] = [
         (lambda _: True, from_nothing),
         (lambda best: not looped and worth_dividing(scratch, goal, best), in_loops),

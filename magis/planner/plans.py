@@ -1,7 +1,5 @@
-"""A realized plan, and the scratch bytes that it was planned with.
-
-A plan is only believed when the realized graph evaluates to no more bytes than the search was promised.
-"""
+"""Realized plans, and the workspaces with which they are planned. A plan counts as feasible only if its realized graph,
+simulated exactly, keeps the memory limit."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ class SearchesFromNothing:
         if goal.memory_limit is None or goal not in self.results or not goal.met(peak, latency_ns):
             return False
         problem = self.results[goal].judge.problem
-        if problem.n_nodes > BOUNDED_NODES:  # finding a bound would take as long as the search
+        if problem.n_nodes > BOUNDED_NODES:  # computing the bound would take as long as the search
             return False
         if goal not in self.least_ns:
             found = latency_lower_bound(problem, goal.memory_limit)
@@ -204,7 +202,7 @@ def attempts(
     loose = compiled.problem
     if scratch.torn:
         loose = replace(loose, block_waits=rows_of(() for _ in range(loose.n_blocks)))
-    # a bound must let bodies be planned anew, and knows of no plans that are torn
+    # latency bounds assume replannable loop bodies, and no torn plans
     unbounded = scratch.torn or any(op.body is not None for op in graph.ops)
 
     def attempt(aim: Objective) -> Plan:
@@ -313,7 +311,7 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
         best,
         states=sum(each.states for each in tried),
         stopped_by_seconds=any(each.stopped_by_seconds for each in tried),
-        # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
+        # From all attempts: replanning with a baseline must repeat them with equal workspaces.
         workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
     )
 

@@ -71,7 +71,7 @@ class Sharing:
                 found = known.get(number)
                 if found is None:
                     found = self._wait_or_compute(work, number, futures.get(number), over)
-                    if store is not None and found is not None and not over():  # else it may be incomplete
+                    if store is not None and found is not None and not over():  # `over` may cut findings short
                         store.save(number, found)
                 if found is None:
                     return

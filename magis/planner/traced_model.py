@@ -76,7 +76,7 @@ class TracedModel:
 
     @cached_property
     def traced(self) -> Workload:
-        """Workload on hollow tensors, for capture; on real ones if the user's factory fails without data."""
+        """Workload on hollow tensors, for capture; with data in them if the user's factory fails without."""
         try:
             return self._hollow_workload()
         except Exception as error:
@@ -97,7 +97,7 @@ class TracedModel:
         """Build the workload on real tensors. If that would be too large for a simulated step, build a hollow one in
         which only integers have data."""
         if self.simulated_only:
-            with suppress(Exception):  # said of the real one
+            with suppress(Exception):  # the real workload reports the error
                 work = self._hollow_workload(numbers=True)
                 if held_bytes(tensors_of(work)) > MOST_BYTES:
                     return work
@@ -111,7 +111,7 @@ class TracedModel:
             return made
         dtype = tensor_type(self._asked.dtype)
         if self._asked.of_user and conversion_changes(made.module, getattr(torch, dtype)):
-            made = replace(made, module=deep_copy(made.module))  # the user may have it at hand: it stays as it is
+            made = replace(made, module=deep_copy(made.module))  # the user's module stays unchanged
         return made.to(dtype)
 
     @cached_property
@@ -128,7 +128,7 @@ class TracedModel:
         with caches_kept() as caches:
             settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
             found = self._capture_again()
-            if put_back(roots, before, found.left):  # numbers that the first step has: another one may compute others
+            if put_back(roots, before, found.left):  # values of the first step; a later step may compute others
                 found = self._capture_again()
         return found
 
@@ -156,7 +156,7 @@ class TracedModel:
             weights = held_bytes(self.traced.module.parameters())
             if 4 * weights > MOST_BYTES or any(map(is_hollow, tensors_of(self.traced))):
                 raise
-            self._listen()  # what eager's run tells of the ways that it takes
+            self._listen()  # record which way eager's branches go
         return self._captured(self.traced, settled=False)
 
     def _listen(self) -> None:
@@ -177,7 +177,7 @@ class TracedModel:
 
     def _bounded(self, work: Workload) -> BoundedLedger | None:
         """Return the byte and time bounds for an eager run beside a simulated step; None for other steps."""
-        room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # scratch of its operators is seen by nobody
+        room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # half is left for scratch, which is not counted
         return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
 
     def _record_eager(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
@@ -263,7 +263,7 @@ class TracedModel:
             try:
                 explicit = small.work.explicit_attention
                 record_eager(*small.work.parts, explicit_attention=explicit, autocast=self._cast)
-            except CaptureError:  # said where the step is run for its own sake
+            except CaptureError:  # running the case reports the error
                 return expected
             return expected * (time.thread_time() - begun) / small.seconds
 
@@ -294,7 +294,7 @@ class TracedModel:
         """Return a new copy of the workload, with equal weights and batch, on the device."""
         device = self.torch_device
         base = self._settled
-        # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
+        # A forward may write into its batch: each step gets a copy with the same aliasing.
         inputs, targets = copy.deepcopy((base.inputs, base.targets))
         return replace(
             base,

@@ -137,7 +137,7 @@ def conversion_changes(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)
 
 
-# Small things that several kinds of cases need: statistics of timings, and what is made once.
+# Helpers for several kinds of cases.
 
 _Made = TypeVar("_Made")
 
