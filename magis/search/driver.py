@@ -46,9 +46,9 @@ from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import KEEP, REPEAT, SWAP, Int8s, Int32s, Int64s, Problem
 
 # Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
-# A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
-# cheaply (bytes per nanosecond) and evaluated best first, only so many of them. A child enters the queue if it is
-# not worse than the best plan by more than a tenth. Plans seen before cost nothing. We depart from the paper in
+# A priority queue of plans by the goal's key. The children of a popped plan are moves, which are scored
+# cheaply (bytes per ns) and evaluated best first, up to a number. A child enters the queue unless it is
+# worse than the best plan by more than a tenth. Cached plans do not use up the budget. We depart from the paper in
 # that a child is two array elements changed, not a graph rewritten and scheduled again, and that states come from
 # minimum cuts, not from the original graph alone.
 
@@ -59,7 +59,7 @@ RELAXED_NUM, RELAXED_DEN = 11, 10
 def best_first(
     judge: BudgetedEvaluator, goal: Objective, starts: Sequence[JudgedPlan], states: int, *, allow_swap: bool
 ) -> None:
-    """Search from ``starts`` until ``states`` new states are evaluated or the queue is empty; the judge keeps the
+    """Search from ``starts`` until ``states`` new states are evaluated or the queue is empty; ``judge`` keeps the
     best."""
     stop = judge.states + states
     queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
@@ -96,7 +96,7 @@ def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, al
     moves = saving(evaluator, plan.flags, CHILDREN, allow_swap=allow_swap)
     moves += [(storage, KEEP) for storage in giving_back(evaluator, plan.flags)[:CHILDREN]]
     leads = judge.best is None or plan.key(goal) <= judge.best.key(goal)
-    orders = list(window_orders(evaluator)) if leads else []  # dearer than a move, and seldom better
+    orders = list(window_orders(evaluator)) if leads else []  # slower to evaluate than a move, and seldom better
     again = repeating(evaluator, plan.flags, CHILDREN) if worth_repeating(goal, plan) else []
     changes = [([storage], flag) for storage, flag in moves]
     changes += [(with_makers(evaluator, plan.flags, storage), REPEAT) for storage in again]
@@ -107,24 +107,24 @@ def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, al
     for order in orders:
         judge.use(order)
         child = judge.plan(plan.flags)
-        if child.key(goal) < plan.key(goal):  # never a worse order
+        if child.key(goal) < plan.key(goal):  # only better orders
             yield child
     judge.use(plan.order)
 
 
-# Threshold annealing with the exact evaluator. Half of the steps exchange a storage that is there at the peak for one
-# that the plan makes again or swaps: any two storages seldom have to do with the peak at all.
+# Threshold annealing with the exact evaluator. Half of the steps exchange a storage in memory at the peak for one
+# that the plan recomputes or swaps: two random storages seldom affect the peak.
 
-EXCHANGES, AT_PEAK, BACK = 0.5, 0.6, 0.7  # up to these draws: an exchange; one leaves; one returns; else any
+EXCHANGES, AT_PEAK, BACK = 0.5, 0.6, 0.7  # cumulative probabilities: exchange, remove, keep again; else any move
 PAIRS = 0.6  # share of the other steps that change two storages at once
 
-STALE = 300  # steps in a row that met only plans seen before: the neighbourhood is used up
+STALE = 300  # consecutive steps without a new plan after which annealing ends
 
 
 def anneal(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, states: int, *, seed: int, allow_swap: bool
 ) -> None:
-    """Search by threshold annealing from a plan for ``states`` new states; the judge keeps the best plan.
+    """Search by threshold annealing from a plan for ``states`` new states; ``judge`` keeps the best plan.
 
     The walk may exceed the limit, at a price; it accepts plans that are worse by less than a threshold that falls to 0.
     Integers and one seeded generator make it deterministic.
@@ -312,12 +312,12 @@ class _Search:
         judge, goal = self.judge, self.goal
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
-            return  # nothing to pay for
+            return  # no recomputation is needed
         plans = self.proposals(base) if not self.starts else self.make.mix(self.judged_starts(), goal)
         plans = distinct(plans, goal)
         for polish in range(POLISHES):
             before = judge.states
-            share = FIRST_POLISH << polish  # not a share of the budget: with more of it no search ends worse
+            share = FIRST_POLISH << polish  # independent of the budget: more of it never gives a worse result
             best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
             best = self.best(plans)[0]
             anneal(judge, goal, best, share, seed=self.seed + polish, allow_swap=self.allow_swap)
@@ -332,7 +332,7 @@ class _Search:
         judge, goal = self.judge, self.goal
         orders = [base.order]
         base = reordered(judge, base)
-        if not np.array_equal(base.order, orders[0]):  # best without recomputation, not always with it
+        if not np.array_equal(base.order, orders[0]):  # it is better without recomputation, not always with it
             orders.append(base.order)
         plans: list[JudgedPlan] = []
         for order in orders:

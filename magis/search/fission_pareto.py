@@ -107,7 +107,7 @@ def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
-    """Join fronts into one."""
+    """Return the Pareto front of several fronts together."""
     points = (point for front in fronts for point in front.points)
     return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
 

@@ -21,8 +21,8 @@ from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s
 
-# Minimum cuts: the tensors to keep and those to recompute, at given prices of memory.
-# Dinic's algorithm on compressed arrays, integer capacities, deterministic.
+# Minimum cuts: the tensors to keep and to recompute at given memory prices.
+# Dinic's algorithm on CSR arrays, integer capacities, deterministic.
 
 
 @numba.njit(cache=True)
@@ -123,7 +123,7 @@ def min_cut(n_vertices: int, tail: Int32s, head: Int32s, capacity: Int64s, sourc
 Floats = npt.NDArray[np.float64]
 
 UNBOUNDED = 1 << 60
-NEW_PRICE = 0.01  # what a position costs at least when it begins to exceed the limit, as a share of the dearest
+NEW_PRICE = 0.01  # least price of a position that exceeds the limit, as a share of the highest price
 MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
 
 
@@ -137,7 +137,7 @@ class LagrangianMinCut:
         self._has_gap = gaps.start >= 0
         self._wanted = self._has_gap & step.redoable
         needed_at = _needed_at(evaluator, self._wanted)
-        # The stretch that keeping pays for: the gap, or from the last touch to the recomputation that wants it.
+        # The interval that keeping is charged for: the gap, or from the last touch to the recomputation that reads it.
         self._from = np.where(self._has_gap, gaps.start, gaps.last) + 1
         self._latest = np.where(self._has_gap, gaps.end, np.maximum(needed_at, self._from))
         self._until = self._latest.copy()
@@ -156,7 +156,7 @@ class LagrangianMinCut:
         problem = self.evaluator.problem
         storages = problem.n_storages
         sink = self._source + 1
-        tails = list(range(storages))  # keep it, or run its producer
+        tails = list(range(storages))  # keep the storage, or recompute its producer
         heads = np.where(self._redoable, storages + problem.producer, sink).tolist()
         for storage in np.flatnonzero(self._wanted).tolist():
             tails.append(self._source)
@@ -267,8 +267,8 @@ def slide_prices(
     link_price: float,
     kept: Bools | None,
 ) -> None:
-    """Propose plans for falling memory limits (bytes), each starting from the prices of the one before; the judge
-    records the plans. A few rounds per limit are enough, since prices do not start from zero."""
+    """Propose plans for falling memory limits (bytes), each starting from the prices of the limit before; ``judge``
+    keeps the plans. A few rounds per limit are enough, since prices do not start from zero."""
     judge.look(judge.untouched)
     model.forget()
     over = levels_by_position(judge.evaluator) > limits[0]

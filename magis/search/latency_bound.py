@@ -87,8 +87,8 @@ def _bound_ns(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound
     found = bound_at(problem, memory_limit, loops, whole=True)
     if found is None:
         return NEVER
-    ns = math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
-    return max(ns, int(problem.message_ns.sum()))  # all messages go over one stream
+    ns = math.ceil(found.ns * (1 - TOLERANCE))  # latencies are integers
+    return max(ns, int(problem.message_ns.sum()))  # all collectives share one stream
 
 
 def with_least_figures(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:
@@ -173,7 +173,7 @@ class _Relaxation:
         moves = step.redoable | step.swappable
         counted = chain.large & (made < count)
         self.made, self.reach, self.horizon = made, reach, reach.copy()
-        following = chain.after.copy()  # of a moment, the one before: its own inputs are there, however they came
+        following = chain.after.copy()  # moments count as after the previous one: their inputs are there
         following[chain.moments] -= 1
         self.behind = last_readers(problem, following)
         wanted = counted & moves & (reach >= made)
@@ -312,7 +312,7 @@ class _Relaxation:
         if reusable:
             size = int(problem.nbytes[reusable[0]])
             fixed -= size
-            if len(reusable) == 1 and (reusable[0], at) in self.kept:  # its memory is free only if it is not kept
+            if len(reusable) == 1 and (reusable[0], at) in self.kept:  # reuse needs an input that is not kept
                 terms.append((self.kept[reusable[0], at], size * self.byte))
         inside = {*own, *problem.outputs(node).tolist()}
         for tensor in self.tensors.tolist():

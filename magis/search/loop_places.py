@@ -102,7 +102,7 @@ def places_front(
     ``known`` plan (peak in bytes, latency in ns) are skipped.
     """
     tried = TriedPlaces() if tried is None else tried
-    untried = reversed(range(len(work.places)))  # the loops of late places are small, and soon tried
+    untried = reversed(range(len(work.places)))  # late places have small loops, which are fast to search
 
     def promising(known: tuple[int, int] | None) -> Iterator[int]:
         return _promising(work, wanted, tried, known, untried)
@@ -162,7 +162,7 @@ def _promising(
             return
         cuts = work.places[number].cuts
         held = (its for its in (work.places[other].cuts for other in beaten) if its.items() <= cuts.items())
-        if any(most_parts(its) == most_parts(cuts) for its in held):  # all that a beaten one runs, in as few parts
+        if any(most_parts(its) == most_parts(cuts) for its in held):  # contains a beaten loop, in as many parts
             continue
         if is_beaten(work, number, wanted, tried, known):
             beaten.append(number)
@@ -222,7 +222,7 @@ def first_look(
         found = sketch(work, over)
         if not over():
             for each in tried if work.efforts.middling else (briefly,):
-                each.fronts.setdefault(0, found)  # nothing more would be tried there
+                each.fronts.setdefault(0, found)  # full effort equals low effort
     return found
 
 
@@ -276,7 +276,7 @@ def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[Fis
 def _verify_plan(problem: Problem, plan: JudgedPlan) -> None:
     """Raise VerifyError unless a plan is legal for the problem and has the costs that it claims."""
     if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
-        found = evaluate(problem, plan.order, plan.flags)  # refuses all that is no plan
+        found = evaluate(problem, plan.order, plan.flags)  # raises VerifyError for an illegal plan
         if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):
             return
     raise VerifyError(STRANGE, hint=DELETE)

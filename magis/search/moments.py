@@ -98,7 +98,7 @@ def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> In
     change = np.zeros(len(path) + 1, dtype=np.int64)
     made = before[problem.producer]
     reach = np.minimum(last_readers(problem, after), len(path) - 1)
-    reach = np.maximum(reach, np.where(after[problem.producer] == made, made, -1))  # outputs of the path itself
+    reach = np.maximum(reach, np.where(after[problem.producer] == made, made, -1))  # outputs of nodes on the path
     over = reach >= made
     np.add.at(change, made[over], problem.nbytes[over])
     np.add.at(change, reach[over] + 1, -problem.nbytes[over])

@@ -87,7 +87,7 @@ def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     first = (evaluator.runs & 1) == 0
-    position = np.cumsum(first) - first  # of the node that each run serves
+    position = np.cumsum(first) - first  # position of the node that each run serves
     made, gaps = birth[1], evaluator.gaps
     idle = (made >= 0) & (made <= at) & (at <= death[1]) & ((flags == RECOMPUTE) | (flags == DROP))
     idle &= position[made] < np.where(gaps.start >= 0, np.minimum(gaps.end, position[at]), position[at])
@@ -135,7 +135,7 @@ def climb(
                 better.append((key, storages, flag))
         if not better:
             return plan
-        for _, storages, flag in sorted(better):  # together as many as fit, the best first
+        for _, storages, flag in sorted(better):  # apply as many as fit together, best first
             before = flags[storages]
             flags[storages] = flag
             found = judge.cost(flags)

@@ -29,12 +29,12 @@ from magis.search.moves import climb, relink, reordered
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Bools, Int8s, Int32s, Problem
 
-# Plans for a memory limit, proposed on one order: from minimum cuts, with checkpoints at several distances.
-# Cheap proposals and lean ones are mixed; room that they leave is given back.
+# Plans for a memory limit, proposed on one order: from minimum cuts, with several sets of checkpoints.
+# Fast and small proposals are mixed; storages are kept again as far as the limit allows.
 
 NO_SWAPS = -1.0
-LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
-ROUNDS = 48  # of prices per series of proposals
+LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that 1 ns of link time is worth
+ROUNDS = 48  # price updates per series of proposals
 BRIEF_ROUNDS = 16
 SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
 """Series of proposals as arguments of ``follow_prices``: tilt, learning, sharp."""
@@ -42,7 +42,7 @@ SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False
 
 @dataclass(frozen=True, eq=False)
 class Proposer:
-    """Source of proposed plans, evaluated by a judge."""
+    """Source of proposed plans, evaluated by ``judge``."""
 
     judge: BudgetedEvaluator
     allow_swap: bool
@@ -219,7 +219,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:
             _approach(judge, floor, share, allow_swap=allow_swap)
-        for plan in spread(judge.front(), effort.polished):  # neighbours faster at its peak, or leaner at its latency
+        for plan in spread(judge.front(), effort.polished):  # neighbours with less latency, or a lower peak
             judge.use(plan.order)
             for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
                 climb(judge, goal, plan, allow_swap=allow_swap)
@@ -262,7 +262,7 @@ def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: b
             if cheap.peak - lean.peak < max(1, apart):
                 continue
             judge.use(lean.order)
-            cheap = judge.plan(cheap.flags)  # it may come from another order
+            cheap = judge.plan(cheap.flags)  # its order may be another one
             if cheap.peak - lean.peak < max(1, apart):
                 continue
             for share in range(1, shares):

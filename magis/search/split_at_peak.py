@@ -30,7 +30,7 @@ CANDIDATES = 8
 QUICK = 2000
 MOST_PARTS = 8
 LOOPS = 8
-"""Most loops between two searches."""
+"""Most loops that are added between two searches."""
 ROUNDS = 3
 TOO_SLOW = 0.02
 """Largest increase of the step's latency by one loop, as a share."""

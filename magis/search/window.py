@@ -34,7 +34,7 @@ def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nb
     worst = np.full(full + 1, far, dtype=np.int64)
     choice = np.full(full + 1, -1, dtype=np.int64)
     worst[full] = 0
-    for mask in range(full - 1, -1, -1):  # the best way on from each set of nodes that have run
+    for mask in range(full - 1, -1, -1):  # best continuation for each set of executed nodes
         level = np.int64(0)
         for storage in range(len(nbytes)):
             made = maker[storage] < 0 or mask >> maker[storage] & 1
@@ -62,7 +62,7 @@ def window_orders(evaluator: Evaluator, width: int = 10) -> Iterator[Int32s]:
     runs, problem = evaluator.runs, evaluator.problem
     first = (runs & 1) == 0
     peak = int(np.count_nonzero(first[: evaluator.peak_run]))
-    ends = np.flatnonzero(first)  # run of each position
+    ends = np.flatnonzero(first)  # run index of each position
     _, death = evaluator.lifetimes()
     last_run = np.where(problem.to_end, len(runs), death.max(axis=0))
     order = evaluator.order
@@ -102,7 +102,7 @@ def _window_arrays(
     for k, node in enumerate(window.tolist()):
         for storage in problem.reuses(node).tolist():
             touches = 1 << k | (1 << maker[storage] if maker[storage] >= 0 else 0)
-            if readers[storage] == touches and not outlives[storage]:  # nobody else is in the way
+            if readers[storage] == touches and not outlives[storage]:  # no other reader
                 extra[k] -= problem.nbytes[storage]
                 break
     storages = sorted(readers)
