@@ -22,7 +22,7 @@ class NodeStep(NamedTuple):
     out_bytes: Int64s  # [n] of all outputs
     reuses: Rows
     block_inputs: Rows
-    block_after: Rows  # [b] nodes that it runs after, after each of their runs: they read what it writes, or may raise
+    block_after: Rows  # [b] nodes after whose last run the block runs: readers of its writes, and nodes that may raise
     ns: Int64s  # [2, n] of the first run, of the recomputation
     ws: Int64s
     tensor: Int64s
@@ -33,7 +33,7 @@ class NodeStep(NamedTuple):
     blk_late_tensor: Int64s
     nbytes: Int64s
     xfer_ns: Int64s  # [s] time of one copy to or from the host
-    copies: Bools  # [n] makes copies of its own: no other is under way meanwhile
+    copies: Bools  # [n] a loop whose parts swap: no other host copy runs at that time
     producer: Int32s
     last_write: Int32s
     to_end: Bools
@@ -44,7 +44,7 @@ class NodeStep(NamedTuple):
 class Gaps(NamedTuple):
     """Longest idle interval of each storage in one order, strictly between the positions start and end."""
 
-    start: Int32s  # [s] -1: it is never idle
+    start: Int32s  # [s] -1: the storage is never idle
     end: Int32s  # [s]
     last: Int32s  # [s] last touch by a node
 
@@ -56,31 +56,31 @@ class WorkingArrays(NamedTuple):
     """
 
     event: Int32s  # [capacity]
-    until: Int32s  # [s] last position at which the current copy is there
-    stays_from: Int32s  # [s] from this position on what is made again stays to its last use
-    stack: Int32s  # [n, 2] node being recomputed, its next input to look at
+    until: Int32s  # [s] last position of the current copy
+    stays_from: Int32s  # [s] first position from which a recomputed copy stays to its last use
+    stack: Int32s  # [n, 2] node being recomputed, index of its next input
     first_at: Int32s  # [n] event of the first run
     again_at: Int32s  # [n] event of the last run
-    redo_at: Int32s  # [s] event that made the last further copy, -1: none did
-    last_use: Int32s  # [2 s] last event that uses the first, the last further copy; its own event if none does
-    replaced: Int32s  # [s] further copies that another one followed
-    between: Int32s  # [capacity - n, 3] those: storage, event that made it, last event that uses it; [0, 3]: no room
-    free: Int64s  # [capacity] bytes that die with an event; all 0 between two plans
-    level: Int64s  # [capacity] bytes at the worst moment of an event or the blocks behind it
-    reuse: Int32s  # [capacity] storage whose memory the event's output takes over, or -1
-    blk_place: Int32s  # [b] event behind which the block runs
-    blk_head: Int32s  # [capacity] linked lists of the blocks behind an event
+    redo_at: Int32s  # [s] event of the last recomputation; -1: none
+    last_use: Int32s  # [2 s] last reader of the first, then of the last recomputed copy; its producer if unread
+    replaced: Int32s  # [s] number of recomputed copies that were replaced
+    between: Int32s  # [capacity - n, 3] replaced copies: storage, producing event, last reader
+    free: Int64s  # [capacity] bytes freed after an event; all 0 between two plans
+    level: Int64s  # [capacity] peak bytes of an event and the blocks after it
+    reuse: Int32s  # [capacity] storage in whose memory the event's output is written, or -1
+    blk_place: Int32s  # [b] event after which the block runs
+    blk_head: Int32s  # [capacity] linked lists of the blocks after an event
     blk_next: Int32s  # [b]
-    held_by: Int32s  # [s] last block that reads the storage, -1: none does
+    held_by: Int32s  # [s] last block that reads the storage; -1: none
     start_ns: Int64s  # [capacity + 1]
     gap_ns: Int64s  # [s] swaps: longest gap,
-    gap_from: Int32s  # [s] the event that opens it,
-    gap_to: Int32s  # [s] the event that closes it,
-    touched: Int32s  # [s] and the touch seen last
-    copying: Int32s  # [capacity] the next event behind this one that makes copies of its own
-    wait_at: Int32s  # [s] event before which the copy to the host is waited for; -1: the storage is not swapped
-    load_at: Int32s  # [s] event before which it comes back
-    store_head: Int32s  # [capacity] linked lists of stores behind, waits and loads before an event
+    gap_from: Int32s  # [s] the event that opens the gap,
+    gap_to: Int32s  # [s] the event that closes the gap,
+    touched: Int32s  # [s] and the latest touch
+    copying: Int32s  # [capacity] the next loop after this event whose parts swap
+    wait_at: Int32s  # [s] event before which the copy to the host is waited for; -1: not swapped
+    load_at: Int32s  # [s] event before which the storage is loaded
+    store_head: Int32s  # [capacity] linked lists of stores after, and waits and loads before an event
     store_next: Int32s  # [s]
     wait_head: Int32s  # [capacity]
     wait_next: Int32s  # [s]
@@ -93,12 +93,12 @@ def make_step(problem: Problem) -> NodeStep:
     """Return the arrays for the compiled passes, derived from a problem."""
     in_block = np.zeros(problem.n_storages, dtype=np.bool_)
     in_block[problem.block_inputs.idx] = True
-    # A block floats, so it must find a gradient where it was made: tensors that blocks read stay put.
+    # A block may run at any time after its gradient is made, so tensors that blocks read stay in memory.
     stays = problem.pinned | problem.to_end | in_block
     xfer = problem.xfer_ns_per_byte
     sent = np.zeros(problem.n_storages, dtype=np.bool_)
     for node in np.flatnonzero(problem.message_ns).tolist():
-        # A copy to the host would read a tensor that is still on its way, or free it too early.
+        # A host copy would read a tensor before the collective is done, or free the tensor too early.
         sent[[*problem.inputs(node), *problem.outputs(node)]] = True
     same = {name: getattr(problem, name) for name in NodeStep._fields if hasattr(problem, name)}
     return NodeStep(
@@ -135,7 +135,7 @@ def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)
-    further = copies * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of these
+    further = copies * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of them
     capacity = n + further
 
     def i32(*shape: int) -> Int32s:

@@ -22,7 +22,7 @@ from magis.simulate.error_order import update_behind_errors
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, bytes_inside, replay, rounded
 
-# Operators that act as one: nodes that fill a storage in several steps, and blocks that update a weight.
+# Groups of operators: nodes that fill a storage in several steps, and blocks that update a weight.
 #
 #     noise = empty_like(x); noise.bernoulli_(p); noise.div_(p)  ->  one node that makes the noise
 #     all operators of AdamW on one weight                       ->  one block, which floats
@@ -35,7 +35,7 @@ def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]
     views = {op.id for op in graph.ops if is_pure_view(graph, op)}
     sinks = _sinks(graph, views)
     if len(views) + len(sinks) == len(graph.ops):
-        sinks.clear()  # blocks run behind nodes: where nothing else runs, nothing floats
+        sinks.clear()  # blocks run after nodes: without nodes, no operator floats
     ops = [op for op in graph.ops if op.id not in views and op.id not in sinks]
     return _group_nodes(graph, ops), _group_blocks(graph, [op for op in graph.ops if op.id in sinks])
 
@@ -70,7 +70,7 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
 
 def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
     """Remove operators from ``found`` whose results are read by an operator that does not float."""
-    # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
+    # In reverse order, since readers of a version come after its writer: one pass is enough.
     met: set[tuple[int, int]] = set()
     taken: set[int] = set()
     for op in reversed(graph.ops):
@@ -110,7 +110,7 @@ def _group_nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
         made = {graph.values[value].storage for value in ops[position].made()}
         while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
             end += 1
-        if any(last_write.get(storage, position) >= end for storage in made):  # not complete: somebody else writes, too
+        if any(last_write.get(storage, position) >= end for storage in made):  # another node writes the storage, too
             end = position + 1
         groups.append(tuple(ops[position:end]))
         position = end
@@ -215,7 +215,7 @@ class _Facts:
 
     def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
         self.producer: dict[int, int] = {}
-        self.partial: set[int] = set()  # storages of which no single value shows all
+        self.partial: set[int] = set()  # storages that no single value covers
         self.last_write: dict[int, int] = {}
         self.final: dict[int, int] = {}
         for index, group in enumerate(nodes):

@@ -132,9 +132,9 @@ def _joined(first: _Block, second: _Block) -> _Block:
     return first
 
 
-# Bytes that a GPU's caching allocator reserves for a step, fragmentation and rounding included, predicted without one.
-# The schedule is replayed as allocations and releases through the rules of `CachingAllocator`, twice: a second
-# step finds the segments of the first, and usually needs no further ones.
+# Bytes that the caching allocator reserves for a step, with fragmentation and rounding.
+# The schedule is replayed as allocations and frees on `CachingAllocator`, twice: the second step reuses the
+# segments of the first, and usually needs no more.
 
 STEPS = 2
 Event = tuple[int, int]

@@ -28,7 +28,7 @@ def update_behind_errors(
     if not found:
         return rows, updates
     maker = {storage: index for index, row in enumerate(rows) for storage in row.outputs}
-    behind: list[set[int]] = []  # of each node: those of `found` that it comes after, or is
+    behind: list[set[int]] = []  # per node: those of `found` among its ancestors and itself
     for index, row in enumerate(rows):
         before = {*row.extra, *(maker[storage] for storage in row.inputs)}
         behind.append(({index} & found).union(*(behind[node] for node in before)))

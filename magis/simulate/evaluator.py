@@ -74,9 +74,9 @@ class Evaluator:
     def quick(self, flags: Int8s) -> tuple[int, int]:
         """Return peak bytes and latency in ns of a plan; the other methods and properties then describe this plan."""
         if not self._judge(flags):
-            self._make_room(MOST_COPIES)  # few plans need it, and it takes a while
+            self._make_room(MOST_COPIES)  # only few plans need this, and allocation is slow
             self._judge(flags)
-        # -1: nothing runs at all
+        # -1: the plan has no nodes
         return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])
 
     def _make_room(self, copies: int) -> None:
@@ -92,7 +92,7 @@ class Evaluator:
         peak = self._result[kernel.PEAK]
         if highest is not None and peak > highest:
             self._judge_with_messages(flags, self._messages, self._beside, 0)
-            if self._result[kernel.PEAK] >= peak:  # with swaps, which are placed by time, that may not help
+            if self._result[kernel.PEAK] >= peak:  # swaps are placed by time, so that this may not lower the peak
                 self._judge_with_messages(flags, self._messages, self._beside, None)
         return highest is not None
 
@@ -102,8 +102,8 @@ class Evaluator:
         """Evaluate a plan with overlapped collectives; return the limit in bytes up to which overlap may extend
         lifetimes.
 
-        Returns None if the working memory is too small. ``highest`` None: the limit is the peak with blocking
-        collectives, or the problem's ceiling.
+        Returns None if the working memory is too small. ``highest`` None: the limit is the larger of the problem's
+        ceiling and the peak with blocking collectives.
         """
         step, scratch = self.step, self._scratch
         if kernel.begin_plan(step, self.order, self.gaps, flags, scratch) < 0:
@@ -197,7 +197,7 @@ class Evaluator:
         swaps = bool(self._result[kernel.N_SWAPS])
         made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
         arrivals = self._arrivals()
-        found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, storage taken over, storages renewed
+        found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, storage reused, storages renewed
         for at, run in enumerate(self.runs.tolist()):
             node, again = run >> 1, run & 1
             if swaps:
@@ -254,7 +254,7 @@ def lower_bound(problem: Problem) -> int:
     for node in range(problem.n_nodes):
         outputs = int(problem.nbytes[problem.outputs(node)].sum())
         if len(problem.reuses(node)):
-            outputs = 0  # it may run in place
+            outputs = 0  # the node may run in place
         inputs = int(problem.nbytes[problem.inputs(node)].sum())
         largest = max(largest, inputs + outputs + int(problem.node_ws[node]))
     for block in range(problem.n_blocks):

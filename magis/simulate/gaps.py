@@ -41,7 +41,7 @@ def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
                 end[storage] = position
             last[storage] = position
             end_ns[storage] = after
-            if step.last_write[storage] == node:  # what came before does not count
+            if step.last_write[storage] == node:  # intervals before the last write do not count
                 longest[storage] = -1
                 start[storage] = -1
                 end[storage] = -1

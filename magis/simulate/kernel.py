@@ -57,7 +57,7 @@ def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between:
     node = event[used_at] >> 1
     for k in range(reuse_ptr[node], reuse_ptr[node + 1]):
         if reuse_idx[k] == reuse[used_at]:
-            break  # another one that dies there comes first
+            break  # an input that is listed earlier dies there
         if reuse_idx[k] == storage:
             reuse[used_at] = storage
     scratch.between[between, 0] = storage
@@ -95,7 +95,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
                 end = in_ptr[maker + 1]
                 while at < end and until[in_idx[at]] >= position:
                     at += 1
-                if at < end:  # first make that input; then look at the next ones
+                if at < end:  # recompute this input first, then continue with the next
                     stack[depth - 1, 1] = at
                     stack[depth, 0] = producer[in_idx[at]]
                     stack[depth, 1] = in_ptr[producer[in_idx[at]]]
@@ -242,7 +242,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
             begin_ns = min(free_ns, start_ns[at]) - xfer_ns[storage]
             place = min(latest, at)
             while place > wait_at[storage]:
-                if place < at and step.copies[event[place] >> 1]:  # not beside its copies, but before them
+                if place < at and step.copies[event[place] >> 1]:  # before the copies of the loop, not at the same time
                     begin_ns = min(begin_ns, start_ns[place] - xfer_ns[storage])
                 if start_ns[place] <= begin_ns:
                     break
@@ -251,7 +251,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
                 latest = place
                 free_ns = begin_ns
                 load_at[storage] = place
-                load_next[storage] = loads[place]  # earlier deadlines come to stand in front
+                load_next[storage] = loads[place]  # earlier deadlines come first in the list
                 loads[place] = storage
             storage = wait_next[storage]
 
@@ -280,7 +280,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
         if flags[storage] == SWAP and step.swappable[storage] and gap_ns[storage] > 0:
             store_next[storage] = stores[gap_from[storage]]
             stores[gap_from[storage]] = storage
-            wait_next[storage] = waits[gap_to[storage]]  # for now: what must be back before an event
+            wait_next[storage] = waits[gap_to[storage]]  # temporarily: storages to load before an event
             waits[gap_to[storage]] = storage
     _place_stores(step, scratch, count)
     _place_loads(step, scratch, count)

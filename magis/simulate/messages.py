@@ -17,36 +17,36 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, rows_of
 class MessageStep(NamedTuple):
     """Overlapped collectives of a problem; arrays by node are 0, -1 or False for other nodes."""
 
-    ns: Int64s  # [n] on the stream of messages
-    at_once: Bools  # [n] messages that take time of the nodes, and begin when the stream is free
-    takes: Int32s  # [n] temporary storage that is sent, -1: what is sent persists
-    gives: Int32s  # [n] storage that arrives
-    movable: Bools  # [n] may be sent much earlier than it stands, with the early nodes that make what it takes
-    early: Bools  # [n] see ``Problem``: these nodes
-    late: Int64s  # [n] where blocks read what arrives: the bytes of that and what the blocks need, at least 1
-    blocks: Rows  # [n] blocks that wait for the message, which they read or whose input they overwrite
-    taken: Bools  # [s] some message takes it
-    ceiling: int  # bytes of temporary storages up to which messages may be given room; at least the plan's own peak
+    ns: Int64s  # [n] time on the communication stream
+    at_once: Bools  # [n] blocking collectives, which start when the communication stream is free
+    takes: Int32s  # [n] temporary storage that is the input; -1: a persistent input
+    gives: Int32s  # [n] output storage
+    movable: Bools  # [n] can be prefetched, together with the early nodes that make its input
+    early: Bools  # [n] early nodes, see ``Problem``
+    late: Int64s  # [n] bytes of the output and of the blocks that read it, at least 1; 0: no block reads it
+    blocks: Rows  # [n] blocks that read the output, or overwrite the input
+    taken: Bools  # [s] input of a collective
+    ceiling: int  # bytes of temporary storages up to which overlap may raise the plan's own peak
 
 
 class MessageArrays(NamedTuple):
     """Working memory for collectives, in addition to the evaluator's."""
 
-    free: Int64s  # [capacity] the same two as the events were expanded
+    free: Int64s  # [capacity] copies of the evaluator's free and reuse after pass 1
     reuse: Int32s  # [capacity]
-    event: Int32s  # [capacity] the events in their former order
-    level: Int64s  # [capacity] bytes at each event as far as they are given out
-    reader: Int32s  # [capacity] first event that reads what arrives, -1: none does
-    is_reader: Bools  # [capacity] whether it is that of a movable message
-    moved: Int32s  # [capacity] new place of an event
-    bundle: Int32s  # [messages, 3] first and last event of what moves together, the event that it comes before
-    mark: Int32s  # [s] the message, by its event, whose bundle reads or makes the storage
-    pending: Int32s  # [s] the event that sent what arrives there, -1: nothing is under way
-    end_ns: Int64s  # [capacity] when a message is over
-    wait_at: Int32s  # [capacity] event behind which the message of an event is waited for, -1: it is none
-    queue: Int32s  # [capacity] messages under way
-    left: Int32s  # [b] messages that a block still waits for
-    due_head: Int32s  # [capacity] linked lists of the blocks behind an event
+    event: Int32s  # [capacity] the events before they are moved
+    level: Int64s  # [capacity] bytes at each event, with extended lifetimes so far
+    reader: Int32s  # [capacity] first event that reads the output; -1: none
+    is_reader: Bools  # [capacity] True for the first reader of a movable collective
+    moved: Int32s  # [capacity] new index of an event
+    bundle: Int32s  # [messages, 3] first and last event of a bundle, and the event before which it is moved
+    mark: Int32s  # [s] event of the collective whose bundle touches the storage
+    pending: Int32s  # [s] event of the collective whose output this is; -1: none is pending
+    end_ns: Int64s  # [capacity] end of a collective
+    wait_at: Int32s  # [capacity] event after which a collective is waited for; -1: not a collective
+    queue: Int32s  # [capacity] pending collectives
+    left: Int32s  # [b] collectives for which a block still waits
+    due_head: Int32s  # [capacity] linked lists of the blocks after an event
     due_next: Int32s  # [b]
 
 
@@ -72,7 +72,7 @@ def _messages(problem: Problem) -> MessageStep:
         blocks = in_blocks(made).tolist()
         waits[node] = [*blocks, *overwrites[node]]
         if blocks:
-            # other inputs of the blocks stay for them, too
+            # other inputs of the blocks also stay in memory
             read = np.unique(np.concatenate([problem.block_inputs(block) for block in blocks]))
             late[node] = max(1, int(problem.nbytes[read].sum()) + int(needs[blocks].max()))
     taken = np.zeros(problem.n_storages, dtype=np.bool_)

@@ -12,7 +12,7 @@ from magis.graph.loop_rules import JOIN, REDUCE
 from magis.results import ModuleBytes, Peak, collapsed
 from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
 
-# Owners of a step's memory: the module, kind and line of every storage at one moment.
+# Owners of a step's memory: module, kind and line of every storage at one operator.
 
 KINDS = {"forward": "activation", "backward": "gradient", "update": "update"}
 """Kind of a temporary tensor, by the phase of the operator that makes it."""
@@ -108,7 +108,7 @@ def _outputs_with_owners(
     if op.body is not None:
         for value in op.made():
             yield value, merged.get(value) or _owner_of_outputs(graph, op)
-    elif op.target in ("magis.store", "magis.load"):  # on either side it is the same tensor
+    elif op.target in ("magis.store", "magis.load"):  # a host copy has the owner of its source
         (taken,) = op.inputs()
         owner = known.get(graph.values[taken].storage) or _owner_of_outputs(graph, op)
         yield from ((value, owner) for value in op.made())

@@ -64,42 +64,42 @@ class Problem:
     """
 
     # nodes
-    inputs: Rows  # [n] temporary storages that it reads or mutates, each once
-    outputs: Rows  # [n] temporary storages that it allocates, each of them made by no other node
+    inputs: Rows  # [n] temporary storages that the node reads or mutates, each once
+    outputs: Rows  # [n] temporary storages that the node, and no other, allocates
     node_ns: Int64s  # [n] time of the operator
-    node_ws: Int64s  # [n] bytes at its worst moment beyond inputs and fresh outputs
-    node_tensor: Int64s  # [n] the same without operators' workspace: tensors that come and go within the node
-    redo_ns: Int64s  # [n] the same three of the form that recomputes it
+    node_ws: Int64s  # [n] peak bytes of the node in addition to inputs and new outputs
+    node_tensor: Int64s  # [n] node_ws without operators' workspace: tensors that live within the node only
+    redo_ns: Int64s  # [n] node_ns, node_ws and node_tensor of the recompute form
     redo_ws: Int64s
     redo_tensor: Int64s
-    redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
-    copies: Bools  # [n] makes copies of its own, a loop whose parts swap: no other copy is under way meanwhile
-    message_ns: Int64s  # [n] time on the stream of messages of one that runs beside the nodes; 0: it is none
-    at_once: Bools  # [n] sends a message that it waits for: it begins when those that run beside nodes are over
-    early: Bools  # [n] needs nothing of the step but what such nodes make: it may run at any time before its readers
-    reuses: Rows  # [n] inputs whose memory its only output may take over when they die with it
-    preads: Rows  # [n] persistent storages that it reads and that some block writes
-    extras: Rows  # [n] earlier nodes that must stay before it, other than those it reads from
+    redo_ok: Bools  # [n] can be recomputed: writes nothing, reads nothing that a node writes later
+    copies: Bools  # [n] a loop whose parts swap: no other host copy runs at that time
+    message_ns: Int64s  # [n] time of an overlapped collective on the communication stream; 0: other nodes
+    at_once: Bools  # [n] a blocking collective: starts once the overlapped collectives are done
+    early: Bools  # [n] reads outputs of early nodes only: may run at any time before its readers
+    reuses: Rows  # [n] inputs that die at the node, in whose memory its only output may be written
+    preads: Rows  # [n] persistent storages that the node reads and some block writes
+    extras: Rows  # [n] earlier nodes that must stay earlier, besides producers of inputs
     # temporary storages
-    nbytes: Int64s  # [s] as the allocator rounds them
-    producer: Int32s  # [s] the node that allocates it
-    pinned: Bools  # [s] stays where it is from its production to its last use: mutated, or otherwise special
-    last_write: Int32s  # [s] the last node that writes it; its producer unless it is mutated
+    nbytes: Int64s  # [s] rounded as by the allocator
+    producer: Int32s  # [s] node that allocates the storage
+    pinned: Bools  # [s] stays in memory from production to last use: mutated, or partly covered by values
+    last_write: Int32s  # [s] last node that writes the storage; the producer unless mutated
     to_end: Bools  # [s] alive until the end of the step (the loss)
     # update blocks: all operators of one weight's update, run back to back
-    block_inputs: Rows  # [b] temporary storages that it reads (the gradient)
-    block_writes: Rows  # [b] persistent storages that it writes
-    block_waits: Rows  # [b] nodes that it comes after, whatever they make: those that may raise
+    block_inputs: Rows  # [b] temporary storages that the block reads (the gradient)
+    block_writes: Rows  # [b] persistent storages that the block writes
+    block_waits: Rows  # [b] nodes that must run before the block because they may raise
     blk_ns: Int64s  # [b] time of the block
-    blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs, while it still uses them
-    blk_tensor: Int64s  # [b] the same without operators' workspace
-    blk_late_ws: Int64s  # [b] the same two afterwards, when inputs that die with the block are gone
+    blk_ws: Int64s  # [b] peak bytes in addition to the inputs, while the block reads them
+    blk_tensor: Int64s  # [b] blk_ws without operators' workspace
+    blk_late_ws: Int64s  # [b] blk_ws and blk_tensor afterwards, when dying inputs are freed
     blk_late_tensor: Int64s
     # step
     persistent_bytes: int  # weights, buffers, optimizer state, batch: counted the whole time
-    xfer_ns_per_byte: float  # device to host and back, both ways at once; 0.0 where nothing can be swapped
-    copy_ns: int  # of every copy besides
-    ceiling: int = 0  # bytes up to which messages may be given room to run beside nodes; at least the plan's own peak
+    xfer_ns_per_byte: float  # host copies, both directions at once; 0.0: no swaps on this device
+    copy_ns: int  # fixed time of a host copy
+    ceiling: int = 0  # bytes up to which overlap of collectives may raise the plan's own peak
 
     @property
     def n_nodes(self) -> int:
@@ -316,29 +316,29 @@ def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequenc
     return row.last_write
 
 
-# Plans, and the complete schedules that they expand to.
+# Plans, and the complete schedules to which they expand.
 # A plan is an order of the nodes and one flag per temporary storage. ``expand`` (see ``evaluator``) makes a
-# schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current
-# copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does. A copy of REDO stays to
-# its last use, but for storages under REPEAT.
+# complete schedule: a sequence of events. At every event there is one *current
+# copy* of each storage with later readers; only REDO and LOAD replace it. A copy made by REDO stays to
+# its last use, except for storages flagged REPEAT.
 
-# Flags of a storage in a plan. Its gap is the longest idle stretch between two touches.
-KEEP = 0  # in memory from its production to its last use, be that a recomputation
-RECOMPUTE = 1  # leaves at the start of its gap; made again, with all that is missing for it, when next needed
-SWAP = 2  # copied to the host at the start of its longest gap, back before its end; as KEEP otherwise
-DROP = 3  # leaves after its last use by a node; made again if a recomputation needs it later
-REPEAT = 4  # as RECOMPUTE or else DROP; copies made before the end of the gap serve the next node alone, and go again
+# Flags of a storage in a plan. A gap is the longest idle interval between two touches of a storage.
+KEEP = 0  # in memory from production to last use, also by a recomputation
+RECOMPUTE = 1  # freed at the start of its gap; recomputed, with all missing inputs, at the next use
+SWAP = 2  # copied to the host at the start of the longest gap, loaded before the end; otherwise as KEEP
+DROP = 3  # freed after the last use by a node; recomputed if a recomputation reads it later
+REPEAT = 4  # as RECOMPUTE, or DROP without a gap; a copy made before the gap ends is freed after the next node
 
-MOST_COPIES = 4  # further copies of a storage under REPEAT: the last one stays to its last use
+MOST_COPIES = 4  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
 
 # Kinds of events; each has one argument.
 FIRST = 0  # node runs as in the original step
-REDO = 1  # node runs again in the form that recomputes
+REDO = 1  # node runs again in its recompute form
 BLOCK = 2  # update block runs
-STORE = 3  # storage starts to be copied to the host, after everything issued so far
-WAIT = 4  # the compute stream waits for that copy and frees the device memory of the storage
-LOAD = 5  # device memory of the storage is allocated again and filled; its next reader waits for that
-ARRIVE = 6  # the compute stream waits for the message that makes the storage, and whose input dies here at the earliest
+STORE = 3  # the copy of a storage to the host starts, after all calls enqueued before
+WAIT = 4  # the compute stream waits for the copy to the host, then frees the device memory of the storage
+LOAD = 5  # device memory of the storage is allocated and loaded; the next reader waits for the load
+ARRIVE = 6  # the compute stream waits for the collective that makes the storage; its input lives until here
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,8 +351,8 @@ class Events:
 
     kind: Int8s  # [m] FIRST ... ARRIVE
     arg: Int32s  # [m] node, block or storage
-    reuse: Int32s  # [m] storage dying with this FIRST or REDO whose memory its output takes over, or -1
-    renews: Rows  # [m] outputs of this REDO that become current; its others die at once
+    reuse: Int32s  # [m] storage dying at this FIRST or REDO, in whose memory the output is written, or -1
+    renews: Rows  # [m] outputs of this REDO that become current; other outputs die at once
 
     def __len__(self) -> int:
         return len(self.kind)
