@@ -17,12 +17,12 @@ from magis.graph.nodes import Graph, Op, Value
 from magis.ops.generators import STATE_BYTES
 from magis.ops.operators import name_of, op_info
 
-# Workspace of operators where it cannot be measured: documented estimates, bytes beyond the fresh outputs.
+# Estimated workspace of operators where it cannot be measured, in bytes in addition to the outputs.
 #
 # GPU (assumptions, not measurements):
 #
 # * Matrix products take none of their own: cuBLAS's workspace (8 MiB; 32 MiB on Hopper) is allocated once per
-#   process and lives on, under the original step and the optimized one alike.
+#   process, for the original and the planned step alike.
 # * Convolutions run as implicit products without scratch, but for half-precision weight gradients, which are
 #   summed in float32 first.
 # * Attention's backward pass keeps one float32 number per row, and sums half-precision query gradients in
@@ -30,7 +30,7 @@ from magis.ops.operators import name_of, op_info
 # * LayerNorm's backward pass keeps partial weight gradients, one float32 row per 64 rows of the input and
 #   weight.
 # * Embedding's backward pass sorts its indices: four copies of them.
-# * Everything else takes none.
+# * All other operators take none.
 #
 # CPU (as oneDNN and ATen behaved under torch 2.13; measured workspaces replace these wherever a step really runs):
 #
@@ -46,7 +46,7 @@ _HALF = ("float16", "bfloat16")
 
 def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> int:
     """Estimate the workspace of one call in bytes; 0 for operators without an estimate (see the comment above)."""
-    if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
+    if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch returns the state as a CPU tensor
         return 0 if gpu else STATE_BYTES["cpu"]
     inputs = [values[number] for number in op.inputs()]
     if not inputs:
@@ -196,7 +196,7 @@ def device_model(
     return RooflineCosts(find_device(name, gpu), profile, workspaces if workspaces is not None else {})
 
 
-# Sources of a step's latency: the shares of it that were measured, interpolated, or estimated by a roofline.
+# Sources of a step's latency: the fractions measured, interpolated, or estimated by a roofline.
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Fitted:
 
 
 _KINDS = {
-    # by how much less of the bandwidth than a plain copy; the share of the peak arithmetic; further time of a call
+    # fraction of peak arithmetic, bandwidth relative to a plain copy, additional time per call
     "pointwise": Rates(0.50, 1.0),
     "transcendental": Rates(0.50, 1.0),
     "random": Rates(0.50, 0.91),
@@ -126,12 +126,12 @@ _KINDS = {
     "softmax": Rates(0.50, 0.85),
     "norm": Rates(0.50, 0.80),
     "batch_norm": Rates(0.50, 0.9),
-    # kernels keep a part of the picture on the chip, and read it once where `work` counts two times
+    # kernels keep part of the image in cache, and read once where `work` counts two reads
     "batch_norm.channels_last": Rates(0.50, 1.45),
     "pool": Rates(0.25, 0.80),
     "resize": Rates(0.25, 0.80),
     "gather": Rates(0.50, 0.68),
-    "scatter": Rates(0.25, 0.34, 10_000),  # sorts its indices first
+    "scatter": Rates(0.25, 0.34, 10_000),  # the kernel sorts its indices first
     "unknown": Rates(0.25, 0.68),
 }
 
@@ -227,7 +227,7 @@ _GPUS = (
 )  # fmt: skip
 
 _CPU_FLOPS = 400e9  # 2 cores x 64 flop a cycle (two AVX-512 fused multiply-adds) x 3.1 GHz
-_CPU_BANDWIDTH = 80e9  # last-level cache and memory mixed, as a step of a few hundred MB meets them
+_CPU_BANDWIDTH = 80e9  # a mix of last-level cache and memory, as in a step of a few hundred MB
 
 CPU = DeviceModel(
     name="cpu",
@@ -239,7 +239,7 @@ CPU = DeviceModel(
     view_ns=1_500,
     rates={
         "matmul": Rates(0.48, 0.9, 3_000),
-        # blocked layouts: inputs and outputs are re-laid out around the product, at a third of the bandwidth
+        # blocked layouts: inputs and outputs are reordered around the product, at a third of the bandwidth
         "conv": Rates(0.95, 0.31, 80_000),
         "conv_backward": Rates(0.82, 0.31, 160_000),
         "attention": Rates(0.48, 0.9, 200_000),
@@ -269,7 +269,7 @@ CPU = DeviceModel(
         "attention": 0.6, "attention_backward": 1.2,
     },
     fault_ns_per_byte=0.33,
-    fault_bytes=32 * MIB,  # glibc maps larger blocks afresh each time: its dynamic threshold ends here
+    fault_bytes=32 * MIB,  # glibc calls mmap for larger blocks each time: the maximum of its dynamic threshold
     loops_lists=True,
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ def tensors_and_kernels(op: Op, values: Mapping[int, Value]) -> tuple[int, int]:
     if not lists or not is_on_lists(op.target):
         return 1, 1
     sizes = [values[item.value].numel for item in lists[0] if isinstance(item, Ref)]
-    if max(sizes) > 1:  # counters of steps beside larger tensors are no operands, but numbers
+    if max(sizes) > 1:  # step counters next to larger tensors are scalars, not operands
         numbers = [all(isinstance(item, Ref) and values[item.value].shape == () for item in each) for each in lists]
         lists = [each for each, are_numbers in zip(lists, numbers, strict=True) if not are_numbers]
     depth = min(max(1, len(lists) + bool(op.made())), len(MOST_TENSORS))
@@ -126,7 +126,7 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)
-    # operators that update lists in place return nothing
+    # in-place foreach operators return nothing
     written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
     elements = _elements(op, known, inputs, outputs)
     tensors, launches = tensors_and_kernels(op, values)
@@ -335,7 +335,7 @@ def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWo
     outputs = sum(values[number].nbytes for number in op.made())
     name = name_of(op.target)
     match known.kind:
-        case "batch_norm":  # once for the sums, once to apply them
+        case "batch_norm":  # one pass for the statistics, one to normalize
             return 2 * read, written
         case "gather" if name.startswith("nll_loss"):  # one element and one target per row
             scores, target = _tensor_arg(op, values, 0), _tensor_arg(op, values, 1)
@@ -347,7 +347,7 @@ def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWo
             return indices + outputs, written
         case "fill":
             return 0, written
-        case "scatter" if name == "embedding_dense_backward":  # cleared, then read and added to by row
+        case "scatter" if name == "embedding_dense_backward":  # zeroed, then read and accumulated by row
             gradient = values[op.inputs()[0]].nbytes
             return read + gradient, written + gradient
         case "scatter" if op.target.split(".")[1].endswith("_"):

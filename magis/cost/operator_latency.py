@@ -18,16 +18,16 @@ from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.nodes import ARRIVED, Graph, Op, Ref, Value, every_op
 from magis.ops.collectives import is_message
 
-# Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
+# Time of one operator from its work and the device constants: a roofline with penalties for small operators.
 #
 #     time = launches + arithmetic (+) traffic        (+) is max where the device hides one behind the other, else
 #     sum
 #
 # Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of the
 # bandwidth. Both shares shrink with the operator (Hockney's half-performance size: n / (n + n_half)), so that
-# splitting an operator costs more than its launches. A convolution whose picture does not have the layout that the
-# device's kernels want is laid out anew around it. Whole nanoseconds, computed in double precision from integers:
-# the same on every machine.
+# splitting an operator costs more than its launches. A convolution whose image is not in the memory format of the
+# device's kernels is charged for converting it. Integer nanoseconds, computed in double precision from integers:
+# equal on every machine.
 
 _CONVOLUTIONS = frozenset({"conv", "conv_backward"})
 _MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
@@ -53,7 +53,7 @@ def work_ns(device: DeviceModel, done: OperatorWork) -> int:
     if matrix:
         reached *= _share(done.results, device.half_outputs) * _share(done.smallest_dimension, device.half_dimension)
         reached *= _share(done.smallest_channels, device.half_channels)
-    # a measured time per element takes the place of counted arithmetic, except where products come on top
+    # a measured time per element replaces counted arithmetic, except that matrix products are added
     per_element = device.element_ns.get(done.name, device.element_ns.get(done.kind))
     counted = matrix or per_element is None
     arithmetic = (done.flops / reached * 1e9 if counted else 0.0) + (per_element or 0.0) * done.elements
@@ -141,7 +141,7 @@ class Prices:
     def _look_up(self, key: str, op: Op, values: Mapping[int, Value]) -> Price:
         """Return the measured price, else one interpolated from calls with other sizes, else the roofline's."""
         expected = roofline_ns(self.device, op, values)
-        if self.profile is None or not expected:  # what takes no time needs no measurement
+        if self.profile is None or not expected:  # 0 ns needs no measurement
             return Price(expected, MEASURED if not expected else ESTIMATED)
         entry = self.profile.entries.get(key)
         if entry is not None:
@@ -154,12 +154,12 @@ class Prices:
         if target not in self._kinds:
             kinds = self._kinds[target] = {}
             for key in self._by_target.get(target, ()):
-                with contextlib.suppress(MagisError):  # no signature: nobody asks for it
+                with contextlib.suppress(MagisError):  # not a signature, so never looked up
                     kinds.setdefault(kin_key(*parse(key)), []).append(key)
         if kind not in self._curves:
             points = []
             for key in self._kinds[target].get(kind, ()):
-                with contextlib.suppress(MagisError):  # this torch refuses the call
+                with contextlib.suppress(MagisError):  # the installed torch rejects the call
                     points.append((roofline_ns(self.device, *parse_with_outputs(key)), profile.entries[key].ns))
             self._curves[kind] = Curve.of(points)
         return self._curves[kind]

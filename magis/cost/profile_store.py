@@ -1,4 +1,4 @@
-"""Operator profiles: measured costs, one sorted JSON file per device and torch; estimates between sizes.
+"""Operator profiles: measured costs in one sorted JSON file per device and torch, and interpolation between sizes.
 
     {
      "schema": 2,
@@ -13,11 +13,11 @@
      }
     }
 
-`ns` is the median of `samples` timings in nanoseconds, `spread` half of their interquartile range, `workspace` the
-scratch in bytes, `link` what the way between host and device carries, in bytes a second, `copy_ns` what a copy there
-takes besides its bytes (either is 0 where it was not measured; `copy_ns` may be missing). `schemas` says what the
-operators looked like to the torch that ran them: one that has another schema today is another operator (`matched`).
-Files are replaced as a whole, so that a reader or an interruption never meets half a file.
+`ns` is the median of `samples` timings in nanoseconds, `spread` half of their interquartile range, `workspace` in
+bytes, `link` the bandwidth between host and device in bytes per second, `copy_ns` the fixed time of a host copy (either
+is 0 if not measured; `copy_ns` may be missing). `schemas` has the operators' schemas in the torch that ran them: an
+operator with another schema in the installed torch is not used (`without_changed_operators`). Files are replaced
+atomically, so that no reader meets half a file.
 """
 
 from __future__ import annotations
@@ -214,17 +214,17 @@ def _lines(table: Mapping[str, Any]) -> str:
     return f"{{\n{body}\n }}" if body else "{}"
 
 
-# Between measured sizes: the time of an operator that a profile does not know, from its measured kin.
+# Interpolation: the time of an operator that a profile lacks, from its measured kin.
 #
 # Kin are calls of one operator that differ in sizes alone: the same data types, orders of strides and literals that
-# are no sizes. A roofline (`magis.cost.operator_latency`) says how sizes change the time, the profile by how much this
-# kernel misses it:
+# are not sizes. A roofline (`magis.cost.operator_latency`) gives the effect of sizes, the profile the ratio between
+# this kernel and the roofline:
 #
-#     time = roofline * r        r: measured / roofline, drawn straight between the nearest kin on either side
+#     time = roofline * r        r: measured / roofline, interpolated linearly between the nearest kin
 #
-# Beyond the smallest and the largest kin r stays as it is at the end, up to REACH times as far; further out, and with
-# fewer than LEAST kin, nothing is said. How far off such an answer may be is tried out on the kin themselves: each is
-# left out once and asked for (`error`, the median). Sums, products and quotients alone: the same on every machine.
+# Beyond the smallest and the largest kin r is constant, up to a factor REACH of the roofline; further out, and with
+# fewer than LEAST kin, there is no prediction. The typical error is measured on the kin: each is predicted from the
+# others (`error`, the median). Only sums, products and quotients, so that results are equal on every machine.
 
 LEAST = 3
 """Fewest measured calls for an interpolation: each can be left out and predicted from two others."""

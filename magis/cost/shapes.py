@@ -76,7 +76,7 @@ def _describe(text: str) -> tuple[Made | None, ...]:
         try:
             tensors = {number: _fake_tensor(value) for number, value in values.items()}
             results = call(op, tensors, {"$": 1.0})
-        except Exception as error:  # kernels, shape functions and decompositions each have their own kinds
+        except Exception as error:  # kernels, meta functions and decompositions raise different types
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
         owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}

@@ -59,7 +59,7 @@ def _arg_text(arg: Arg, values: Mapping[int, Value]) -> str:
             return repr(arg)
 
 
-@functools.lru_cache(maxsize=65536)  # a step has few kinds of tensors, and writes them again and again
+@functools.lru_cache(maxsize=65536)  # a step has few distinct tensor layouts
 def _tensor_text(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], bits: tuple[str, ...]) -> str:
     """Return a tensor as written in signatures, `float32[2,3]{3,1}`; sizes and strides in elements."""
     sizes, strides = (",".join(map(str, items)) for items in (shape, stride))
