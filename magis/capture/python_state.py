@@ -1,8 +1,6 @@
-"""State that a forward keeps in Python: attributes, counters, cached tables, tensors made in the first call.
-
-What a capture leaves there would be taken for real by the next call, so it is forgotten. What real calls have left
-there is part of the step: its contents are those of the call's arguments, and stay as they are.
-"""
+"""State that a forward keeps in Python: attributes, counters, cached tables, tensors made in the first call. State that
+a capture leaves would be used by the next real call, so it is removed. State that real calls left is an input of the
+step, and stays unchanged."""
 
 from __future__ import annotations
 
@@ -31,21 +29,20 @@ from magis.ops.generators import generators_kept, held_generators, own_kept
 from magis.ops.python_objects import CACHE, DATA, MISSING, cached, holder_of, is_of_module, leave
 
 CACHED = "cached:"
-"""Begins the names of such tensors in a graph."""
+"""Prefix of the names of cached tensors in a graph."""
 CACHES = "the caches of functools"
 
 
 class LeftInCaches:
-    """Contents that a block leaves in caches but never computes: modes within it add all that they make to ``made``."""
+    """Hollow tensors that a block leaves in function caches; modes in the block add the contents they create to
+    ``made``."""
 
     def __init__(self) -> None:
         self.made: Made = WeakSet()
 
     def forget(self, *kept: Tensor) -> bool:
-        """Empty the caches that hold some of it; whether there are any. Only ``kept`` is expected to live on.
-
-        To look for caches means to look at all objects of the process: that is for when something else lives on.
-        """
+        """Clear the caches that hold hollow tensors of the block; return True if there were any. Caches are searched,
+        among all objects of the process, only if more than the tensors ``kept`` is still alive."""
         made, expected = set(self.made), {contents_of(tensor) for tensor in kept}
         self.made.clear()
         found = False
@@ -58,7 +55,7 @@ class LeftInCaches:
 
 @contextmanager
 def caches_kept() -> Iterator[LeftInCaches]:
-    """Forget at the end what the block leaves in caches without computing it."""
+    """Clear, at the end of the block, caches in which it left hollow tensors."""
     left = LeftInCaches()
     try:
         yield left
@@ -73,12 +70,12 @@ def caches_kept() -> Iterator[LeftInCaches]:
 
 
 def cached_memory() -> set[int]:
-    """Storages of all tensors in caches."""
+    """Return the addresses of the storages of all tensors in function caches."""
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
 def objects_of(kind: type) -> list[Any]:
-    """All that Python keeps track of, those included that collections are told to pass over."""
+    """Return all objects of a type that the garbage collector tracks, frozen ones included."""
     seen = len(gc.get_objects())
     gc.unfreeze()
     objects = gc.get_objects()
@@ -101,10 +98,9 @@ def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
 
 
 def deep_copy(module: nn.Module) -> nn.Module:
-    """`copy.deepcopy`, with plain tensors in place of those that autograd made: the `weight` of `weight_norm`, say.
-
-    Weights that lie in memory with gaps, or in memory of others, do so in the copy: kernels go by the strides.
-    """
+    """Copy a module with `copy.deepcopy`, replacing non-leaf tensors by detached copies (the `weight` of
+    `weight_norm`). The copies of weights keep strides with gaps and shared storages, on which the choice of kernels
+    depends."""
     made: dict[int, object] = {}
     for part in module.modules():
         for tensor in vars(part).values():
@@ -119,7 +115,7 @@ def deep_copy(module: nn.Module) -> nn.Module:
 
 
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:
-    """Add to numbers, by path, what one call of the forward adds: `self.calls += 1`. Nothing else looks at them."""
+    """Add to numbers, by path, what one forward adds, as in `self.calls += 1`."""
     for path, step in counted:
         found = holder_of(roots, path)
         if found is not None and hasattr(*found):  # else somebody has taken it away, as they may: nothing looks at it
@@ -132,11 +128,9 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
 def settle(
     work: Workload, left: LeftInCaches | None = None, within: AbstractContextManager[object] | None = None
 ) -> None:
-    """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
-
-    Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins. With
-    ``left``, what a hollow call leaves in caches stays there until that forgets it. The call runs ``within`` a mode.
-    """
+    """Call module and loss once, so that caches, tables and late buffers exist as in every step but the first. Tensors
+    and random-number generators are restored; a generator that the call creates is reset to its seed. With ``left``,
+    hollow tensors in caches stay until ``left.forget()``. The call runs inside the context ``within``."""
     own = (*work.module.parameters(), *work.module.buffers())
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
     data, known = [(each, each.data) for each in own], held_generators(work.module, work.loss_fn)
@@ -167,14 +161,13 @@ def settle(
 
 
 class WritesKept(TorchDispatchMode):
-    """Keep what operators in the block write over, of memory that was there before: a batch, a weight, a tensor that a
-    global or a closure holds. It can be put back."""
+    """Dispatch mode that saves the contents of older storages before operators in the block write to them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._known: set[int] = set()
-        """Addresses of what is kept already, and of what the block has made."""
+        """Addresses of storages that are already saved, and of those made in the block."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,14 +182,14 @@ class WritesKept(TorchDispatchMode):
         return out
 
     def undo(self) -> None:
-        """Leave all of it as it was before the block."""
+        """Restore the contents of all saved storages."""
         for memory, contents in self._kept:
             if memory.nbytes() == contents.nbytes():
                 memory.copy_(contents)
 
 
 class WritesUndone(WritesKept):
-    """The same, undone at the end of the block."""
+    """Dispatch mode that restores, at the end of the block, older storages that the block wrote to."""
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -209,15 +202,15 @@ def _memory(items: Any) -> set[int]:
 
 
 def begun_as(roots: Mapping[str, object], path: str, then: object) -> object:
-    """The number that a path begins with: that of a class, where its object has none of its own yet."""
+    """Return the first value of the number at a path: that of the class, if the object has none of its own yet."""
     place = holder_of(roots, path) if then is MISSING else None
     found = None if place is None else getattr(type(place[0]), place[1], None)
     return found if isinstance(found, (int, float)) else then
 
 
 def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> bool:
-    """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
-    count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
+    """Restore the numbers and tensors at `paths`, which every forward changes, after a settling call. Return True if a
+    number was restored. Tensors whose shape changed stay."""
     changed, numbers = frozenset(paths), False
     for path, was, now in [*before.left()]:
         if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
@@ -232,8 +225,8 @@ def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]
 
 
 def tensors_left(roots: Mapping[str, object], kept: Snapshot, memory: Mapping[int, int]) -> dict[str, Tensor]:
-    """Tensors that modules hold by now where they held others, by the paths to them: attributes, buffers, and the data
-    of parameters and buffers, whose `memory` was at these addresses (by the identity of the tensor)."""
+    """Return tensors that modules now hold in place of others, by path: attributes, buffers, and the data of parameters
+    and buffers, whose old storage addresses are in `memory` by the tensor's `id`."""
     left = ((path, now) for path, _, now in kept.left() if isinstance(now, Tensor) and is_of_module(roots, path))
     data = (
         (f"{path}/{DATA}", tensor)
