@@ -111,10 +111,10 @@ def cuda_rules() -> Iterator[None]:
     theirs = installed(_KEY)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels give way, once
+            warnings.simplefilter("ignore")  # torch warns once that kernels are overridden
             for name in sorted(theirs - ours):
                 library.impl(name, fallthrough_kernel, _KEY, allow_override=True)
-            # What runs in the lower type on both keeps the CPU's kernel, and its cache of weights.
+            # Operators in the lower dtype on both devices keep the CPU's kernel, with its cache of weights.
             for name in sorted((ours - theirs) | (ours - LOWER)):
                 library.impl(name, _kernel(name), _KEY, allow_override=True)
         yield
@@ -152,7 +152,7 @@ def _with_dtype(name: str, operator: Any) -> Callable[..., Any]:
                 return fused(first, args[0] if args else kwargs["dim"], True)
             if normed is not None:
                 return normed(first, *_all_given(name, args, kwargs), dtype=torch.float32)
-            if name.endswith("softmax.int"):  # where the type may be given by position
+            if name.endswith("softmax.int"):  # accepts dtype by position
                 return operator(first, args[0] if args else kwargs["dim"], torch.float32)
             return operator(first, *args, **{**kwargs, "dtype": torch.float32})
 
@@ -211,7 +211,7 @@ def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if _is_eligible(item) else item
 
 
-# Operators that a GPU would run in place of the CPU's, substituted while a step is traced on CPU fakes.
+# Operators that a GPU would run in place of the CPU's, substituted while a step is traced on CPU tensors.
 # Tracing on fake CUDA tensors needs a CUDA build and aborts in autograd without a device. The fused forms have
 # autograd formulas of their own and trace well on the CPU.
 
@@ -249,7 +249,7 @@ def _attention(
     func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    if torch.is_autocast_enabled("cpu"):  # which the operators below are called past
+    if torch.is_autocast_enabled("cpu"):  # the calls below bypass autocast
         query, key, value, attn_mask = _cast((query, key, value, attn_mask), _lower(()))
     plain = query.dim() == 4 and not enable_gqa and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     math_only = not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()

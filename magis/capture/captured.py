@@ -206,9 +206,9 @@ def _watched(
         kept = stack.enter_context(objects_kept(roots_of(stand.module, step.loss_fn)))
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+        # In force for the backward, too: activation checkpointing runs parts of the forward again in it.
         stack.enter_context(device_forms(step.device))
-        if step.device == "cuda":  # with autocast of the module's own, too
+        if step.device == "cuda":  # also for autocast inside the module
             stack.enter_context(as_on_cuda())
         stack.enter_context(states_recorded(step.device, own, made))
         yield recorder, kept, stack.enter_context(averages_named(stand.module, sentinels))

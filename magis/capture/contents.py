@@ -42,7 +42,7 @@ class Contents:
 
 Recipe: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
 """Recomputes known contents from live tensors by name; returns a tensor and its storage offset in the capture."""
-Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
+Made: TypeAlias = "WeakSet[Contents]"  # records of live storages that modes made
 
 
 def empty_storage(nbytes: int, contents: Contents) -> torch.UntypedStorage:
@@ -164,7 +164,7 @@ def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recip
     if old is None or given is None:
         return None
     shape, stride, start = target.shape, target.stride(), int(target.storage_offset())
-    del target  # which is not kept alive
+    del target  # the closure must not keep it alive
 
     def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         args_now, kwargs_now = _live(given, live)

@@ -139,7 +139,7 @@ def _layout(tensor: Tensor) -> _Layout:
     return tuple(tensor.shape), stride, tensor.dtype
 
 
-# Methods of tensors that hand Python their contents past the dispatcher, where no mode sees it.
+# Methods of tensors that return contents to Python past the dispatcher, unseen by modes.
 
 Reader: TypeAlias = Callable[..., Any]
 READERS = ("tolist", "numpy", "__array__", "item")

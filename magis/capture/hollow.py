@@ -102,10 +102,10 @@ class Hollow(TorchDispatchMode):
             return args[0]
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
-        if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers)
             contents_under(args[0], self._own_contents(sources=traced_within(args[0])))
         self._note_sources(given)
-        if says.view or says.renews:  # metadata alone: the kernel itself knows best
+        if says.view or says.renews:  # metadata only: run the real kernel
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -170,7 +170,7 @@ class Hollow(TorchDispatchMode):
         whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
         found = self.follower.read() if whole else None
         unknown = [each for each in map(contents_under, given) if not each.known]
-        lost = self._drew and not self._draws  # how far the generator is
+        lost = self._drew and not self._draws  # the generator's state is no longer eager's
         if whole and unknown and (lost or not all(each.drawn for each in unknown)):
             if found is None:
                 raise UnknownTruth(func)
@@ -179,7 +179,7 @@ class Hollow(TorchDispatchMode):
         self.read_by(*given)
         return func(*args, **kwargs)
 
-    # -- results that are computed --------------------------------------------------------------------------------
+    # -- known results -------------------------------------------------------------------------------------------
 
     def _may_compute(self, func: Any, given: list[Tensor], written: list[Tensor], out: Any) -> bool:
         made = [item for item in tree_iter(out) if isinstance(item, Tensor)]
@@ -222,7 +222,7 @@ class Hollow(TorchDispatchMode):
         info = op_info(str(func))
         free = info.free_draws and info.overwrites == func._schema.name.endswith("_")
         if not (self._draws and free):
-            self._draws = False  # how far the generator would be after this is not known
+            self._draws = False  # eager's state of the generator is unknown from here
             for tensor in written:
                 contents_under(tensor).known, contents_under(tensor).drawn = False, free and _covers(tensor)
             made = self._hollow(func, out, given, written, drawn=free)
@@ -230,7 +230,7 @@ class Hollow(TorchDispatchMode):
             alike = func._schema.name.endswith("_like")
             certain = alike or all(contents_under(each).known for each in given if not _among(each, written))
             if func is torch.ops.aten.bernoulli_.Tensor and not contents_under(args[1]).known:
-                args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
+                args = (args[0], torch.zeros_like(args[1]))  # the kernel checks every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
                 contents = contents_under(tensor, self._own_contents())
@@ -243,7 +243,7 @@ class Hollow(TorchDispatchMode):
 
     def _state(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Read or set a generator's state: the real one as long as random numbers are really drawn."""
-        if self._draws and str(func) != EXPECT:  # a bound, which steps check
+        if self._draws and str(func) != EXPECT:  # EXPECT is a check of bounds
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
                 contents_under(made, self._own_contents(drawn=True))
@@ -251,7 +251,7 @@ class Hollow(TorchDispatchMode):
         given = str(func) in (GET_STATE, DRAW_STATE)
         return self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if given else None
 
-    # -- results that are not -------------------------------------------------------------------------------------
+    # -- hollow results --------------------------------------------------------------------------------------------
 
     def _faked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake_args, fake_kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
@@ -331,7 +331,7 @@ class Hollow(TorchDispatchMode):
             if same is not None and same.shape == fake.shape:
                 return same
             if fake.layout != torch.strided:
-                return fake  # which the recorder refuses
+                return fake  # refused by the recorder
             if fake.device != _CPU:
                 raise RuntimeError(f"{func} moves a tensor to device {fake.device}")
             key = fake.untyped_storage()._cdata

@@ -103,7 +103,7 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
             elif _adds(steps, at):
                 found.add(steps[at - 4].offset)
     for name, offsets in loads.items():
-        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
+        if stores[name] == len(offsets):  # every load begins a `+=`
             found.update(offsets)
     return frozenset(found)
 

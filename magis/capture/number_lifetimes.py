@@ -43,9 +43,9 @@ class Numbers:
     def __init__(self, ran: Sequence[Op]) -> None:
         self._ran = ran
         self._taken: list[_Taken] = []
-        self._uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
+        self._uses: dict[int, list[int]] = {}  # positions where a node passes on its number
         self._last_of_node: dict[int, int] = {}
-        self._ends: dict[int, int] = {}  # of nodes that may die unread: the last position before
+        self._ends: dict[int, int] = {}  # last position before the death of an unread node
         self._watched: dict[int, weakref.ref[_Token]] = {}
         self._fresh: tuple[weakref.ref[Tensor], int] | None = None
 
@@ -56,7 +56,7 @@ class Numbers:
         if not torch.is_grad_enabled() or not any(grad for _, _, grad in given):
             return
         self._taken.append(_Taken(at, sequence, (func, given, named, in_place)))
-        # Torch makes a view's node anew where somebody asks for it.
+        # Torch creates a view's node again on access.
         if isinstance(out, Tensor) and not out._is_view():
             self._fresh = weakref.ref(out), sequence
 
@@ -101,7 +101,7 @@ class Numbers:
                 found.append((born, use - 1, nbytes))
                 born = use + 1
             end = self._last_of_node.get(number.sequence, self._ends.get(number.sequence))
-            if end is None:  # its node could not be watched: it goes with all that was made of its result
+            if end is None:  # unwatched node: dies with all results derived from its own
                 end = _end_unread(number.made, ops, values, deaths)
             found.append((born, len(ops) if end == _ALIVE else end, nbytes))
         return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)
@@ -146,7 +146,7 @@ def _kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any]
         args = [_sample(kind, first=in_place and not at) for at, kind in enumerate(given)]
         try:
             out = func(*args, **dict(named))
-        except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
+        except (RuntimeError, TypeError, ValueError):  # a single one is no valid argument
             return 0
         node = out.grad_fn if isinstance(out, Tensor) else None
         saved = [getattr(node, f"_saved_{name}", None) for name in _names_of_numbers(func, args)]

@@ -104,7 +104,7 @@ class NumberPlaces:
         for path, ask, _ in watched._asked:
             function: Any = getattr(ask, "func", None)
             given: Any = getattr(ask, "args", ())
-            if function is function_state:  # cells stand behind its code and defaults
+            if function is function_state:  # cells follow code and defaults
                 cells = enumerate(given[0].__closure__ or (), 3)
                 yield from ((f"{path}[{index}]", (cell, _Attribute("cell_contents"))) for index, cell in cells)
             elif function is slot_values:

@@ -51,11 +51,11 @@ def tracing(
         stack.callback(TRACE.reset, token)
         watched: dict[int, Callable[..., Any]]
         watched = {id(function): partial(_of_math, name, function) for name, function in MATH.items()}
-        drawing: list[Any] = []  # methods: each look at a module's attribute is the same object
+        drawing: list[Any] = []  # bound methods: a module's attribute is always one object
         for name, function in MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
-        make, show = logging.getLogRecordFactory(), builtins.print  # what is shown, nothing is computed with
+        make, show = logging.getLogRecordFactory(), builtins.print  # printed numbers are not computed with
         logging.setLogRecordFactory(partial(_recorded, make))
         stack.callback(logging.setLogRecordFactory, make)
         builtins.print = lambda *items, **named: show(*map(true_of, items), **named)

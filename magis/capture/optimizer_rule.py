@@ -98,7 +98,7 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
             return "one of its numbers is a tensor"
         if len({*map(id, group["params"])}) < len(group["params"]):
             return "a group has a parameter twice"
-    # frozen ones are passed over, as torch does
+    # skip frozen parameters, as torch does
     mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
     theirs = {id(parameter) for parameter in trained.values()}
     if mine != theirs:

@@ -216,7 +216,7 @@ class Ran:
         known = {*names, *self._modules}
         return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
 
-    # -- while it runs ------------------------------------------------------------------------------------------
+    # -- while the block runs------------------------------------------------------------------------------------
 
     def _asking(self, look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
         if isinstance(name, str):
@@ -321,7 +321,7 @@ class Ran:
         )
         home = home.partition(".")[0].lstrip("_")
         self.reads_any = self.reads_any or home in _WHOLE_MODULES
-        if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # else it was looked at in its module
+        if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # other reads were shifted in their module
             self.refused = f"{home}.{name}" if self._again else ""
             return
         if is_of_torch(home) or name in _HARMLESS or home not in _PYTHONS:

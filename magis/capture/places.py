@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Where in the user's code an operator is called: file and line of the innermost frame that is theirs.
+# Place of an operator call in the user's code: file and line of the innermost user frame.
 
 HERE = Path(__file__).parent
 START = frozenset((str(HERE / "captured.py"), str(HERE.parent / "runtime" / "steps.py")))
@@ -65,7 +65,7 @@ class Places:
         self._module_of_node: dict[int, str] = {}
         self._lines = UserLines()
         self._line_of_node: dict[int, str] = {}
-        self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
+        self._failure: tuple[int, str] = (0, "")  # id of an error, and the innermost module that raised it
 
     def of_forward(self, sequence: int) -> tuple[str, str]:
         """Return module and line of the current forward operator, whose autograd node has this sequence number."""
@@ -94,7 +94,7 @@ class Places:
                 return plain(child, *args, **kwargs)
             except BaseException as error:
                 if id(error) != self._failure[0]:
-                    # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
+                    # Keep the id only: frames would keep tensors alive, and checkpointing ends by an error.
                     self._failure = (id(error), self.module)
                 raise
             finally:

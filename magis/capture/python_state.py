@@ -61,7 +61,7 @@ def caches_kept() -> Iterator[LeftInCaches]:
         yield left
     except CaptureError as error:
         inner: BaseException | None = error
-        while inner is not None:  # what only its frames hold is in no cache, and `forget` need not look for one
+        while inner is not None:  # tensors that only frames hold are in no cache
             traceback.clear_frames(inner.__traceback__)
             inner = inner.__cause__ or inner.__context__
         raise
@@ -79,7 +79,7 @@ def objects_of(kind: type) -> list[Any]:
     seen = len(gc.get_objects())
     gc.unfreeze()
     objects = gc.get_objects()
-    if len(objects) > seen + 1:  # the first list may be among them; to ask how many are frozen takes longer
+    if len(objects) > seen + 1:  # + 1: the first list; gc.get_freeze_count is slower
         gc.freeze()
     return [item for item in objects if type(item) is kind]
 
@@ -94,7 +94,7 @@ def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
             yield cache, tensors
 
 
-# Copies of modules, with what `copy.deepcopy` refuses (results of their last forward) or loses (how weights lie).
+# Copies of modules with tensors that `copy.deepcopy` refuses (non-leaf ones), and with the strides that it loses.
 
 
 def deep_copy(module: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ def deep_copy(module: nn.Module) -> nn.Module:
                 made[id(tensor)] = tensor.detach().clone()
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor and parameter.layout == torch.strided:
-            # Of a parameter torch copies the elements, of any other tensor all the memory that it lies in.
+            # torch copies a parameter's elements, but any other tensor's whole storage.
             twin = copy.deepcopy(parameter.detach(), made)
             made[id(parameter)] = nn.Parameter(twin, parameter.requires_grad)
     return copy.deepcopy(module, made)
@@ -118,11 +118,11 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
     """Add to numbers, by path, what one forward adds, as in `self.calls += 1`."""
     for path, step in counted:
         found = holder_of(roots, path)
-        if found is not None and hasattr(*found):  # else somebody has taken it away, as they may: nothing looks at it
+        if found is not None and hasattr(*found):  # else the user deleted the counter
             setattr(*found, getattr(*found) + step)
 
 
-# One forward ahead of the capture, for modules that make some of their state when they are first called.
+# One forward before the capture, for modules that create state in their first call.
 
 
 def settle(
@@ -136,8 +136,8 @@ def settle(
     data, known = [(each, each.data) for each in own], held_generators(work.module, work.loss_fn)
     try:
         with ExitStack() as stack:
-            if any(map(is_hollow, (*own, *work.inputs, *work.targets))):  # weights may be known where a batch is not
-                stack.enter_context(averages_named(work.module, {}))  # which read numbers that hollow tensors have not
+            if any(map(is_hollow, (*own, *work.inputs, *work.targets))):  # weights may be real, the batch hollow
+                stack.enter_context(averages_named(work.module, {}))  # they read unknown contents
                 made = (left or stack.enter_context(caches_kept())).made
                 mode: AbstractContextManager[object] = hollow(Hollow(made=made))
             else:
@@ -153,7 +153,7 @@ def settle(
                 tensor.data = before
         with torch.no_grad():
             for buffer, contents in kept:
-                if not torch.equal(buffer, contents):  # no schema says that batch norm writes to its averages
+                if not torch.equal(buffer, contents):  # batch norm's schema hides its writes to averages
                     buffer.copy_(contents)
     for name, generator in held_generators(work.module, work.loss_fn).items():
         if name not in known:

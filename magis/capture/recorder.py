@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         for each."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find, self._trace = scalars, find, begun()
-        self._own = Own({} if generators is None else generators)  # more may be made
+        self._own = Own({} if generators is None else generators)  # the mapping may grow
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
@@ -69,8 +69,8 @@ class Recorder(TorchDispatchMode):
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = Numbers(self._ops)
-        self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
-        # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
+        self._bare: dict[int, int] = {}  # small uninitialized storage -> position of its `empty`
+        # Copies without conjugate bits that torch has just made, below autograd, for an operator that needs such.
         self._resolved: set[tuple[Any, ...]] = set()
         self.graded: dict[int, tuple[Tensor, str]] = {}
         """Outside tensors that require a gradient, and where they are used, by `id`."""
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
     def _constant(self, tensor: Tensor) -> int:
         """Register a tensor whose data is part of the program (made from Python numbers); return its value id."""
         value = self._value(tensor, "constant", f"constant:{len(self._constants)}")
-        with _disable_current_modes():  # a real tensor: its numbers are wanted
+        with _disable_current_modes():  # reads the numbers of a real tensor
             data = tuple(tensor.flatten().tolist())
             self._constants[value] = data if self._trace is None else self._trace.data(data, tensor.dtype)
         self._inputs.append(value)
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         """Register a tensor that the step uses and did not make. Raises CaptureError if no path leads to it."""
         what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
         used = f"is used in module {self.places.module or '(root)'!r}"
-        if tensor.requires_grad:  # which nothing may reach from the loss
+        if tensor.requires_grad:  # the loss must not depend on it
             self.graded[id(tensor)] = tensor, f"{what} and requires a gradient {used}"
         if (name := self._find(tensor)) is None:
             raise CaptureError(f"{what} {used}", hint="register it as a buffer of the module")
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if wrapped(types):
-            return NotImplemented  # the operators on its local parts come by
+            return NotImplemented  # operators on its local shards are dispatched, too
         self._numbers.watch()
         kwargs = kwargs or {}
         if func.namespace == "prim":
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and not self._all_known(args):
             return self._made_from_numbers(args[0])
         if func is torch.ops.aten._conj.default and not isinstance(args[0], Tensor):
-            # A Python number that autograd kept: a mode gets it back as such.
+            # A Python number that autograd saved: modes get it as a number.
             func, args = torch.ops.aten.scalar_tensor.default, (args[0].conjugate(),)
             kwargs = {"dtype": torch.complex128}
         if self.phase == "backward":
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 storage = self._storage_of.get(tensor.untyped_storage()._cdata)
                 if storage is None or (self._storages[storage].kind == "buffer" and not self._versions[storage]):
-                    self._held(tensor)  # of one storage, there may be several
+                    self._held(tensor)  # a storage may have several such tensors
                 known = self.value_of(tensor)
             found[id(tensor)] = known
         return found
@@ -232,11 +232,11 @@ class Recorder(TorchDispatchMode):
             writes.append((storage, self._versions[storage]))
         if view := not writes and not random and self._all_known(returned):
             if all(self._is_current(item) for item in tensors_in(returned)):
-                return  # detach and the like, or a window that exists already
-            reads = []  # a view looks at no data
+                return  # detach and the like, or a known view
+            reads = []  # a view reads no data
         else:
             self._fill((*args, *kwargs.values()), written)
-        # The state of a GPU's generator lies in memory of the host, which does not count.
+        # The state of a GPU's generator is in host memory, which is not counted.
         kind = "host" if gives_state and args[0] != STATE_BYTES["cpu"] else "temporary"
         largest = max((t.numel() * t.element_size() for t in tensors_in(args)), default=0)
         outputs = [
@@ -245,9 +245,9 @@ class Recorder(TorchDispatchMode):
         ]
         if target == "aten.empty.memory_format" and returned[0].untyped_storage().nbytes() <= _LIST_BYTES:
             self._bare[self._values[outputs[0] or 0].storage] = len(self._ops)
-        node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
-        # In the forward the node has just been made, before the operator was called: it has the last number given out.
-        # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
+        node: Any = torch._C._current_autograd_node()  # None outside of the backward, unlike the stub
+        # In the forward the node was made just before the operator call: it has the last sequence number.
+        # A write through a view gets a wrapping node (CopySlices), made after the call: the next number.
         wrapped = bool(writes) and not effect and isinstance(args[0], Tensor) and args[0]._is_view()
         sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
                 self._numbers.taken(func, given, graph_kwargs, sequence, out, at=len(self._ops), in_place=bool(writes))
         else:
             module, line = self.places.of_backward(sequence)
-            # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
+            # The update has no node, and gradients are added up after the node that computes one.
             if node is not None and target not in _ADDED_UP:
                 self._numbers.ran(sequence, len(self._ops))
             if node is not None and takes_number(func, args):
@@ -299,7 +299,7 @@ class Recorder(TorchDispatchMode):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
-            self._value_of.pop(window(item), None)  # the same window, but on new contents: a value of its own
+            self._value_of.pop(window(item), None)  # equal layout, new contents: a new value
         return self._value(item, kind, "", least)
 
     # -- identities ---------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):
 
     def _watch_death(self, memory: Any, address: int, storage: int) -> None:
         """Record when a storage dies, and forget its address, which another storage may get."""
-        recorder = weakref.ref(self)  # which is in no cycle, and leaves with all that it knows
+        recorder = weakref.ref(self)  # avoids a reference cycle
 
         def died(_reference: object) -> None:
             this = recorder()

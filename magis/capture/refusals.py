@@ -189,7 +189,7 @@ def no_gradient_for(graded: Collection[tuple[Tensor, str]], loss: Tensor) -> Ite
         tensor.grad = None
     try:
         yield
-        for tensor, _ in before:  # a part of the backward that runs a forward again may have a graph of its own
+        for tensor, _ in before:  # recomputed forwards in the backward may have autograd graphs of their own
             if tensor.grad is not None:
                 _check_ungraded(known, id(tensor))
     finally:

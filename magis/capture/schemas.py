@@ -57,7 +57,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], spar
     return found
 
 
-# What tensors a step may handle.
+# Tensors that a step may use.
 
 ONLY_DENSE = "only dense, strided tensors can be captured"
 
@@ -96,7 +96,7 @@ def window(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-# Which calls draw random numbers, and from which generator.
+# Calls that draw random numbers, and their generators.
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -106,7 +106,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if not tagged and not any("Generator" in str(argument.type) for argument in arguments):
         return False
     name = func._schema.name
-    if name.endswith("_backward"):  # repeats what its forward drew
+    if name.endswith("_backward"):  # uses the forward's random numbers
         return False
     for position, argument in enumerate(arguments):
         if argument.name in ("dropout_p", "dropout") and "float" in str(argument.type):

@@ -71,7 +71,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable, made=made)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
-        # On memory of its own: the next step is not handed what an earlier one has kept or changed.
+        # On separate memory, as the next step's batch is another one.
         other = tuple(twins(batch_by_name(work.inputs, work.targets)).values())
         count = len(work.inputs)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
@@ -82,7 +82,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         def step() -> object:
             mode.follower.rewind()
             with _disable_current_modes():
-                for contents, storage, before, recipe in read:  # a step's numbers are those of the first one
+                for contents, storage, before, recipe in read:  # both steps read equal numbers
                     storage.copy_(before)
                     contents.known, contents.recipe = True, recipe
             if draws:
@@ -92,14 +92,14 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             with torch.enable_grad(), casting(autocast):
                 loss: Any = work.loss_fn(stand.module(*inputs), *targets)
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-                # Hooks and formulas of the user's own run in it, and parts of the forward again.
+                # The backward runs the user's hooks and formulas, and recomputed parts of the forward.
                 root = (torch.ones_like(loss),)
                 with _gradients_kept(loss, *stand.parameters.values()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # which the capture has given
+                    warnings.simplefilter("ignore")  # already shown by the capture
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        with _disable_current_modes():  # storages are copied by operators
+        with _disable_current_modes():  # storage copies call operators
             read = [
                 (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
                 for each in stand.buffers.values()
@@ -146,13 +146,13 @@ def observe(
     its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError if it draws from
     Python's or numpy's generators, unless `draws` makes both calls draw equal numbers."""
     known, carried, ran, looked = tuple(tensors), Reads(), Ran(), ""
-    while True:  # until it is known which attributes take something from one step to the next
+    while True:  # until all attributes that carry state between steps are known
         try:
             found = _observe(call, roots, known, carried, ran, draws=draws)
         except Exception:
             if looked or not ran.looked:
                 raise
-            looked, carried = ran.looked, replace(carried, clocks={})  # once more, with clocks as they are
+            looked, carried = ran.looked, replace(carried, clocks={})  # try again with unshifted clocks
         else:
             same_paths = all(getattr(found, each) == getattr(carried, each) for each in ("state", "moved", "clocks"))
             if same_paths and looked:
@@ -183,7 +183,7 @@ def _observe(
             one = call()
         for path, number in numbers.items():
             leave(roots, path, number)
-        for path, ahead in carried.clocks.items():  # not as far as the clock itself
+        for path, ahead in carried.clocks.items():  # shifted by half as much as the clocks
             leave(roots, path, found_at(roots, path) + ahead)  # type: ignore[operator]
         between, drawn = Snapshot(roots), HostGenerators()
         beyond = Snapshot({}, ran.reads(), apart=between.met)
@@ -218,7 +218,7 @@ def _observe(
         if drawn.moved() and not draws:
             what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
             raise DrawError(what, hint=WHERE)
-        del one, other  # held up to here, so that no address is given to another tensor
+        del one, other  # kept alive until here, so that no address is reused
     pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
     for was, now in ((was, now) for was, now in pairs if was != now):
         if was[0] == now[0] and was[1:2] != now[1:2]:
@@ -316,7 +316,7 @@ class _Traced(TorchDispatchMode):
     def _mark(self, tensor: Tensor) -> None:
         address = _address(tensor)
 
-        def died(_reference: object) -> None:  # the address may be given to another one
+        def died(_reference: object) -> None:  # the address may be reused
             self._dependent.pop(address, None)
 
         if address not in self._dependent:
@@ -338,7 +338,7 @@ class _Traced(TorchDispatchMode):
         self.taken |= {self._left[address] for address in map(_address, given) if address in self._left}
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
-            # The share of a batch norm that averages over all batches is a number that the runtime counts on.
+            # The runtime computes the momentum of a batch norm with cumulative averages.
             plain = () if "batch_norm" in str(func) else tree_iter((args, kwargs))
             numbers = tuple(repr(item) for item in plain if type(item) in PLAIN)
             self.calls.append((str(func), numbers, *(tuple(tensor.shape) for tensor in (*given, *made))))

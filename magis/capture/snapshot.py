@@ -116,7 +116,7 @@ class Snapshot:
         read = [(held.holder, held.watched, held.values) for held in self.held if held.watched]
         read += [(mapping, names, then) for _, mapping, names, then in self._named]  # type: ignore[misc]
         self._read = [mapping for mapping, _, _ in read]
-        # the first key twice: of one key alone, a getter makes no tuple
+        # the first key twice: a getter of a single key returns no tuple
         self._getters = [itemgetter(*keys, keys[0]) for _, keys, _ in read]
         self._values = [value for _, _, then in read for value in (*then, then[0])]
 
@@ -137,8 +137,8 @@ class Snapshot:
                 self._meet(function.__qualname__, function)
             self._drain(more)
         self.met = frozenset(self._known)
-        self._known.clear()  # which would keep alive what is held by weak references alone
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
+        self._known.clear()  # else weakly referenced objects would stay alive
+        if more - self._reads.user:  # names known to getters only: start again with them
             self.__init__(roots, self._reads.more(more), apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
@@ -147,7 +147,7 @@ class Snapshot:
             if len(self._known) > MOST_HOLDERS:
                 self.unwatched.append(f"{path}, beyond {MOST_HOLDERS:,} objects")
                 break
-            if isinstance(item, GETTERS):  # with the names that they look up
+            if isinstance(item, GETTERS):  # add the names that they look up
                 texts = (each for each in item.__reduce__()[1] if isinstance(each, str))
                 more.update(part for each in texts for part in each.split("."))
             self._visit(path, item)
@@ -195,7 +195,7 @@ class Snapshot:
     def _changed(self, held: _Held) -> Iterator[tuple[str, object, object]]:
         holder, there = held.holder, dict(zip(held.watched, held.values, strict=True))
         before, now = ([key for key in keys if held.matters(key)] for keys in (held.keys, holder))
-        if before == now:  # keys that do not matter may come and go
+        if before == now:  # unwatched keys may come and go
             held.keys[:] = holder
         elif {*before} == {*now}:
             yield f"{held.path}/{held.step}order", before, now
@@ -225,7 +225,7 @@ class Snapshot:
         for put in self._puts:
             put()
 
-    # -- taking it ----------------------------------------------------------------------------------------------
+    # -- taking a snapshot --------------------------------------------------------------------------------------
 
     def _meet(self, path: str, item: object) -> None:
         if type(item) in PLAIN or id(item) in self._known or id(item) in self._apart or item is MISSING:
@@ -255,7 +255,7 @@ class Snapshot:
     def _visit(self, path: str, item: Any) -> None:
         names = self._reads.own if isinstance(item, nn.Module) else self._reads.names
         if isinstance(item, (types.SimpleNamespace, argparse.Namespace)):
-            names = None  # compared and printed as a whole
+            names = None  # all attributes: it is compared and printed as a whole
         if isinstance(item, types.ModuleType):
             wanted = tuple(key for key in vars(item) if key in self._reads.user and not key.startswith("__"))
             self._bindings(path, vars(item), wanted, theirs=is_of_system(item.__name__))
@@ -265,7 +265,7 @@ class Snapshot:
             return
         if isinstance(item, types.FunctionType) and f"{item.__module__}.".startswith(("torch.", _OURS[-1])):
             return
-        if isinstance(item, weakref.ref):  # what it refers to is watched as far as that does not keep it alive
+        if isinstance(item, weakref.ref):  # watch the referent without keeping it alive
             self._weak(path, item)
             return
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
@@ -365,7 +365,7 @@ class Snapshot:
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
-                    if not is_called(key, value):  # of these, those that ran are among the functions
+                    if not is_called(key, value):  # methods that ran are in `functions`
                         self._meet(f"{base.__qualname__}/.{key}", value)
 
     def _bindings(
@@ -405,7 +405,7 @@ def looks(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _several(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
-    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # one may have a `get` of its own
+    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # a subclass may override `get`
     return tuple([get(mapping, key, MISSING) for key in keys])
 
 

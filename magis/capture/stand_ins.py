@@ -55,7 +55,7 @@ def stand_ins(
     originals = StandIns(module, parameters, buffers, tuple(inputs), tuple(targets), {}).named()
     made = twins(originals)
     owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
-    plain: dict[int, Any] = {}  # what deepcopy hands out for a fake tensor: tied ones stay tied
+    plain: dict[int, Any] = {}  # deepcopy's memo for fake tensors, so that ties stay
     for tensor in (*parameters.values(), *buffers.values()):
         if isinstance(tensor.data, FakeTensor):
             empty = torch.empty(0, dtype=tensor.dtype)

@@ -107,7 +107,7 @@ class TracedNumber(float):
     """A traced number: torch gets a float with a unique value, Python's operators use the true value."""
 
     __slots__ = ("expression", "trace", "true")
-    __array_ufunc__ = None  # numpy would read it unseen
+    __array_ufunc__ = None  # else numpy would read the float unseen
     trace: Trace
     expression: Expression
     true: Any
@@ -361,7 +361,7 @@ class Trace:
         name = self.named.setdefault(expression, f"{NUMBER}{len(self.named)}")
         if name not in self.true:
             self.true[name] = true
-            self._note_float(value, expression, true)  # torch may go on from there
+            self._note_float(value, expression, true)  # torch may compute with this float
         return Scalar(name)
 
     def known(self, value: object) -> bool:

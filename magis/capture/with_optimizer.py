@@ -14,7 +14,7 @@ from magis.graph.hazards import lifetimes
 from magis.graph.nodes import replace_refs
 from magis.ops.optimizers import OwnOptimizer
 
-# The memory of an optimizer that runs by itself after a step: its own code, on tensors without memory.
+# The memory of an optimizer called after a step: its own code runs on hollow tensors.
 
 
 def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device: str) -> Captured:

@@ -75,7 +75,7 @@ def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Pa
     if data.device != parameter.device:
         parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
     else:
-        parameter.grad = None  # of the old type, which torch would compare with the new one
+        parameter.grad = None  # torch would compare its old dtype with the new one
         parameter.data = data
     parameter.grad = grad
     return parameter
@@ -125,7 +125,7 @@ class Workload:
 
 
 # Batches as a training loop has them: inputs and targets, or keywords of the model; each a tensor, or tensors in
-# containers beside numbers, texts and None, which are constants of the step.
+# containers beside numbers, strings and None, which are constants of the step.
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
 """Cache key of a batch: names, shapes, strides, dtypes, devices, shared storages, and all constants."""

@@ -92,7 +92,7 @@ def step_difference(
     before, cast = Snapshot({"model": module, "loss": loss_fn}), autocast_type(AUTOCAST[autocast])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # given when the step was planned
+            warnings.simplefilter("ignore")  # already shown when the step was planned
             now = capture(
                 module, inputs, targets, loss_fn, OptimizerSpec("gradients"),
                 autocast=cast, settled=False, heard=plan.heard, results=True,
@@ -127,12 +127,12 @@ def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
             memory[storage.id] = untouched(storage.nbytes)
         twin = tensor.new_empty(0).set_(memory[storage.id], value.offset, value.shape, value.stride)
         if is_readable(name, twin):
-            once = tuple(slice(0, 1) if not step else slice(None) for step in value.stride)  # of repeated elements
+            once = tuple(slice(0, 1) if not step else slice(None) for step in value.stride)  # expanded ones
             twin[once].copy_(tensor[once])
         return twin
 
     for name, tensor in batch.by_name.items():
-        same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # has one name in the graph
+        same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # equal tensors share a name in the graph
         found[name] = found[same] = moved(name, tensor) if name in values else found.get(same, tensor)
     return [found[name] for name in batch.by_name]
 

@@ -55,7 +55,7 @@ class BlockPeak:
             self._log = stack.enter_context(memory_profile())
         elif self.device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what earlier code left would count as reserved by this block
+            torch.cuda.empty_cache()  # cached blocks of earlier code would count as reserved
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
         stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
@@ -72,7 +72,7 @@ class BlockPeak:
             torch.cuda.synchronize()
             allocated = torch.cuda.max_memory_allocated() - self._start
             reserved = torch.cuda.max_memory_reserved() - self._start
-        profiled = _profiler_enabled()  # by now another one may have ended ours, as planning does
+        profiled = _profiler_enabled()  # another profiler, as in planning, ends this one
         self._stack.close()
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"

@@ -44,7 +44,7 @@ class BoundPlan:
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
-        if known and known != held_generators(self.module, self.loss_fn):  # there are few steps that have some
+        if known and known != held_generators(self.module, self.loss_fn):  # few steps have own generators
             return False
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
@@ -56,8 +56,8 @@ class BoundPlan:
         emptied: list[str] = []
         try:
             self.step.prepare()
-            if not self.undo.expects:  # eager may not make them where a branch goes another way
-                for path in self.plan.results:  # not kept beside the new ones
+            if not self.undo.expects:  # eager's branch may not replace them
+                for path in self.plan.results:  # freed before the step makes new ones
                     if path not in self.plan.state and not path.endswith(DATA):
                         leave(self.roots, path, None)
                         emptied.append(told(path))
@@ -69,7 +69,7 @@ class BoundPlan:
             loss = self._gradients() if self.state is None else self._updated(self.state)
         except BaseException as error:
             operator, updated = self.step.raised(error)
-            if kept is not None and operator is not None and not updated:  # not behind, in the optimizer's own step
+            if kept is not None and operator is not None and not updated:  # not in the optimizer's own step
                 kept.put_back()
             if self.state is not None:
                 self.state.forget()

@@ -26,7 +26,7 @@ from magis.planner.workload_source import Source
 from magis.results import Case
 from magis.units import parse_bytes
 
-# A model at other sizes of its batch, and the largest size of which something holds.
+# A model at other batch sizes, and the search for the largest size that fits.
 
 
 def extent(work: Workload, dim: int) -> int:
@@ -232,7 +232,7 @@ def fit(
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
     sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make)
     say = progress or (lambda _text: None)
-    _ = sizes.subject(min(sizes.start, most)).captured  # what is wrong with the model itself is told at once
+    _ = sizes.subject(min(sizes.start, most)).captured  # raise errors of the model itself first
     eager = _eager(sizes, limit, most, say)
 
     def is_possible(size: int) -> bool:

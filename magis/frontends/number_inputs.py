@@ -83,7 +83,7 @@ class NumberInputs:
                 before.restore()
         try:
             read = {f"{READ}{index}": make(live).item() for index, (make, _) in enumerate(self.reads)}
-        except (RuntimeError, TypeError, IndexError):  # eager will say what is wrong
+        except (RuntimeError, TypeError, IndexError):  # eager raises the user's error
             return None
         found = self._values({**drawn, **read})
         return None if found is None else Given(*found, after)
@@ -106,7 +106,7 @@ class NumberInputs:
             found = {name: each.value(live) for name, each in self.named.items()}
             left = {path: each.value(live) for path, each in self.left.items()}
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
-            return None  # eager will say what is wrong with them
+            return None  # eager raises the user's error
         usual = all(
             type(value) in (int, float) and math.isfinite(value) and value not in SPECIAL
             and (value < 0) is self.negative[name]
@@ -221,7 +221,7 @@ def with_number_inputs(
     now = None if inputs is None else inputs.now(tensors)
     if inputs is None or now is None or subject.captured.drawn:
         return None
-    sliced = any(map(_sliced, subject.captured.graph.ops))  # elsewhere in the other capture
+    sliced = any(map(_sliced, subject.captured.graph.ops))  # at another offset in the other capture
     both = {
         digest(with_numbers(each.captured.graph, now.numbers)) if sliced else each.digest for each in (subject, far[0])
     }

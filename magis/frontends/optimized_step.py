@@ -88,7 +88,7 @@ class OptimizedStep:
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
         self._decided: deque[Decisions] = deque(maxlen=KINDS)
-        self._number = 0  # of the step that runs, counted from 1
+        self._number = 0  # number of the running step, from 1
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """Run one step, `step(inputs, targets)` or `step(**keywords)`, and return the loss, detached."""
@@ -150,7 +150,7 @@ class OptimizedStep:
         key = self._key(batch)
         vain = self._entries.give_up(key)
         found = self._find(batch, key)
-        if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
+        if found is None:  # module or optimizer changed: decide again what is part of the step
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch, self._key(batch)) or self._made(batch, plan)
             found.vain = max(found.vain, vain)
@@ -207,7 +207,7 @@ class OptimizedStep:
             for one in (entry, *entry.variants.values()):
                 one.bound = None
 
-    # -- what plans rest on -------------------------------------------------------------------------------------
+    # -- validity of plans --------------------------------------------------------------------------------------
 
     def _key(self, batch: Batch) -> Any:
         return batch.key(self._memory.storages), self._memory.overlaps
@@ -260,7 +260,7 @@ class OptimizedStep:
         check_hooks(trained)
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
-            rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
+            rule = update_of(self._optimizer, trained).spec  # with the wrapped module's parameter names
         read = partial(_read, plan)
         numbers = self._entries.changing(self._key(batch), batch) if self._ranks is None else ()
         saved = read() if self._ranks is None else self._ranks.all_or_none("plan file", read)
@@ -282,7 +282,7 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
+        # an error on one rank would block the others; steps that draw on the host are captured each time anyway
         audited = self._device == "cpu" and self._ranks is None and not found.drawn
         entry = KeptStep(
             self._key(batch), choice, found, Audits(found.capture_seconds if audited else math.inf, self._number)
@@ -295,7 +295,7 @@ class OptimizedStep:
         module, loss_fn = with_keywords(self._whole, batch), with_targets(self._loss_fn, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
-            # as torch's own: a parameter without a gradient has no state, and its counter stands still
+            # as in torch.optim: a parameter without a gradient has no state, and its step counter does not change
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
             state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
         try:
@@ -308,7 +308,7 @@ class OptimizedStep:
             if state is not None:
                 state.forget()
             raise
-        self._look_at_memory()  # weights that are used together may have been moved together
+        self._look_at_memory()  # packing may have moved weights
         undo = undo_of(found.graph, step, self._device)
         roots, names = roots_of(module, loss_fn), {id(each): name for name, each in module.named_buffers()}
         homes = ((path, id(follow(roots, path))) for path in found.state)

@@ -78,16 +78,16 @@ class OptimizerState:
         rule, names = self.update.spec, {id(parameter): name for name, parameter in self.trained.items()}
         kinds = state_names(rule)
         parameters = (each for group in self.optimizer.param_groups for each in group["params"] if id(each) in names)
-        for parameter in parameters if kinds else ():  # in which torch makes states, and `state_dict` has them
+        for parameter in parameters if kinds else ():  # the order of torch's states and of `state_dict`
             name, state = names[id(parameter)], self.optimizer.state[parameter]
             if rule.kind in ("adam", "adamw") and "step" not in state:
                 state["step"] = new_state("step", parameter) if rule.fused else torch.tensor(0.0, dtype=torch.float32)
                 self.made.append((parameter, "step", False))
             for kind in kinds:
-                if state.get(kind) is None:  # SGD without a step so far has an entry of None
+                if state.get(kind) is None:  # before its first step, SGD has None here
                     self.made.append((parameter, kind, kind in state))
                     state[kind] = new_state(kind, parameter)
-                    if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
+                    if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 + x is x
                         state[kind].neg_()
                 self.tensors[f"{kind}:{name}"] = state[kind]
                 self._adopted.append((parameter, kind, state[kind]))
@@ -104,7 +104,7 @@ class OptimizerState:
         self.made.clear()
 
     def _counters(self) -> list[list[Tensor]]:
-        if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves
+        if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # kernels count
             return []
         state = self.optimizer.state
         return [[state[parameter]["step"] for parameter in some] for some in self.members]
@@ -121,13 +121,13 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
     state = OptimizerState(optimizer, update, trained, members, first)
     try:
         state.adopt()
-    except BaseException:  # it may be here that memory runs out
+    except BaseException:  # out of memory, say
         state.forget()
         raise
     return state
 
 
-# What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.
+# Guards of a plan besides its batch: module, loss and torch's settings, checked before every step.
 
 _KERNELS = frozenset(_impls)
 """Kernels written in Python that torch itself registers."""

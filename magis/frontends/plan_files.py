@@ -20,8 +20,8 @@ from magis.report.text_store import UNSOUND
 #     magis graph 1
 #     ...
 #
-# Reading one runs no code, and what the file says of itself is not believed: the checksum tells damage, the digest
-# another step, in words, and `magis.planner.plan_proof` proves that the graph computes the step at hand.
+# Reading a file runs no code, and the file is not trusted: the checksum detects damage, the digest another step, and
+# `magis.planner.plan_proof` proves that the graph computes the step at hand.
 
 HEADER = "magis plan 2"
 

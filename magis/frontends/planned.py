@@ -149,7 +149,7 @@ def _planned_together(
     decided: Collection[Decisions],
 ) -> Planned:
     """Return the plan that all ranks run: that of the first rank, or of the file that all ranks read."""
-    # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
+    # the eager step for the comparison has collectives: all ranks must run it, or none
     captured = ranks.all_or_none("step", capture)
     plans: list[Planned] = []
 
@@ -181,7 +181,7 @@ class ComparedStep:
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
         """Return the step with the numbers at these paths as graph inputs; unchanged if that is not possible."""
         paths = [*paths, *(f"{OFF}{name}" for name in self.subject.captured.moved)]
-        # The summands of what is only counted may be computed of such numbers: it is watched, too.
+        # Increments of counters may depend on these numbers: watch the counters, too.
         counted = frozenset(path for path, _ in self.reads.counted if paths)
         reads = self.reads.more({path.rpartition(".")[2] for path in counted}) if counted else self.reads
         guards = self.guards.of_reads(reads) if counted else self.guards
@@ -299,7 +299,7 @@ class ComparedStep:
         late = updates_last(graph)
         try:
             verify(late)
-        except VerifyError:  # something takes over the memory of a gradient, say
+        except VerifyError:  # a result may reuse the memory of a gradient
             return graph, peak
         highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late))
         return (late, highest) if highest <= limit else (graph, peak)
@@ -382,13 +382,13 @@ def subject_now(
     name = f"{type(module).__module__}:{type(module).__qualname__}"
     loss = loss_fn if loss_fn is not None else own_loss
     here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)
-    if device != "cpu":  # steps are traced on the CPU, whatever they are for
+    if device != "cpu":  # steps for any device are traced on the CPU
         here = replace(
             here,
             module=deep_copy(here.module).cpu(),
             inputs=tuple(tensor.cpu() for tensor in here.inputs),
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
-    # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
+    # Do not time a copy of the module: closures of its patched methods would change the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
     return Subject(replace(source, running_seconds=math.inf), slack=slack)

@@ -44,7 +44,7 @@ from magis.search.fission_pareto import numbers_of_parts
 from magis.simulate.compiled_problem import reusable, take_over_form
 from magis.strategies.single_device import local
 
-# Every distinct operator that the plans of a model can hold, as signatures: what a profile must know.
+# Signatures of every distinct operator that plans of a model can contain: a profile must have their times.
 
 
 def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def record_profile(
     identity = recording_identity(device, rounding)
     profile = _opened(path, identity)
     if not path.exists():
-        save(profile, path)  # a place that cannot be written is found out before the work
+        save(profile, path)  # fail before the work if the path is not writable
     wanted: dict[str, None] = {}
     over = False
     for model, keys in _asked(models, every, device, preset, parts, progress):
@@ -193,7 +193,7 @@ def _opened(path: Path, identity: dict[str, str]) -> Profile:
     if not path.exists():
         return Profile(identity)
     known = load(path)
-    merge(known, Profile(identity))  # which refuses another device
+    merge(known, Profile(identity))  # raises for another device
     return known
 
 

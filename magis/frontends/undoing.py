@@ -44,7 +44,7 @@ class Undo:
         memory = [tensors[position].untyped_storage() for position in self.positions]
         return ContentsBefore(
             [(storage, storage.clone()) for storage in memory],
-            [(generator, generator.clone_state()) for generator in self.generators],  # no tensor, unlike its state
+            [(generator, generator.clone_state()) for generator in self.generators],  # no tensor, unlike get_state
         )
 
 
@@ -85,7 +85,7 @@ def raise_as_eager(
     """Run eager's forward and backward, which raise eager's own error and leave the state that eager leaves. If they
     raise nothing, restore gradients, and unless the error came as `late` as the backward also buffers, generators and
     Python objects, then raise `error`."""
-    traceback.clear_frames(error.__traceback__)  # which hold the tensors of the step that raised
+    traceback.clear_frames(error.__traceback__)  # frames hold the step's tensors
     module, loss_fn = holders
     generators = (generator_of(device), *held_generators(module, loss_fn).values())
     before = ContentsBefore(

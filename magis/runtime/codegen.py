@@ -27,7 +27,7 @@ from magis.ops.fake_results import IN_TRAINING
 from magis.printable import printable
 from magis.runtime.swap_streams import AnyHost, make_host
 
-# Halo rows at run time: stretches with the rows around them, taken from a whole tensor and added to one.
+# Halo rows at run time: parts with surrounding rows, read from a whole tensor and added to one.
 
 
 def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -143,10 +143,10 @@ def _block_lines(
 
     where = None
     beside = under_way(graph.ops)
-    arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
+    arriving: dict[int, int] = {}  # storage -> loaded value that no operator has used yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         begin()
-        here = printable(f"{op.phase} {op.module}").rstrip()  # a comment, whatever a module is called
+        here = printable(f"{op.phase} {op.module}").rstrip()  # safe in a comment for any module name
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
             where = here
@@ -162,11 +162,11 @@ def _block_lines(
         if op.target == "magis.load":
             arriving.update((graph.values[value].storage, value) for value in op.made())
         if forget:
-            # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
+            # Also for unused loads: their copies must end before the memory is reused.
             yield from _ready_lines(arriving, [graph.values[value].storage for value in forget], name, indent)
         gone = [name(value) for value in forget]
         if op.many and None in op.outputs:
-            gone.append("none")  # some kernels make what nobody asked for
+            gone.append("none")  # some kernels make unrequested results
         if gone:
             yield f"{indent}del {', '.join(gone)}"
     yield from _ready_lines(arriving, list(arriving), name, indent)
@@ -187,7 +187,7 @@ def _loop_lines(
     victims = {graph.values[value].storage: value for value in op.inputs()}
     for value in op.made():
         whole = graph.values[value]
-        if whole.storage in victims:  # in place, stretch by stretch
+        if whole.storage in victims:  # in-place, part by part
             yield f"{indent}{name(value)} = {name(victims[whole.storage])}"
             continue
         dtype = numbered.constant(Const("dtype", whole.dtype))
@@ -239,7 +239,7 @@ def compile_step(
     trains = any(op.phase == "backward" for op in graph.ops)
     lines, _, numbered = _generate_lines(graph)
     for (target, beside), name in numbered.functions.items():
-        # The builtin behind the overload: one Python call less per operator.
+        # The builtin of the overload saves a Python call per operator.
         function = arrived if target == ARRIVED else resolve(target)._op
         if trains and target in IN_TRAINING:
             function = torch.enable_grad()(function)
@@ -257,7 +257,7 @@ def compile_step(
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 return body(tensors, scalars)  # type: ignore[no-any-return]
         except BaseException:
-            host.join()  # what a broken step leaves behind is freed now: no copy may still write there
+            host.join()  # memory of a step that raised is freed now: no copy may still write to it
             raise
 
     return step

@@ -70,7 +70,7 @@ def least_error(graph: Graph) -> float:
 def gradient_values(graph: Graph) -> dict[str, int]:
     """Return the value of each parameter's gradient, as the weight update reads it, by parameter name."""
     found = {}
-    # an update opens views (of complex tensors, as pairs of real numbers): each stands for what it is a view of
+    # an update makes views (of complex tensors as pairs of real numbers): map each to its base
     shown: dict[int, int] = {}
     for op in graph.ops:
         if op.phase == "update" and is_pure_view(graph, op):
@@ -82,7 +82,7 @@ def gradient_values(graph: Graph) -> dict[str, int]:
         written = {storage for op in block for storage, _ in op.writes}
         taken = [shown.get(value, value) for op in block for value in op.inputs()]
         looks = (graph.values[value] for value in taken if graph.values[value].storage in written)
-        names = {  # by where they lie: a forward that writes to a parameter makes another value of it
+        names = {  # by layout, as a forward that writes to a parameter makes a new value
             parameters[_where_it_lies(each)].removeprefix("parameter:")
             for each in looks
             if _where_it_lies(each) in parameters
@@ -335,7 +335,7 @@ def _positions_in_log(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> It
     for position, op in enumerate(graph.ops):
         given = {graph.values[value].storage for value in op.inputs()}
         if not op.writes and all(graph.values[value].storage in given for value in op.made()):
-            continue  # a window, which an operator may open in other ways
+            continue  # a view, which may be logged under another operator
         name = "::".join(op.target.split(".")[:2])
         for here in range(at, min(at + _WITHIN, len(calls))):
             start, end, called = calls[here]

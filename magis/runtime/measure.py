@@ -77,7 +77,7 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
     with memory_profile() as window:
         kept = fn()
     peak = replay(allocations(window))
-    del kept  # only now: the log was closed while it was alive
+    del kept  # alive until the log is closed
     return peak
 
 
@@ -90,7 +90,7 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
         if event.nbytes < 0:
             now -= live.pop(event.address, 0)
         else:
-            # an address that comes twice was freed in between where the log does not reach
+            # an address that occurs twice was freed in between, outside of the log
             now += event.nbytes - live.get(event.address, 0)
             live[event.address] = event.nbytes
             peak = max(peak, now)
@@ -102,7 +102,7 @@ def collector_spared(*, collect: bool = True) -> Iterator[None]:
     """Exclude objects that exist before the block (modules, graphs, torch itself) from garbage collection in the block.
     Measuring collects before every window, and would spend most time on objects that live as long as the process.
     Existing garbage is collected first, unless ``collect`` is False."""
-    if gc.get_freeze_count():  # somebody else's decision, which cannot be told apart from ours afterwards
+    if gc.get_freeze_count():  # frozen by other code: unfreeze would undo that, too
         yield
         return
     if collect:
@@ -190,7 +190,7 @@ def quiet_profiler() -> Iterator[None]:
 def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
     gc.collect()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what earlier steps left would count as reserved by this one
+    torch.cuda.empty_cache()  # cached blocks of earlier steps would count as reserved
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
     kept = fn()
@@ -212,7 +212,7 @@ def tensor_peak(fn: Callable[[], object]) -> int:
     without a storage (sparse ones) are not counted.
     """
     ledger = StorageLedger()
-    # A GPU's states lie in memory of the host, which is not counted.
+    # A GPU generator's states are in host memory, which is not counted.
     states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
     with no_collection():
         with formulas_as_eager(), states, ledger:
@@ -249,7 +249,7 @@ _ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
 
 def _onednn_settings() -> dict[str, str]:
     """Return the settings that change oneDNN's choice of kernels, as one entry; empty if there are none."""
-    backend: Any = torch.backends.mkldnn  # torch's stubs lack some of what it holds
+    backend: Any = torch.backends.mkldnn  # torch's stubs lack some attributes
     told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
     found = [each for each in told if not each.endswith("=None")]
     found += [] if backend.enabled else ["off"]

@@ -122,7 +122,7 @@ def record(
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
-        # written over in every round: as much memory as the batch lacks to be larger than the caches
+        # overwritten in every round: the memory that a small batch needs in addition to exceed the caches
         lacking = torch.empty(max(0, effort.batch_bytes // 4 - batch.nbytes), dtype=torch.uint8, device=device)
         started = time.perf_counter()
         samples: list[Sequence[int]] = []
@@ -163,7 +163,7 @@ def prepared(key: str, device: torch.device) -> PreparedCall | None:
     """Prepare a call and run it once; return None if the operator refuses the arguments."""
     try:
         op, values = parse(key)
-        if only_acts(op.target):  # what it checks or tells is nothing made up
+        if only_acts(op.target):  # it only acts: made-up arguments would fail its check
             return None
         tensors = make_tensors(op, values, device)
         scalars = dict.fromkeys(op.scalars(), 1.0)
@@ -203,7 +203,7 @@ def schema_of(target: str) -> str | None:
         return None
 
 
-# The profiler's clock and scratch counter for a GPU.
+# The profiler's timer and workspace counter for a GPU.
 # A call returns before its kernels have run, so two events on the stream enclose it. The cost of an operator in a step
 # is the larger of two times: that of the kernels between the events, and that of the host to enqueue the call; short
 # kernels cost their launch.

@@ -64,7 +64,7 @@ def needs(op: Op, values: Mapping[int, Value]) -> Needs:
     """Return the contents that the tensors of `op` must have when its workspace is measured."""
     space, name = (*op.target.split("."), "")[:2]
     if space != "aten" or any(part in name for part in _PRIVATE):
-        # packed bytes may be made up for nobody but the operator that makes them, of floats alone
+        # packed bytes cannot be made up; only operators that pack floats can be called
         floats = all(not _is_whole(values[number].dtype) and values[number].dtype != "bool" for number in op.inputs())
         packs = space == "aten" and "backward" not in name and "quant" not in name and floats
         return Needs.ANYTHING if packs else Needs.BYTES
@@ -167,7 +167,7 @@ def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
         _mark()
         results = call(op, tensors, scalars)
         _mark()
-    # without what some kernels make although nobody asked for it
+    # without results that kernels make although they are masked out
     wanted: tuple[torch.Tensor | None, ...] = masked(resolve(op.target), op.args, results)
     fresh: dict[int, int] = {
         storage.data_ptr(): storage.nbytes()
@@ -196,7 +196,7 @@ def _between_marks(log: Any) -> Iterator[list[Allocation]]:
         yield events[first:at]
 
 
-# Operators within a step that runs on its own tensors.
+# Workspaces of operators in a step that runs on its own tensors.
 
 
 def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str, int]:
@@ -222,12 +222,12 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
     found: dict[str, int] = {}
     calls, windows = [*_calls_in_order(graph)], [*_between_marks(log)]
     if len(calls) != len(windows):
-        return {}  # it is not known which window is whose
+        return {}  # windows cannot be matched with calls
     for (op, inside), events in zip(calls, windows, strict=True):
         window = replay(events)
         key = signature(op, inside.values)
         stays = window.kept_bytes
-        if None in op.outputs:  # some kernels make what nobody asked for, which is scratch
+        if None in op.outputs:  # unrequested results of a kernel count as workspace
             given = {inside.values[value].storage for value in op.inputs()}
             fresh = {inside.values[value].storage for value in op.made()} - given
             stays = min(stays, sum(inside.storages[storage].nbytes for storage in fresh))
@@ -262,7 +262,7 @@ def measure_aside(keys: Sequence[str]) -> dict[str, int]:
     while pending:
         answers = list(_answers_of_child(pending))
         found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
-        pending = pending[len(answers) + 1 :]  # without the one that it died of
+        pending = pending[len(answers) + 1 :]  # skip the call that crashed the child
     return found
 
 
@@ -275,7 +275,7 @@ def _answers_of_child(keys: Sequence[str]) -> Iterator[int | None]:
             input="".join(f"{key}\n" for key in keys).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the one who asks
+            start_new_session=True,  # Ctrl-C reaches the parent only
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             timeout=PATIENCE_SECONDS,
             check=False,
@@ -290,7 +290,7 @@ def main() -> None:
     """Read signatures line by line from stdin, and write each workspace as a line to stdout."""
     torch.set_num_threads(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # kernels and profilers that print
+    os.dup2(2, 1)  # output of kernels and profilers
     for line in sys.stdin.read().splitlines():
         nbytes = measure_here([parse(line)]).get(line)
         answers.write(f"{json.dumps(nbytes)}\n")

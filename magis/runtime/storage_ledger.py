@@ -67,7 +67,7 @@ class StorageLedger(TorchDispatchMode):
         higher = isinstance(func, HigherOrderOperator)
         if not higher:
             func = self._unwatched.form(func, args, kwargs or {})
-        # torch.tensor(...) makes its storage out of sight and announces it by this operator
+        # torch.tensor(...) makes its storage unseen, then calls this operator
         if func is not torch.ops.aten.lift_fresh.default:
             for reference, _ in self._storages((args, kwargs)):
                 if reference.cdata not in self._alive:
@@ -80,11 +80,11 @@ class StorageLedger(TorchDispatchMode):
         """Run a higher-order operator so that this mode also sees the operators inside its functions."""
         kinds = {type(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         if not kinds <= {Tensor, torch.nn.Parameter}:
-            return func(*args, **kwargs)  # a subclass runs it in a way of its own
+            return func(*args, **kwargs)  # a tensor subclass has its own implementation
 
         def seen(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*given: Any, **named: Any) -> Any:
-                with self:  # which torch has left for the call
+                with self:  # torch exits the mode for the call
                     return function(*given, **named)
 
             return run
@@ -97,7 +97,7 @@ class StorageLedger(TorchDispatchMode):
 
     def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
         more = False
-        for reference, nbytes in storages:  # sizes again each time: resize_ changes them
+        for reference, nbytes in storages:  # check sizes each time: resize_ changes them
             known = self._alive.get(reference.cdata)
             if reference.cdata in self._older or (known is not None and known.nbytes == nbytes):
                 continue
@@ -119,7 +119,7 @@ class StorageLedger(TorchDispatchMode):
 
     def _purge(self) -> None:
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
-            gone = self._alive.pop(key)  # with the reference, the address may be used again
+            gone = self._alive.pop(key)  # without the reference, the address may be reused
             self._most -= gone.nbytes
             self._on_freed(gone.serial)
 
@@ -162,7 +162,7 @@ class BoundedLedger(StorageLedger):
     def _bytes_after(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the bytes that will be alive after an operator call."""
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        most = sum(map(_nbytes, given))  # where the results hang on contents: as much as is given
+        most = sum(map(_nbytes, given))  # for data-dependent results: as large as the inputs
         with suppress(Exception), self._fakes:
             made = func(*args, **kwargs)
             most = sum(_nbytes(tensor) for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
@@ -206,7 +206,7 @@ _ALLOCATES = "empty_strided_"
 def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
     """Call ``note`` with each buffer that inductor's generated Python code allocates. It allocates by C++ functions of
     torch that no dispatch mode sees, and that every generated module holds under its own names."""
-    source: Any = torch._C._dynamo.guards  # where generated code takes them from
+    source: Any = torch._C._dynamo.guards  # the module that generated code imports from
     told: dict[Any, Any] = {}
 
     def telling(name: str, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -226,7 +226,7 @@ def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        _replace_allocators(told)  # in modules that were compiled meanwhile, too
+        _replace_allocators(told)  # also in modules compiled meanwhile
 
 
 def _replace_allocators(others: Mapping[Any, Any]) -> None:

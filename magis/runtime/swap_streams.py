@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.cost.shapes import reach
 from magis.ops.generators import generator_of
 
-# What a step keeps on the host: swapped tensors and states of the generator, outside of torch's allocator.
+# A step's data on the host: swapped tensors and states of generators, outside of torch's allocator.
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class GeneratorStates:
 
     def rng_save(self, own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
         """Return the generator's state."""
-        with _disable_current_modes():  # torch hands states out as tensors; those are none of the step's
+        with _disable_current_modes():  # states are tensors that do not belong to the step
             return (own or self._generator).get_state().numpy().copy()
 
     def rng_enter(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
@@ -229,7 +229,7 @@ class StreamHost(GeneratorStates):
         free = self._free.setdefault(nbytes, [])
         if free:
             return free.pop()
-        with _disable_current_modes():  # host memory is none of the step's
+        with _disable_current_modes():  # host memory does not belong to the step
             return self._runtime.pinned(nbytes)
 
 

@@ -34,8 +34,7 @@ _FRAME_SLOTS = 1 << 15
 
 
 class TimeSlice:
-    """A step's turns: calling one between operators waits, if the slice is used up, for the next turn; its clock then
-    stops."""
+    """The turns of one step: a call between operators waits for the step's next turn once the slice is used up."""
 
     def __init__(self, baton: _Baton, which: int, slice_ns: float) -> None:
         self.total_ns = 0
@@ -96,13 +95,13 @@ class TimeSlices:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._baton.finish(0)  # an interrupt may have struck where the pair itself could not say so
+        self._baton.finish(0)  # an interrupt may have kept the pair from doing so
         self._worker.close()
 
     def pair(self, leader: int) -> tuple[float, float]:
         """Run each step once, the `leader` (0 or 1) first; return the milliseconds of both. Raises what a step
         raises."""
-        # turns in the proportion of the steps' times so far, so that both end at about once
+        # turns in proportion to the steps' times so far, so that both end at about the same time
         first, second = self._total_ns
         share = second / (first + second) if first and second else 0.5
         slices = 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
@@ -111,7 +110,7 @@ class TimeSlices:
         self._worker.start(partial(turns[1].run, self._steps[1]))
         try:
             turns[0].run(self._steps[0])
-        finally:  # wherever an interrupt has struck, the other thread goes on to its end and is waited for
+        finally:  # also after an interrupt, the other thread runs to its end
             baton.finish(0)
             error = self._worker.end()
         if error is not None:

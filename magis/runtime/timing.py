@@ -57,7 +57,7 @@ def waits(threads: Path = _THREADS) -> dict[str, int]:
     for thread in threads.iterdir():
         try:
             found[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended, or nothing is counted
+        except (OSError, ValueError, IndexError):  # the thread ended, or the system does not count
             continue
     return found
 
