@@ -119,7 +119,7 @@ class Captured:
 
     @property
     def original(self) -> Captured:
-        """The step as eager runs it."""
+        """The captured step as eager runs it."""
         return self.listed or self
 
 

@@ -63,7 +63,7 @@ def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Return True if a tensor's contents were never computed."""
+    """Return True if a tensor is hollow: its contents were never computed."""
     contents = contents_of(tensor)
     return contents is not None and not contents.known
 

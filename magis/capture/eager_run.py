@@ -25,7 +25,7 @@ _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result."""
 
 _MOST_READ = 1024
-"""Most elements of a list that are checked one by one."""
+"""Maximum number of elements of a list that the graph checks one by one."""
 
 
 @dataclass(frozen=True)

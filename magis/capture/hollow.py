@@ -51,9 +51,9 @@ from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
-"""Largest result that is computed, in bytes."""
+"""Maximum bytes of a result that is computed."""
 MADE_UP_BYTES = 1 << 28
-"""Largest arguments, in bytes, that are made up to run a kernel for the layout of its results."""
+"""Maximum bytes of arguments that are made up to run a kernel for the layout of its results."""
 _CPU = torch.device("cpu")
 _OWN = STATE_OPERATORS | {EXPECT}
 

@@ -68,7 +68,7 @@ _HARMLESS = frozenset({
     "unsetenv", "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put",
     "allocate_lock", "RLock",
 })  # fmt: skip
-"""Functions of other modules whose results carry no information, or none that changes."""
+"""Functions of other modules whose results are constant, or do not influence the numbers of a step."""
 _REFUSED = frozenset({"open", "input", "locked"})
 _LEVELS = {logging.Logger.isEnabledFor.__code__, logging.Logger.getEffectiveLevel.__code__}
 _NAMED: dict[str, Callable[[], Any]] = {

@@ -237,7 +237,7 @@ def _with_changes(
     *,
     draws: bool,
 ) -> Reads:
-    """Add counters and results that the second call changed to the reads. Raises CaptureError for any other change."""
+    """Return the reads with counters and results that the second call changed; raise CaptureError for other changes."""
     counted, results, stale = [], set(), []
     for path, then, now in changes:
         if path in reads.moved:
@@ -301,13 +301,13 @@ def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
 
 
 class _Traced(TorchDispatchMode):
-    """Dispatch mode that records calls which depend on the step's tensors or random numbers, and tensors taken over."""
+    """Dispatch mode that records calls on the step's tensors or random numbers, and uses of earlier calls' tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...], left: Mapping[int, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, ...]] = []
         self.taken = frozenset[str]()
-        """Paths of tensors taken over from an earlier call."""
+        """Paths of tensors that operators read and that an earlier call made."""
         self._dependent: dict[int, weakref.ref[Any]] = {}
         self._left = left or {}
         for tensor in tensors:

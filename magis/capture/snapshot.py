@@ -106,7 +106,7 @@ class Snapshot:
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         """Path and tensor, by `id`, of all tensors that were found."""
         self.unwatched: list[str] = []
-        """Paths of objects whose changes cannot be detected."""
+        """Paths of objects whose changes the snapshot cannot detect."""
         self._known: dict[int, object] = {}
         self._codes: set[types.CodeType] = set()
         self._queue: deque[tuple[str, object]] = deque()
@@ -169,7 +169,7 @@ class Snapshot:
                 yield path, then, now
 
     def _is_as_taken(self) -> bool:
-        """Return True if containers and namespaces hold the same objects; implemented without a Python loop."""
+        """Return True if no container or namespace has changed; implemented without a Python loop."""
         if any(item for _, item in self._empty) or [[*held.holder] for held in self.held] != self._keys:
             return False
         try:

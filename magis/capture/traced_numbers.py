@@ -32,7 +32,7 @@ from magis.ops.operators import name_of, op_info
 SPECIAL = frozenset({0, 1, -1, 2})
 """Numbers for which torch may choose other operators (a product with 1, a power of 2): they stay constants."""
 MOST_PARTS = 64
-"""Most nodes of an expression: a number that a loop updates is not traced further."""
+"""Maximum number of nodes of an expression: a number that a loop updates is not traced further."""
 _SHAPELESS = """
     full full_like new_full fill scalar_tensor addmm baddbmm addbmm addmv addr masked_fill native_layer_norm
     native_batch_norm native_group_norm native_dropout bernoulli uniform normal softplus softplus_backward celu
@@ -84,7 +84,7 @@ class Expression:
     """Constants among the operands as text, as 1 and 1.0 are equal."""
 
     def value(self, live: Mapping[str, float]) -> Any:
-        """Return the value, given the numbers at the paths. Raises the errors of the function."""
+        """Return the value of the expression, given the numbers at its paths. Raises the errors of its function."""
         if not self.function:
             return live[self.operands[0]]
         return _FUNCTIONS[self.function](*(_operand_value(each, live) for each in self.operands))

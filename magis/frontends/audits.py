@@ -167,7 +167,7 @@ def _before_update(graph: Graph, returned: int) -> Graph:
 
 
 def _named_alike(now: Graph, known: Graph, roots: Mapping[str, object]) -> Graph:
-    """Rename tensors of a new capture as in a known one, where two paths lead to one tensor."""
+    """Return a new capture with the tensor names of a known one, where several paths lead to one tensor."""
 
     def named(value: Value) -> Value:
         name = known.values[value.id].name if value.id in known.values else ""

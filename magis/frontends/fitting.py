@@ -94,13 +94,13 @@ class FitPoint:
 
     size: int
     peak_bytes: int
-    """Simulated peak, persistent tensors included."""
+    """Simulated peak bytes, persistent tensors included."""
     latency_ms: float
     """Predicted time of one step in milliseconds."""
     latency_ratio: float
     """Predicted latency divided by that of eager at this size."""
     measured_bytes: int | None = None
-    """Peak that the allocator measured; None if it was not asked for, or the step does not fit into free memory."""
+    """Peak bytes that the allocator measured; None if not requested, or if the step does not fit into free memory."""
 
 
 @dataclass(frozen=True)

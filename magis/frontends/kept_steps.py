@@ -18,17 +18,17 @@ from magis.frontends.planned import Planned
 from magis.ops.call import follows_data
 
 KEPT = 4
-"""Most plans that are cached for one kind of batch."""
+"""Maximum number of cached plans for one kind of batch."""
 KINDS = 64
-"""Most plans that are cached for all kinds of batches."""
+"""Maximum number of cached plans for all kinds of batches."""
 KEPT_OPERATORS = 100_000
-"""Most operators of all cached plans, at about 2.5 KiB each; `KEPT` plans are cached whatever their size."""
+"""Maximum number of operators in all cached plans, at about 2.5 KiB each; `KEPT` plans of any size are cached."""
 VAIN = 3
 """Failed attempts after which a number is no longer made a graph input, or a branch on data no longer planned again."""
 MISSED = 2
-"""Successive steps on another branch than planned, after which the step is planned again."""
+"""Number of successive steps on another branch than planned after which the step is planned again."""
 PROVEN = 16
-"""Steps after which a plan counts as useful."""
+"""Number of steps after which a plan counts as useful."""
 
 
 @dataclass(frozen=True)

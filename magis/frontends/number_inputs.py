@@ -21,7 +21,7 @@ from magis.ops.python_objects import same
 from magis.planner.subject import Subject
 
 MOST_DECIDED = 4
-"""Most branches on random numbers of the host for which plans are cached."""
+"""Maximum number of branches on random numbers of the host in a step with number inputs."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 """Errors that a capture may raise on a traced number in place of a Python number, which cannot be an index or a
 size."""
@@ -141,7 +141,7 @@ def special_paths(trace: Trace) -> set[str]:
 
 
 def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
-    """Replace the named scalars of a graph by numbers."""
+    """Return the graph with numbers in place of its named scalars."""
 
     def filled(op: Op) -> Op:
         body = None if op.body is None else replace(op.body, graph=with_numbers(op.body.graph, numbers))

@@ -45,7 +45,7 @@ from magis.units import format_bytes
 
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
-"""Most plans that are cached for different random draws of one step."""
+"""Maximum number of cached plans for different random draws of one step."""
 RESTLESS = 2
 """Changes of an optimizer's numbers (other than learning rates) after which its update is no longer planned."""
 

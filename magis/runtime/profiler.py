@@ -56,7 +56,7 @@ class Stopwatch(Protocol):
 
 
 class Wall:
-    """Timer by the host's clock, for a device whose calls are synchronous."""
+    """Timer that uses the host's clock, for a device whose calls are synchronous."""
 
     def __init__(self) -> None:
         self._times: list[int] = []

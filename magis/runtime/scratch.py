@@ -44,9 +44,9 @@ class Needs(Enum):
 
     ANYTHING = "anything harmless"
     NUMBERS = "the step's own numbers"
-    """Made-up numbers give an estimate, and are tried in a child process, as they may crash."""
+    """Made-up numbers give an estimate, and are tried in a child process, which they may crash."""
     BYTES = "the bytes that another operator wrote"
-    """Never made up."""
+    """Packed bytes of another operator, which are never made up."""
 
 
 _PRIVATE = (

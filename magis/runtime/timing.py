@@ -131,7 +131,7 @@ class StoppingRule:
             raise ValueError(f"rounds must be at least 1, not {self.rounds}")
 
     def ends(self, timing: Timing, seconds: float) -> bool:
-        """Return True if these pairs, which took this many seconds, are enough."""
+        """Return True if the pairs of `timing`, which took `seconds` in all, are enough."""
         most, longest = DECIDING if self.bounds else MEASURING
         longest = longest if self.seconds is None else self.seconds
         undisturbed = timing.undisturbed()
