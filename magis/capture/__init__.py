@@ -1,4 +1,4 @@
-"""From a module to a graph."""
+"""Capture of a module's training step as a graph."""
 
 from magis.capture.captured import Captured, capture
 from magis.capture.workload import Workload

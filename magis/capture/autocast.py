@@ -1,13 +1,12 @@
-"""The target device's rules while a step is traced on CPU tensors: autocast, and operators that it substitutes.
+"""Operators and autocast rules of the target device, while a step is traced on CPU tensors.
 
-What autocast does is decided in torch's dispatcher, by one kernel per operator and device type. The rules of a GPU
-differ from the CPU's: softmax, layer norm, sums, powers and losses run in float32 there. CPU fakes only ever meet the
-CPU's kernels, so these give way to the GPU's rules while a step is traced. Unlike a mode that watches torch's
-functions, kernels also see methods, what a composite function calls inside, and parts that switch autocast off
-(`torch.autocast(x.device.type, enabled=False)`).
+Autocast is implemented in torch's dispatcher, by one kernel per operator and device type. The rules for CUDA differ
+from the CPU's: softmax, layer norm, sums, powers and losses run in float32. CPU tensors dispatch to the CPU's kernels,
+so these are replaced by CUDA's rules while a step is traced. Unlike a `TorchFunctionMode`, kernels also see methods,
+calls inside composite functions, and code that disables autocast (`torch.autocast(x.device.type, enabled=False)`).
 
-The tables are those of `ATen/autocast_mode.h`, which torch documents as "CUDA Ops that can autocast"; a test holds them
-to the installed torch.
+The tables are those of `ATen/autocast_mode.h`, documented by torch as "CUDA Ops that can autocast"; a test compares
+them with the installed torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LOWER = _names(
     cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
     rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"""
 )
-"""Run in the lower type."""
+"""Operators that run in the lower-precision dtype."""
 
 FP32 = _names(
     """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
@@ -50,46 +49,44 @@ FP32 = _names(
     tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
     upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""
 )
-"""Run in float32."""
+"""Operators that run in float32."""
 
 OPTIONAL_DTYPE = _names(
     """cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int norm.Scalar
     norm.ScalarOpt_dim prod prod.dim_int softmax.int sum sum.dim_IntList"""
 )
-"""Return float32, by their own argument for it, unless another type was asked for."""
+"""Operators that return float32, by their own `dtype` argument, unless the caller gives another dtype."""
 
 PROMOTED = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
-"""Run in the widest type among their inputs."""
+"""Operators that run in the widest dtype of their inputs."""
 
 BANNED = _names("binary_cross_entropy")
 
 _NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-"""The overloads of `norm` that take a data type."""
+"""Overloads of `norm` that take a dtype."""
 
 _FUSED = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
-"""Kernels that read float16 and write float32 on a GPU, without a copy of their input."""
+"""Kernels that read float16 and write float32 on a GPU, without a copy of the input."""
 
 _KEY = "AutocastCPU"
 
 
 def installed(key: str) -> frozenset[str]:
-    """The operators with a rule for autocast in the installed torch, by dispatch key; "aten::" left out."""
+    """Return the operators that have an autocast kernel for a dispatch key in the installed torch, without "aten::"."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return frozenset(name.removeprefix("aten::") for name in names if has(name, key))
 
 
 def autocast(dtype: str | None) -> AbstractContextManager[Any]:
-    """Autocast on CPU tensors (of whatever rules are in force) to "bfloat16" or "float16"; nothing for None."""
+    """Autocast CPU tensors to "bfloat16" or "float16", by the rules in force; do nothing for None."""
     return nullcontext() if dtype is None else torch.autocast("cpu", getattr(torch, dtype))
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Autocast on CPU tensors follows the rules of a GPU, also where a module names "cuda" (`torch.autocast("cuda")`).
-
-    Of the whole process, hence of short duration.
-    """
+    """Let autocast on CPU tensors follow the rules of CUDA, also for `torch.autocast("cuda")`. This patches the whole
+    process, hence should last for a short time only."""
     kind: Any = torch.amp.autocast_mode.autocast
     plain = kind.__init__
 
@@ -108,16 +105,16 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """The rules alone. Of the whole process, too."""
+    """Install CUDA's autocast kernels for CPU tensors, in the whole process."""
     library = Library("aten", "IMPL")
     ours = (LOWER | FP32 | OPTIONAL_DTYPE | PROMOTED | BANNED) & installed("AutocastCUDA")
     theirs = installed(_KEY)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels give way, once
+            warnings.simplefilter("ignore")  # torch warns once that kernels are overridden
             for name in sorted(theirs - ours):
                 library.impl(name, fallthrough_kernel, _KEY, allow_override=True)
-            # What runs in the lower type on both keeps the CPU's kernel, and its cache of weights.
+            # Operators in the lower dtype on both devices keep the CPU's kernel, with its cache of weights.
             for name in sorted((ours - theirs) | (ours - LOWER)):
                 library.impl(name, _kernel(name), _KEY, allow_override=True)
         yield
@@ -155,7 +152,7 @@ def _with_dtype(name: str, operator: Any) -> Callable[..., Any]:
                 return fused(first, args[0] if args else kwargs["dim"], True)
             if normed is not None:
                 return normed(first, *_all_given(name, args, kwargs), dtype=torch.float32)
-            if name.endswith("softmax.int"):  # where the type may be given by position
+            if name.endswith("softmax.int"):  # accepts dtype by position
                 return operator(first, args[0] if args else kwargs["dim"], torch.float32)
             return operator(first, *args, **{**kwargs, "dtype": torch.float32})
 
@@ -163,7 +160,7 @@ def _with_dtype(name: str, operator: Any) -> Callable[..., Any]:
 
 
 def _all_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Arguments of `norm` behind the tensor, with the defaults of those that were left out."""
+    """Return the arguments of `norm` after the tensor, with defaults for missing ones."""
     names, defaults = (("p",), (2,)) if name == "norm.Scalar" else (("p", "dim", "keepdim"), (None, None, False))
     return tuple(
         args[i] if i < len(args) else kwargs.get(key, default)
@@ -184,7 +181,7 @@ def _operator(name: str) -> Any:
 
 
 def _excluded() -> AbstractContextManager[Any]:
-    """Inside, operators do not come back here."""
+    """Exclude the autocast dispatch key, so that calls inside a kernel do not dispatch to the kernel again."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
@@ -214,7 +211,7 @@ def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if _is_eligible(item) else item
 
 
-# Operators that a GPU would run in place of the CPU's, substituted while a step is traced on CPU fakes.
+# Operators that a GPU would run in place of the CPU's, substituted while a step is traced on CPU tensors.
 # Tracing on fake CUDA tensors needs a CUDA build and aborts in autograd without a device. The fused forms have
 # autograd formulas of their own and trace well on the CPU.
 
@@ -232,7 +229,7 @@ class _CudaForms(TorchFunctionMode):
 
 
 def device_forms(device: str) -> AbstractContextManager[Any]:
-    """A context in which functional calls take the forms of ``device`` ("cpu" or "cuda")."""
+    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
     return _forms_of_cuda() if device == "cuda" else nullcontext()
 
 
@@ -252,7 +249,7 @@ def _attention(
     func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    if torch.is_autocast_enabled("cpu"):  # which the operators below are called past
+    if torch.is_autocast_enabled("cpu"):  # the calls below bypass autocast
         query, key, value, attn_mask = _cast((query, key, value, attn_mask), _lower(()))
     plain = query.dim() == 4 and not enable_gqa and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     math_only = not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -270,7 +267,8 @@ def _attention(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The additive form of a mask, expanded to (batch, heads, queries, keys), as the kernel wants it."""
+    """Return a mask as an additive bias, expanded to (batch, heads, queries, keys), as the attention kernel
+    requires."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill(mask.logical_not(), -math.inf)

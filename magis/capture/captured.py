@@ -1,8 +1,8 @@
-"""Captures a training step (or an inference) of any module as one graph.
+"""Capture of a training step (or an inference) of any module as one graph.
 
-The step runs once on hollow CPU tensors (`hollow.py`): nothing is computed and nothing allocated, whatever the sizes.
-Device forms (a fused dropout, an attention kernel) are substituted by ``autocast`` while tracing; devices are
-replaced when the step is realized. `record_eager` runs the same step for real, to compare the two.
+The step runs once on hollow CPU tensors (`hollow.py`): nothing is computed, and no memory is used, whatever the sizes.
+``autocast`` substitutes operators of the target device (a fused dropout, an attention kernel) during tracing; devices
+are replaced when the plan is written as a graph. `record_eager` runs the step on real tensors, for a comparison.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ from magis.ops.optimizer_forms import Weight, update, updates_by_lists
 from magis.ops.python_objects import find
 
 LISTS = 16
-"""A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
+"""Number of lists in which a planned step updates its weights; each list takes as many kernel launches as one
+weight."""
 
 
 @dataclass(frozen=True)
 class Captured:
     """A captured step.
 
-    ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
-    operators after which eager frees it (missing: it lives to the end), so that the graph in program order
-    reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) and bytes of Python
-    numbers that eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names
-    of the trained parameters.
+    ``graph`` is in program order, with eager's in-place operators. ``deaths`` maps a storage to the number of operators
+    after which eager frees it (a missing storage lives to the end), so that the graph in program order reproduces
+    eager's memory byte for byte. ``numbers`` are first position, last position and bytes of Python numbers that
+    autograd saves for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names of the
+    trained parameters.
     """
 
     graph: Graph
@@ -79,46 +80,46 @@ class Captured:
     dtype: str
     rule: optimizers.OptimizerSpec
     graded: tuple[str, ...] = ()
-    """Those of the trained parameters that have a gradient."""
+    """Names of the trained parameters that have a gradient."""
     left: tuple[str, ...] = ()
-    """Paths of what the forward changed in Python."""
+    """Paths of the Python objects that the forward changed."""
     drawn: bool = False
-    """True if Python drew random numbers: the graph is that of one draw, another step may run another."""
+    """True if Python drew random numbers: the graph is that of one draw, and another step may be another graph."""
     after: HostGenerators | None = field(default=None, compare=False)
-    """Then Python's and numpy's generators as the step leaves them."""
+    """Python's and numpy's generators after the step if Python drew random numbers; else None."""
     contents: frozenset[str] = frozenset()
-    """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    """Names of the tensors off which Python read numbers: the capture is valid for these contents only."""
     moved: frozenset[str] = frozenset()
-    """Those of them that it writes: their numbers are to become inputs."""
+    """Names of the tensors in `contents` that the step writes: numbers read off them must become graph inputs."""
     kept: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
-    """Those of them to which no path leads."""
+    """Tensors in `contents` that no path leads to, by name."""
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
-    """Tensors that caches of functions hold, by their names in the graph."""
+    """Tensors that function caches hold, by their names in the graph."""
     results: tuple[str, ...] = ()
-    """Paths to attributes, buffers and data in which the forward leaves tensors: results behind the loss."""
+    """Paths to attributes, buffers and data in which the forward stores tensors: graph outputs after the loss."""
     heard: Heard | None = field(default=None, compare=False)
-    """Results of eager's own run of the step: those that it was captured with, or those that this run tells."""
+    """Layouts and branches recorded in eager's run, as used by this capture or recorded by it; None if unused."""
     seen: tuple[Tensor, ...] = field(default=(), compare=False)
-    """Results and gradients of a step that was run for real."""
+    """Outputs and gradients of a step that ran on real tensors."""
     listed: Captured | None = None
-    """Eager's own step, where that updates weights list by list (foreach, fused), which this one does weight by weight,
-    or by an optimizer behind it."""
+    """Eager's own step, if it updates lists of weights (foreach, fused) where this step updates single weights, or if
+    an optimizer is called after this step; else None."""
     behind: Apart | None = None
-    """Step of that optimizer: this step stops at gradients."""
+    """Captured step of an optimizer that is called after this step, which then ends with gradients; else None."""
 
     @property
     def expects(self) -> bool:
-        """True if branches on data are expected to go as they did when the step was captured."""
+        """True if the graph checks that branches on data go as they went in the capture."""
         return self.heard is not None and self.heard.expects
 
     @property
     def sends(self) -> bool:
-        """True if the step has messages to other ranks, which would have to run it, too."""
+        """True if the step has collectives, which other ranks would have to run, too."""
         return any(is_message(op.target) for op in self.graph.ops)
 
     @property
     def original(self) -> Captured:
-        """The step as eager runs it."""
+        """The captured step as eager runs it."""
         return self.listed or self
 
 
@@ -138,12 +139,13 @@ def capture(
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
-    The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
-    that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
-    With ``settled`` False the module may replace buffers, as some do in their first step. ``heard`` is what
-    `record_eager` told of this step. With ``results`` the tensors that the forward leaves in attributes are results of
-    the graph, too. Raises CaptureError, naming module and line, for steps that are not one static
-    graph, BranchError where ``heard`` would help.
+    The tensors may be real, hollow or fake, and are not changed. ``device`` ("cpu" or "cuda") selects the operators of
+    that device, ``autocast`` ("bfloat16" or "float16") the autocast dtype of forward and loss. With ``settled`` False
+    the module may replace buffers, as some modules do in their first step. ``heard`` is what `record_eager` recorded of
+    this step. With ``results`` the tensors that the forward stores in attributes are graph outputs, too.
+
+    Raises CaptureError, naming module and line, for steps that are not one static graph, BranchError if ``heard`` would
+    help.
     """
     check_tensors(module, inputs, targets)
     step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device)
@@ -162,7 +164,7 @@ def capture(
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The model, batch, loss and update of a step, and the device whose kernels it is captured for."""
+    """Module, batch, loss and update of a step, and the device whose operators the capture uses."""
 
     module: nn.Module
     inputs: Sequence[Tensor]
@@ -175,7 +177,7 @@ class _Step:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names of the parameters that the step trains."""
+        """Names of the parameters that the step trains. Raises CaptureError if a training step has none."""
         training = self.rule.kind != "none"
         trained = tuple(name for name, p in self.module.named_parameters() if training and p.requires_grad)
         if training and not trained:
@@ -192,8 +194,8 @@ def _watched(
     expects: bool,
     told: Callable[[bool], None] = lambda _of_batch: None,
 ) -> Iterator[tuple[Recorder, Snapshot, Callable[[Graph], None]]]:
-    """While it lasts, the step can be recorded on its stand-ins: the recorder, Python's objects as they were, and a
-    check of batch norms that average. Tensors of caches are added to `cached`."""
+    """Prepare the recording of a step on placeholder memory; yield the recorder, a snapshot of Python objects, and a
+    check of batch norms with cumulative averages. Tensors of function caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
     find = finder(stand, step.loss_fn, cached)
@@ -204,9 +206,9 @@ def _watched(
         kept = stack.enter_context(objects_kept(roots_of(stand.module, step.loss_fn)))
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+        # In force for the backward, too: activation checkpointing runs parts of the forward again in it.
         stack.enter_context(device_forms(step.device))
-        if step.device == "cuda":  # with autocast of the module's own, too
+        if step.device == "cuda":  # also for autocast inside the module
             stack.enter_context(as_on_cuda())
         stack.enter_context(states_recorded(step.device, own, made))
         yield recorder, kept, stack.enter_context(averages_named(stand.module, sentinels))
@@ -268,11 +270,11 @@ def record_eager(
     expects: bool = False,
     within: AbstractContextManager[object] | None = None,
 ) -> Captured:
-    """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
+    """Record forward, loss and backward of a step as the CPU really runs them, on copies of the tensors.
 
-    The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
-    of the result is what a capture cannot know; with ``expects``, the whole numbers that Python reads are in the graph.
-    Hollow tensors are run on made-up numbers. The step runs ``within`` a further mode, where one is given.
+    The graph ends before the update. Modules, tensors and random-number generators are left unchanged. ``heard`` of the
+    result is what a capture on hollow tensors cannot know; with ``expects``, the integers that Python reads are in the
+    graph. Hollow tensors get made-up contents. The step runs inside the context ``within``, if given.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     step, seen = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast), list[Tensor]()
@@ -297,8 +299,8 @@ def _recorded(
     left: dict[str, Tensor] | None = None,
     seen: list[Tensor] | None = None,
 ) -> Captured:
-    """Run the step on the stand-ins. `left` gets those of the `attributes`, tensors that its forward left somewhere,
-    that are results of it; `seen` gets all results."""
+    """Run and record the step on its placeholders. `left` is filled with those `attributes`, tensors stored by the
+    forward, that are outputs; `seen` with outputs and gradients."""
     rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
@@ -361,7 +363,7 @@ def _register_states(
     grads: Sequence[Tensor | None],
     states: Sequence[Mapping[str, Tensor]],
 ) -> None:
-    """Optimizer state, of those parameters that have a gradient: torch's optimizers never make any for the others."""
+    """Register the optimizer state of parameters with a gradient: torch's optimizers create none for the others."""
     for name, grad, state in zip(trained, grads, states, strict=True):
         if grad is None:
             continue
@@ -370,23 +372,21 @@ def _register_states(
 
 
 def _soonest(recorder: Recorder, weights: Sequence[Weight]) -> list[Weight]:
-    """In the order in which their gradients are there; those without one, which groups may name, come last."""
+    """Sort weights by the time at which their gradients are ready; weights without a gradient come last."""
     graded = [(recorder.value_of(each.grad), each) for each in weights if each.grad is not None]
     return [*(each for _, each in sorted(graded, key=lambda pair: pair[0])), *(w for w in weights if w.grad is None)]
 
 
 def _of_a_list(weights: Sequence[Weight], device: str) -> int:
-    """Bytes of weights that a planned step updates in one call: few, since their gradients wait for one another. One
-    weight at a time on a CPU, where a call on a list is a loop."""
+    """Return the bytes of weights that a planned step updates in one call: few, as a call waits for all its gradients;
+    0 on a CPU, where weights are updated one by one."""
     return 0 if device == "cpu" else sum(each.param.nbytes for each in weights) // LISTS
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """``loss.backward()`` without the detour through function modes; the gradients, None where there is none.
-
-    That detour would switch ``device_forms`` off during the backward, in which checkpointing runs forwards again.
-    Gradients are accumulated as in eager, which copies those that are shared or laid out unlike their parameter.
-    """
+    """Run ``loss.backward()`` below function modes; return the gradients, None for a parameter without one.
+    `Tensor.backward` would disable ``device_forms`` in the backward, where checkpointing runs forwards again. Gradients
+    are accumulated as in eager, which copies those that are shared or have other strides than their parameter."""
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [leaf.grad for leaf in leaves]

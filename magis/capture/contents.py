@@ -1,4 +1,4 @@
-"""Memory under hollow tensors (`magis.capture.hollow`), which nobody touches, and what is known of its contents."""
+"""Storages of hollow tensors (`magis.capture.hollow`), and the record of which contents are known."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ READABLE_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Contents:
-    """Knowledge of a storage's bytes; it lies on the storage, and goes with it."""
+    """Record of a storage's contents, kept as an attribute of the storage."""
 
     known: bool
     sources: frozenset[str] = frozenset()
     """Named tensors on whose contents the known bytes depend."""
     owner: object = None
-    """The mode under which the storage was made, or a twin's `TWIN`; no mode writes to what belongs to others."""
+    """The mode under which the storage was made, or `TWIN`; a mode writes only to storages of its own and to twins."""
     drawn: bool = False
-    """True for random numbers, and for bytes made of these and known ones alone."""
+    """True if the bytes are random numbers, or computed from random numbers and known bytes only."""
     unit: bool = False
-    """True for random numbers from [0, 1) as they were drawn."""
+    """True if the bytes are unchanged random numbers from [0, 1)."""
     recipe: Recipe | None = None
-    """Function that makes them again from the contents of named tensors; None where none is known."""
+    """Function that recomputes the contents from named tensors; None if there is none."""
     meta: torch.UntypedStorage | None = None
     fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
 
 
 Recipe: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
-"""Makes known contents again, of live tensors by name: a tensor on them, and the offset that it had in its storage."""
-Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
+"""Recomputes known contents from live tensors by name; returns a tensor and its storage offset in the capture."""
+Made: TypeAlias = "WeakSet[Contents]"  # records of live storages that modes made
 
 
 def empty_storage(nbytes: int, contents: Contents) -> torch.UntypedStorage:
-    """Memory that nobody has touched."""
+    """Return a new storage whose memory is never touched, with a record of its contents."""
     storage = untouched(nbytes)
     setattr(storage, MARK, contents)
     return storage
 
 
 def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor that looks like another one, on a storage of its own."""
+    """Return a tensor with the metadata of another one, on a given storage."""
     with _disable_current_modes():
         made = torch.empty(0, dtype=like.dtype)
         made.set_(storage, int(like.storage_offset()), tuple(like.shape), tuple(like.stride()))
@@ -63,18 +63,18 @@ def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Return True if nothing was ever computed for a tensor."""
+    """Return True if a tensor is hollow: its contents were never computed."""
     contents = contents_of(tensor)
     return contents is not None and not contents.known
 
 
 def contents_of(tensor: Tensor) -> Contents | None:
-    """Return the knowledge of a tensor's memory; None if no mode has seen it."""
+    """Return the record of a tensor's contents; None if no mode has met its storage."""
     return getattr(tensor.untyped_storage(), MARK, None)
 
 
 def is_readable(name: str, tensor: Tensor) -> bool:
-    """Return True if Python may read a tensor's numbers: lengths, positions, masks; no weights, no floats."""
+    """Return True if Python may read numbers off a tensor: a small integer or boolean one, and no parameter."""
     return (
         not name.startswith("parameter:")
         and not (tensor.is_floating_point() or tensor.is_complex())
@@ -85,10 +85,8 @@ def is_readable(name: str, tensor: Tensor) -> bool:
 def hollow_like(
     tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool], made: Made | None = None
 ) -> dict[str, Tensor]:
-    """Hollow twins of tensors, by name, that share memory where these do; detached. They are added to `made`.
-
-    Those that are `known` get the contents, whose source is then the name.
-    """
+    """Return hollow, detached twins of tensors, by name, that share storages as the tensors do; add them to `made`.
+    Twins of tensors that are `known` get the tensor's contents, with its name as source."""
     memory: dict[int, torch.UntypedStorage] = {}
     twins = {}
     for name, tensor in tensors.items():
@@ -111,7 +109,7 @@ def _of_live(name: str, offset: int, live: Mapping[str, Tensor]) -> tuple[Tensor
 
 
 def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-    """Return a function that makes a known tensor again from live ones by name; None where none is known."""
+    """Return a function that recomputes a known tensor from live tensors by name; None if there is none."""
     contents = contents_of(tensor)
     recipe = None if contents is None else contents.recipe
     if recipe is None or tensor.is_conj() or tensor.is_neg():
@@ -129,13 +127,13 @@ def made_again(tensor: Tensor) -> Callable[[Mapping[str, Tensor]], Tensor] | Non
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """In the place of a tensor among arguments, which it does not keep alive."""
+    """Placeholder for a tensor argument, which recomputes the tensor and does not keep it alive."""
 
     make: Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def _again(items: Any) -> Any:
-    """Arguments with what makes their tensors again; None where that is not known of one."""
+    """Replace tensors in arguments by functions that recompute them; return None if one has no such function."""
     makes = [made_again(item) for item in tree_iter(items) if isinstance(item, Tensor)]
     return None if None in makes else tree_map_only(Tensor, lambda each: _Again(made_again(each)), items)  # type: ignore[arg-type]
 
@@ -145,7 +143,7 @@ def _live(items: Any, live: Mapping[str, Tensor]) -> Any:
 
 
 def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Recipe | None:
-    """Return the recipe for the result of an operator on known tensors; None where none is known."""
+    """Return a function that recomputes the result of an operator on known tensors; None if there is none."""
     if not isinstance(out, Tensor):
         return None
     given, start = _again((args, kwargs)), int(out.storage_offset())
@@ -158,14 +156,15 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Rec
 
 
 def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
-    """Return the recipe for the memory of an operator's first argument, the only one that it writes."""
+    """Return a function that recomputes an operator's first argument, the only one that it writes; None if there is
+    none."""
     target, given = args[0], _again((args[1:], kwargs))
     before = contents_of(target)
     old = None if before is None else before.recipe
     if old is None or given is None:
         return None
     shape, stride, start = target.shape, target.stride(), int(target.storage_offset())
-    del target  # which is not kept alive
+    del target  # the closure must not keep it alive
 
     def recipe(live: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         args_now, kwargs_now = _live(given, live)
@@ -178,7 +177,7 @@ def recipe_of_written(func: Callable[..., Any], args: Any, kwargs: Any) -> Recip
 
 
 def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:
-    """Return what is known of a tensor's memory; of memory that no mode has seen everything, or `new`."""
+    """Return the record of a tensor's contents; for a storage that no mode has met, create one, or use `new`."""
     storage = tensor.untyped_storage()
     found = getattr(storage, MARK, None)
     if found is None:
@@ -188,7 +187,7 @@ def contents_under(tensor: Tensor, new: Contents | None = None) -> Contents:
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy real tensors, by name; copies share memory where the tensors do, and are detached."""
+    """Copy real tensors, by name; copies share storages where the tensors do, and are detached."""
     memory: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
@@ -198,7 +197,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-    """As much memory with made-up numbers in place of unknown ones: small positive floats, whole numbers 0."""
+    """Return a storage of equal size with made-up contents: small positive floats, integer zeros."""
     made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
     if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))

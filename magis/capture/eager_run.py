@@ -1,8 +1,8 @@
-"""Run a step eagerly for a capture that cannot know all: layouts of results, and ways that branches take.
+"""Eager runs of a step, for what a capture on hollow tensors cannot know: strides of results, and branches on data.
 
-Torch's functions for fake tensors give some results other strides than kernels do, and a branch on data
-(`if torch.isfinite(x).all()`) has no answer where nothing is computed. So the step is run once on real tensors; a
-capture then follows what was heard. What it branches on becomes an expectation of the graph (`magis.ops.call`).
+Torch's fake tensor functions return some results with other strides than the kernels do, and a branch on data (`if
+torch.isfinite(x).all()`) has no outcome if nothing is computed. So the step runs once on real tensors, and a capture
+uses the record of that run. A branch becomes an operator that checks its outcome (`magis.ops.call`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from magis.capture.schemas import READS
 from magis.graph import Op, Storage, Value
 
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and data type of a result."""
+"""Shape, strides and dtype of a result."""
 
 _MOST_READ = 1024
-"""Elements of a list that become expectations one by one."""
+"""Maximum number of elements of a list that the graph checks one by one."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """Layouts of every operator's results, call by call, and the truth values and whole numbers that Python read."""
+    """Record of an eager run: layouts of every operator's results, and the booleans and integers that Python read."""
 
     layouts: Mapping[str, tuple[tuple[_Layout, ...], ...]]
     read: tuple[int, ...]
     expects: bool
-    """True if a capture takes what was read, and shapes that depend on data, as expectations."""
+    """True if a capture checks, at every step, the numbers that were read and the shapes that depend on data."""
 
 
 class Listener(TorchDispatchMode):
-    """Hears a step on real tensors."""
+    """Dispatch mode that records layouts and reads of a step on real tensors."""
 
     def __init__(self, *, expects: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,13 +59,13 @@ class Listener(TorchDispatchMode):
         return out
 
     def heard(self) -> Heard:
-        """Everything so far."""
+        """Return the record of all calls so far."""
         layouts = {name: tuple(calls) for name, calls in self._layouts.items()}
         return Heard(layouts, tuple(self._read), self._expects)
 
 
 class Follower:
-    """Goes through what was heard, one operator after another."""
+    """Iterator over the record of an eager run, one operator call after another."""
 
     def __init__(self, heard: Heard | None) -> None:
         self.heard = heard
@@ -74,23 +74,24 @@ class Follower:
 
     @property
     def expects(self) -> bool:
-        """True if reads and shapes that depend on data are expected to be as in eager's run."""
+        """True if the capture uses the recorded numbers and data-dependent shapes, and the graph checks them."""
         return self.heard is not None and self.heard.expects
 
     def rewind(self) -> None:
-        """From the first call on again."""
+        """Go back to the first call."""
         self._calls.clear()
         self._read = 0
 
     def read(self) -> int | None:
-        """The next truth value or whole number that Python reads; None where no expectation can be made of it."""
+        """Return the next boolean or integer that Python read in eager's run; None if the record has none to use."""
         self._read += 1
         if self.heard is None or not self.heard.expects or self._read > len(self.heard.read):
             return None
         return self.heard.read[self._read - 1]
 
     def made(self, func: Any) -> tuple[Tensor, ...] | None:
-        """Results such as this call of the operator made in eager's run; None where none can be expected."""
+        """Return empty tensors with the layouts of this call's results in eager's run; None if the record has none to
+        use."""
         if self.heard is None or not self.heard.expects:
             return None
         calls, position = self.heard.layouts.get(str(func), ()), self._calls[str(func)]
@@ -99,7 +100,7 @@ class Follower:
         return tuple(torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in calls[position])
 
     def laid_out(self, func: Any, out: Any) -> Any:
-        """Fake results with eager's strides, where this call of the operator made such shapes."""
+        """Give fake results the strides of eager's run, if this call's results had equal shapes there."""
         if self.heard is None:
             return out
         name = str(func)
@@ -123,7 +124,7 @@ class Follower:
 def is_of_batch(
     known: Sequence[int], ops: Sequence[Op], values: Mapping[int, Value], storages: Mapping[int, Storage]
 ) -> bool:
-    """Return True if values that operators have made depend on the batch, and on no random number."""
+    """Return True if values that operators made depend on the batch, and on no random number."""
     wanted = {values[value].storage for value in known}
     for op in reversed(ops):
         if wanted & ({values[value].storage for value in op.made()} | {storage for storage, _ in op.writes}):
@@ -138,7 +139,7 @@ def _layout(tensor: Tensor) -> _Layout:
     return tuple(tensor.shape), stride, tensor.dtype
 
 
-# Methods of tensors that hand Python their contents past the dispatcher, where no mode sees it.
+# Methods of tensors that return contents to Python past the dispatcher, unseen by modes.
 
 Reader: TypeAlias = Callable[..., Any]
 READERS = ("tolist", "numpy", "__array__", "item")
@@ -146,7 +147,7 @@ READERS = ("tolist", "numpy", "__array__", "item")
 
 @contextmanager
 def readers_replaced(form: Callable[[str, Reader], Reader]) -> Iterator[None]:
-    """In the block such methods are what ``form`` makes of a name and the method."""
+    """Replace the methods of tensors that read contents past the dispatcher by ``form(name, method)``."""
     readers = {name: (name in vars(Tensor), getattr(Tensor, name)) for name in READERS}
     for name, (_, read) in readers.items():
         setattr(Tensor, name, form(name, read))
@@ -161,7 +162,7 @@ def readers_replaced(form: Callable[[str, Reader], Reader]) -> Iterator[None]:
 
 
 def by_element(name: str, read: Reader) -> Reader:
-    """`tolist` of whole numbers as one read for each of them, which modes hear; other methods as they are."""
+    """Make `tolist` of integer tensors read element by element, which modes can see; return other methods unchanged."""
     if name != "tolist":
         return read
 

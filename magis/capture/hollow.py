@@ -1,13 +1,13 @@
-"""Hollow tensors: plain CPU tensors whose memory is never touched, for steps that are looked at and not computed.
+"""Hollow tensors: plain CPU tensors whose memory is never touched, for steps that are recorded and not computed.
 
-A dispatch mode answers every operator with a tensor of the right shape, strides and type, as torch's functions for
-fake tensors give them, on fresh memory that nobody writes: the operating system hands out pages on first use, so a
-network of any size costs nothing. Unlike torch's fake tensors these are of type `torch.Tensor` and on the device "cpu":
-no library can take them for tensors of a tracer and choose another way through its code.
+A dispatch mode answers every operator with a tensor of the right shape, strides and dtype, as torch's fake tensor
+functions give them, on new memory that is never written: the operating system maps pages on first use, so a network of
+any size takes no memory. Unlike torch's fake tensors these are of type `torch.Tensor` and on the device "cpu": no
+library can detect tracing by their type, and choose another branch.
 
-Small results that depend on no parameter, no floating-point batch and no random number are *known*: they are computed
-for real, so that Python may read numbers off them (a mask that was just made, a list of sizes). Which named tensors the
-numbers that were read depend on is told (`Hollow.read`): a captured step holds for these contents alone.
+Small results that depend on no parameter, no floating-point batch and no random number are *known*: they are computed,
+so that Python may read numbers off them (a mask that was just made, a list of sizes). `Hollow.read` names the tensors
+on which the numbers that were read depend: a captured step is valid for their contents only.
 """
 
 from __future__ import annotations
@@ -51,30 +51,31 @@ from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
-"""Larger results are never computed."""
+"""Maximum bytes of a result that is computed."""
 MADE_UP_BYTES = 1 << 28
-"""Larger arguments are never made up to ask a kernel for the looks of its results."""
+"""Maximum bytes of arguments that are made up to run a kernel for the layout of its results."""
 _CPU = torch.device("cpu")
 _OWN = STATE_OPERATORS | {EXPECT}
 
 
 class UnknownTruth(DataDependentOutputException):
-    """Python reads a number off a tensor whose contents are not known, or a shape hangs on them, and eager tells."""
+    """Error: Python reads a number, or a shape depends on data, of unknown contents, and an eager run would tell
+    which."""
 
 
 class Hollow(TorchDispatchMode):
-    """The mode, entered by `hollow`. Tensors of one are hollow under any other.
+    """Dispatch mode of hollow tensors, entered by `hollow`; a tensor of one mode is hollow under any other.
 
-    A mode that ``draws`` takes random numbers from the generator as eager does, so that Python may read those that
-    depend on nothing else: which layers this step leaves out, say. ``drawn`` tells whether it did, or would have.
-    ``heard`` is what eager's run of the step told: layouts of results, and what branches on data found. All that it
-    makes is added to ``made``.
+    With ``draws`` the mode takes random numbers from the generator as eager does, so that Python may read numbers that
+    depend on nothing else: say, which layers a step leaves out. ``drawn`` is True if it did, or would have. ``heard``
+    is the record of eager's run: layouts of results and outcomes of branches on data. Contents that the mode creates
+    are added to ``made``.
     """
 
     numbers = False
-    """True if whole random numbers are drawn, for small tensors: lengths in a batch are then some that it may have."""
+    """True if random integers in small tensors are drawn: lengths in a batch are then valid ones."""
     keeps_sources = True
-    """True if real tensors that are met are kept, to see later whether their contents have changed."""
+    """True if real tensors that operators read are kept, to detect later that their contents changed."""
 
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,9 +86,9 @@ class Hollow(TorchDispatchMode):
         self.follower = Follower(heard)
         self._news: frozenset[str] = frozenset()
         self.read: set[str] = set()
-        """Names of the tensors on whose contents the numbers that Python has read so far depend."""
+        """Names of the tensors on whose contents the numbers that Python has read depend."""
         self.kept: dict[str, Tensor] = {}
-        """Real tensors that were met, which Python keeps somewhere, by the names that they have in `read`."""
+        """Real tensors that operators read and that Python holds, by their names in `read`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,10 +102,10 @@ class Hollow(TorchDispatchMode):
             return args[0]
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
-        if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers)
             contents_under(args[0], self._own_contents(sources=traced_within(args[0])))
         self._note_sources(given)
-        if says.view or says.renews:  # metadata alone: the kernel itself knows best
+        if says.view or says.renews:  # metadata only: run the real kernel
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -141,7 +142,7 @@ class Hollow(TorchDispatchMode):
         return found
 
     def _note_sources(self, tensors: Iterable[Tensor]) -> None:
-        """Name real tensors that no mode has made, as sources of what is computed from them."""
+        """Name real tensors that no mode made, as sources of the results computed from them."""
         for tensor in tensors if self.keeps_sources else ():
             contents = contents_under(tensor)
             if contents.owner is None:
@@ -150,7 +151,7 @@ class Hollow(TorchDispatchMode):
                 self.kept.setdefault(name, tensor)
 
     def read_by(self, *tensors: Tensor) -> None:
-        """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
+        """Record that Python reads numbers off tensors. Raises DataDependentOutputException for unknown contents."""
         self._note_sources(tensors)
         for contents in (found := [*map(contents_under, tensors)]):
             self.drawn |= contents.drawn
@@ -160,15 +161,16 @@ class Hollow(TorchDispatchMode):
         self.read |= self._news
 
     def expected(self, of_batch: bool) -> None:
-        """Take the number that Python has just read as checked at every step: it may be of any batch."""
+        """Mark the number that Python has just read as checked at every step, so that it may come from any batch."""
         self.read -= {name for name in self._news if of_batch and name.startswith(("input:", "target:"))}
 
     def _read_number(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The number that Python reads; of unknown contents, if at all, what eager found instead."""
+        """Return the number that Python reads; for unknown contents the number of eager's run, or raise if there is
+        none."""
         whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
         found = self.follower.read() if whole else None
         unknown = [each for each in map(contents_under, given) if not each.known]
-        lost = self._drew and not self._draws  # how far the generator is
+        lost = self._drew and not self._draws  # the generator's state is no longer eager's
         if whole and unknown and (lost or not all(each.drawn for each in unknown)):
             if found is None:
                 raise UnknownTruth(func)
@@ -177,7 +179,7 @@ class Hollow(TorchDispatchMode):
         self.read_by(*given)
         return func(*args, **kwargs)
 
-    # -- results that are computed --------------------------------------------------------------------------------
+    # -- known results -------------------------------------------------------------------------------------------
 
     def _may_compute(self, func: Any, given: list[Tensor], written: list[Tensor], out: Any) -> bool:
         made = [item for item in tree_iter(out) if isinstance(item, Tensor)]
@@ -212,14 +214,15 @@ class Hollow(TorchDispatchMode):
         kwargs: dict[str, Any],
         out: Any,
     ) -> Any:
-        """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
+        """Return the results of an operator that draws random numbers, and record which contents are known or
+        random."""
         whole = isinstance(out, Tensor) and not out.is_floating_point()
         if self.numbers and whole and not written and self._may_compute(func, given, written, out):
             return self._computed(func, given, written, args, kwargs)
         info = op_info(str(func))
         free = info.free_draws and info.overwrites == func._schema.name.endswith("_")
         if not (self._draws and free):
-            self._draws = False  # how far the generator would be after this is not known
+            self._draws = False  # eager's state of the generator is unknown from here
             for tensor in written:
                 contents_under(tensor).known, contents_under(tensor).drawn = False, free and _covers(tensor)
             made = self._hollow(func, out, given, written, drawn=free)
@@ -227,7 +230,7 @@ class Hollow(TorchDispatchMode):
             alike = func._schema.name.endswith("_like")
             certain = alike or all(contents_under(each).known for each in given if not _among(each, written))
             if func is torch.ops.aten.bernoulli_.Tensor and not contents_under(args[1]).known:
-                args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
+                args = (args[0], torch.zeros_like(args[1]))  # the kernel checks every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
                 contents = contents_under(tensor, self._own_contents())
@@ -239,8 +242,8 @@ class Hollow(TorchDispatchMode):
         return made
 
     def _state(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The generator's state, read or set: for real as long as random numbers are drawn for real."""
-        if self._draws and str(func) != EXPECT:  # a bound, which steps check
+        """Read or set a generator's state: the real one as long as random numbers are really drawn."""
+        if self._draws and str(func) != EXPECT:  # EXPECT is a check of bounds
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
                 contents_under(made, self._own_contents(drawn=True))
@@ -248,7 +251,7 @@ class Hollow(TorchDispatchMode):
         given = str(func) in (GET_STATE, DRAW_STATE)
         return self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if given else None
 
-    # -- results that are not -------------------------------------------------------------------------------------
+    # -- hollow results --------------------------------------------------------------------------------------------
 
     def _faked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake_args, fake_kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
@@ -265,8 +268,8 @@ class Hollow(TorchDispatchMode):
             return as_packed(str(func), fake_args, out)
 
     def _by_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Run the kernel itself where torch's function for fakes refuses: some kernels do more, others need numbers
-        that are known here. Made-up contents are zeros: valid indices, lengths and offsets."""
+        """Run the real kernel if torch's fake tensor function refuses: some kernels support more, others need known
+        numbers. Unknown arguments become zeros, which are valid indices, lengths and offsets."""
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         unknown = [tensor for tensor in given if not contents_under(tensor).known]
         dynamic = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -328,7 +331,7 @@ class Hollow(TorchDispatchMode):
             if same is not None and same.shape == fake.shape:
                 return same
             if fake.layout != torch.strided:
-                return fake  # which the recorder refuses
+                return fake  # refused by the recorder
             if fake.device != _CPU:
                 raise RuntimeError(f"{func} moves a tensor to device {fake.device}")
             key = fake.untyped_storage()._cdata
@@ -342,7 +345,7 @@ class Hollow(TorchDispatchMode):
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Return True if a write to a tensor leaves no byte of its storage as it was."""
+    """Return True if a write to a tensor overwrites every byte of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
@@ -351,7 +354,7 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """Compare numbers from [0, 1) with a constant; None where they do not all give the same answer."""
+    """Return the outcome of comparing numbers from [0, 1) with a constant; None if it may differ between elements."""
     kind = COMPARISONS.get(func)
     if kind is None or not isinstance(args[1], (int, float)) or not contents_under(args[0]).unit:
         return None
@@ -362,7 +365,8 @@ def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
 
 @contextmanager
 def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
-    """The mode, or a new one, in force. `tolist`, `numpy` and others that read past the dispatcher ask it first."""
+    """Enter a mode of hollow tensors, or a new one; `tolist`, `numpy` and other reads past the dispatcher call it
+    first."""
     mode = mode or Hollow()
 
     def asking(name: str, read: Reader) -> Reader:

@@ -1,4 +1,4 @@
-"""The names that code looks up, read off its instructions."""
+"""The names that code looks up, as found in its bytecode."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ _MODULES = frozenset({"import_module", "__import__", "modules"})
 
 @dataclass(frozen=True)
 class Reads:
-    """The names that a step's code looks up: attributes of modules (`own`) and of other objects (None: any), and those
-    of Python's modules and namespaces, of which only a user's own code counts (`user`, `globals`)."""
+    """The names that a step's code looks up: attributes of modules (`own`) and of other objects (`names`; None: any
+    name), and names in Python modules and namespaces, for a user's own code only (`user`, `globals`)."""
 
     own: frozenset[str] | None = None
     names: frozenset[str] | None = None
     user: frozenset[str] = frozenset()
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
     imported: tuple[str, ...] = ()
-    """Modules that functions import when they run, those included that are not there."""
+    """Modules that functions import when they run, including missing ones."""
     codes: frozenset[types.CodeType] = frozenset()
-    """Code of the functions that ran, without torch's."""
+    """Code of the functions that ran, except torch's."""
     functions: Callable[[frozenset[types.CodeType]], Iterable[types.FunctionType]] = lambda _: ()
-    """Finds the functions of such code to which no path leads: a class has them, or C."""
+    """Finds functions with such code that no path leads to, as a class or C holds them."""
     asked: tuple[tuple[str, Callable[[], Any]], ...] = ()
-    """Settings of the process that the code asked for: they are watched by asking again."""
+    """Settings of the process that the code read, by name, with a function that reads each again."""
     counted: tuple[tuple[str, int], ...] = ()
-    """Numbers that every forward adds to and nothing looks at, by path; and the summand."""
+    """Numbers that every forward adds to and no code reads, by path; and the summand."""
     results: frozenset[str] = frozenset()
-    """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
+    """Paths of attributes in which every forward stores a tensor, without reading the previous one."""
     state: frozenset[str] = frozenset()
-    """Those of attributes that every forward looks at, too, and leaves another tensor in: state of the step."""
+    """Paths of attributes in which every forward stores a tensor after reading the previous one: state of the step."""
     moved: frozenset[str] = frozenset()
-    """Numbers in attributes that every forward reads and changes."""
+    """Paths of numbers in attributes that every forward reads and changes."""
     clocks: Mapping[str, int] = field(default_factory=dict)
-    """Paths of numbers in which every forward leaves times, and by how much to move these to see who reads them."""
+    """Paths of numbers in which every forward stores times, with the shift that detects code which reads them."""
     stale: tuple[str, ...] = ()
-    """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
+    """Names of other places where the forward stores tensors: lists and dictionaries, say."""
 
     def more(self, names: set[str]) -> Reads:
-        """Return the same with further names."""
+        """Return the reads with further names."""
         own, known = (None if each is None else each | names for each in (self.own, self.names))
         return replace(self, own=own, names=known, user=self.user | names)
 
 
 @functools.lru_cache(maxsize=4096)
 def names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; those of
-    globals; and the modules that are imported."""
+    """Return the names that code loads, strings that may be names included, but not those it only stores or increments;
+    the names of globals; and the modules that it imports."""
     counts, found, bare, modules = counting_loads(code), set[str](), set[str](), set[str]()
     steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
     for at, one in enumerate(steps):
@@ -70,7 +70,7 @@ def names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], fr
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    """The constants of code, those within tuples, too: names that a `match` looks at."""
+    """Yield the constants of code, with those inside tuples: a `match` has attribute names there."""
     for item in items:
         if isinstance(item, (tuple, frozenset)):
             yield from _flat(item)
@@ -80,7 +80,7 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def matches_by_position(code: types.CodeType) -> bool:
-    """Return True for code with a pattern such as `case Point(x, y)`: the class knows which attributes these are."""
+    """Return True for code with a pattern such as `case Point(x, y)`, whose attributes only the class knows."""
     return any(one.opname == "MATCH_CLASS" and one.arg for one in dis.get_instructions(code))
 
 
@@ -89,7 +89,7 @@ _ADDS = ("+", "+=")
 
 @functools.lru_cache(maxsize=4096)
 def counting_loads(code: types.CodeType) -> frozenset[int]:
-    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
+    """Return the offsets of instructions that load an attribute only to store it again with a number added."""
     steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
     loads: dict[str, list[int]] = {}
     stores: Counter[str] = Counter()
@@ -103,13 +103,13 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
             elif _adds(steps, at):
                 found.add(steps[at - 4].offset)
     for name, offsets in loads.items():
-        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
+        if stores[name] == len(offsets):  # every load begins a `+=`
             found.update(offsets)
     return frozenset(found)
 
 
 def _adds(steps: list[dis.Instruction], at: int) -> bool:
-    """Return True if what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    """Return True if the store at `at` is that of `self.n = self.n + 1`: holder, load, constant, sum, holder again."""
     if at < 5:
         return False
     holder, load, number, total, again = steps[at - 5 : at]

@@ -1,8 +1,6 @@
-"""Python numbers that autograd keeps as tensors: `x * 3` makes eager keep the 3 until the backward formula has run.
-
-Which operators do so is asked of torch, since no schema says it: the operator is called on tensors of one element, and
-its autograd node looked at. A number lives to its node's last operator, or to the node's death.
-"""
+"""Python numbers that autograd saves as tensors: `x * 3` makes eager keep the 3 until the backward formula has run. No
+schema says which operators do so: torch is asked, by a call on one-element tensors whose autograd node is inspected. A
+saved number lives until its node's last operator, or until the node dies."""
 
 from __future__ import annotations
 
@@ -19,51 +17,51 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.graph import Op, Value
 
 Kind = tuple[type, str, bool]
-"""Python type of an argument; for a tensor also its data type, and whether it requires a gradient."""
+"""Python type of an argument; for a tensor also its dtype, and True if it requires a gradient."""
 _ALIVE = -1
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A call of the forward that is given a number in a tensor's place, and that autograd may keep."""
+    """An operator call of the forward with a Python number as a tensor argument, which autograd may save."""
 
     made: int
     """Position of the operator."""
     sequence: int
     """Sequence number of its autograd node."""
     call: tuple[Any, ...]
-    """Arguments for `_kept_bytes`."""
+    """Arguments of `_kept_bytes`."""
 
 
 class _Token:
-    """Lies in what autograd keeps beside a node, and dies with it."""
+    """Object in an autograd node's metadata, which dies with the node."""
 
 
 class Numbers:
-    """The numbers that a step's forward hands to autograd; ``ran`` grows by the operators that run."""
+    """Python numbers that a step's forward passes to autograd; ``ran`` is the growing list of operators."""
 
     def __init__(self, ran: Sequence[Op]) -> None:
         self._ran = ran
         self._taken: list[_Taken] = []
-        self._uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
+        self._uses: dict[int, list[int]] = {}  # positions where a node passes on its number
         self._last_of_node: dict[int, int] = {}
-        self._ends: dict[int, int] = {}  # of nodes that may die unread: the last position before
+        self._ends: dict[int, int] = {}  # last position before the death of an unread node
         self._watched: dict[int, weakref.ref[_Token]] = {}
         self._fresh: tuple[weakref.ref[Tensor], int] | None = None
 
     def taken(
         self, func: Any, given: tuple[Kind, ...], named: Any, sequence: int, out: Any, *, at: int, in_place: bool
     ) -> None:
-        """The call at a position of the forward, whose node has this number, was given Python numbers."""
+        """Record a call of the forward with Python numbers, by its position and its autograd node's sequence number."""
         if not torch.is_grad_enabled() or not any(grad for _, _, grad in given):
             return
         self._taken.append(_Taken(at, sequence, (func, given, named, in_place)))
-        # Torch makes a view's node anew where somebody asks for it.
+        # Torch creates a view's node again on access.
         if isinstance(out, Tensor) and not out._is_view():
             self._fresh = weakref.ref(out), sequence
 
     def watch(self) -> None:
-        """Watch the node that the last call's result got once that was over."""
+        """Start to watch the autograd node of the last call's result, once the call has returned."""
         if self._fresh is None:
             return
         (result, sequence), self._fresh = self._fresh, None
@@ -85,17 +83,17 @@ class Numbers:
         self._watched[sequence] = weakref.ref(token, died)
 
     def used(self, sequence: int, position: int) -> None:
-        """The node passes its number on to the operator at a position of the backward."""
+        """Record that an autograd node passes its saved number to the operator at a position of the backward."""
         self._uses.setdefault(sequence, []).append(position)
 
     def ran(self, sequence: int, position: int) -> None:
-        """The operator at a position of the backward is the node's."""
+        """Record that an autograd node runs the operator at a position of the backward."""
         self._last_of_node[sequence] = position
 
     def lives(
         self, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]
     ) -> tuple[tuple[int, int, int], ...]:
-        """First and last position, and bytes, of each number as autograd keeps it, in the step so far."""
+        """Return first position, last position and bytes of each number that autograd saves, in the step so far."""
         found = []
         for number in self._taken:
             born, nbytes = number.made + 1, _kept_bytes(*number.call)
@@ -103,14 +101,15 @@ class Numbers:
                 found.append((born, use - 1, nbytes))
                 born = use + 1
             end = self._last_of_node.get(number.sequence, self._ends.get(number.sequence))
-            if end is None:  # its node could not be watched: it goes with all that was made of its result
+            if end is None:  # unwatched node: dies with all results derived from its own
                 end = _end_unread(number.made, ops, values, deaths)
             found.append((born, len(ops) if end == _ALIVE else end, nbytes))
         return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)
 
 
 def _end_unread(made: int, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]) -> int:
-    """The last position before a node that no backward runs goes, with all that the forward made of its result."""
+    """Return the last position before the death of a node that no backward runs: all results derived from it are
+    dead."""
     reached = set(ops[made].made())
     for op in ops[made + 1 :]:
         if op.phase == "forward" and not reached.isdisjoint(op.inputs()):
@@ -119,19 +118,19 @@ def _end_unread(made: int, ops: Sequence[Op], values: Mapping[int, Value], death
 
 
 def takes_number(func: Any, args: Sequence[Any]) -> bool:
-    """Return True if a number stands where the operator's schema has a tensor."""
+    """Return True if an operator is given a Python number for a tensor argument of its schema."""
     return any(True for _ in _names_of_numbers(func, args))
 
 
 def _names_of_numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
-    """Names of such arguments."""
+    """Yield the names of tensor arguments that are given a Python number."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if isinstance(given, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType):
             yield argument.name
 
 
 def kinds(args: Sequence[Any]) -> tuple[Kind, ...] | None:
-    """Return the kinds of a call's positional arguments; None for one with lists or torch's constants."""
+    """Return the kinds of a call's positional arguments; None if one is a list or a torch constant."""
     if not all(arg is None or isinstance(arg, (Tensor, bool, int, float, complex, str)) for arg in args):
         return None
     return tuple(
@@ -142,12 +141,12 @@ def kinds(args: Sequence[Any]) -> tuple[Kind, ...] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any], ...], in_place: bool) -> int:
-    """Bytes of the numbers that autograd keeps of such a call."""
+    """Return the bytes of the numbers that autograd saves for a call."""
     with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
         args = [_sample(kind, first=in_place and not at) for at, kind in enumerate(given)]
         try:
             out = func(*args, **dict(named))
-        except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
+        except (RuntimeError, TypeError, ValueError):  # a single one is no valid argument
             return 0
         node = out.grad_fn if isinstance(out, Tensor) else None
         saved = [getattr(node, f"_saved_{name}", None) for name in _names_of_numbers(func, args)]

@@ -1,4 +1,4 @@
-"""The numbers that a snapshot of Python objects watches: read and replaced by the paths that it reports."""
+"""The numbers that a snapshot of Python objects watches: read and written by path."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from magis.capture.snapshot import Snapshot
 from magis.ops.python_objects import function_state, is_of_system, same, scheduled, slot_values
 
 CONTENTS = ("input:", "target:", "buffer:", "held:", "kept:")
-"""Begin the names of tensors that Python reads numbers off."""
+"""Prefixes of the names of tensors off which Python reads numbers."""
 OFF = "off "
-"""Begins the paths of these numbers, whichever they are."""
+"""Prefix of the paths of numbers that are read off a tensor."""
 
 
 def changed_numbers(changes: Iterable[tuple[str, object, object]]) -> frozenset[str] | None:
-    """The paths of what has changed, if all of that are numbers of the same type; None where something else has."""
+    """Return the paths of changed numbers, if only numbers changed and kept their types; else None."""
     found = set()
     for path, then, now in changes:
         pairs = [(path, then, now)]
@@ -49,7 +49,7 @@ class NumberPlaces:
 
     @property
     def namespaces(self) -> list[dict[str, Any]]:
-        """Those in which code of the user's own looks names up."""
+        """Namespaces in which the user's own code looks up names."""
         spaces = (namespace for namespace, _ in self._watched._reads.globals)
         return [each for each in spaces if not is_of_system(str(each.get("__name__", "")))]
 
@@ -58,12 +58,12 @@ class NumberPlaces:
         return self._at(path) is not None
 
     def read(self, path: str) -> Any:
-        """The number that stands there now."""
+        """Return the current number at a path."""
         holder, key = self._at(path) or ({}, path)
         return getattr(holder, key) if isinstance(key, _Attribute) else holder[key]
 
     def write(self, path: str, number: Any) -> None:
-        """Put something else there."""
+        """Store a value at a path."""
         holder, key = self._at(path) or ({}, path)
         if isinstance(key, _Attribute):
             setattr(holder, key, number)
@@ -71,20 +71,20 @@ class NumberPlaces:
             holder[key] = number
 
     def holding(self, wanted: Collection[Any]) -> dict[str, Any]:
-        """Which of some functions stand where, by path: names that the code has imported them under."""
+        """Find which of some functions the watched names hold; return them by path."""
         known = {*map(id, wanted)}
         found = ((path, self._stands(*place)) for path, place in self._all())
         return {path: item for path, item in found if id(item) in known}
 
     def _stands(self, holder: Any, key: Any) -> Any:
-        """Return the item of a holder under a key or attribute; None where there is none."""
+        """Return a holder's item under a key or attribute; None if there is none."""
         try:
             return getattr(holder, key, None) if isinstance(key, _Attribute) else holder[key]
         except (LookupError, ValueError):
             return None
 
     def _at(self, path: str) -> tuple[Any, Any] | None:
-        """Return the holder of the number at a path, and its key or attribute there."""
+        """Return the holder of the number at a path, and its key or attribute; None if the path is unknown."""
         if path not in self._found:
             found = next((place for known, place in self._all() if known == path), None)
             if found is None:
@@ -104,7 +104,7 @@ class NumberPlaces:
         for path, ask, _ in watched._asked:
             function: Any = getattr(ask, "func", None)
             given: Any = getattr(ask, "args", ())
-            if function is function_state:  # cells stand behind its code and defaults
+            if function is function_state:  # cells follow code and defaults
                 cells = enumerate(given[0].__closure__ or (), 3)
                 yield from ((f"{path}[{index}]", (cell, _Attribute("cell_contents"))) for index, cell in cells)
             elif function is slot_values:
@@ -121,7 +121,8 @@ class NumberPlaces:
 
 
 def _with_parts(path: str, holder: Any, key: Any, value: object) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """A place, and those in the list or dictionary that stands there: each step may bring another one."""
+    """Yield a place, and the places of the elements if it holds a list or a dictionary, which may be replaced at any
+    step."""
     yield path, (holder, key)
     if isinstance(value, list):
         yield from ((f"{path}[{index}]", (_Within(holder, key), index)) for index in range(len(value)))
@@ -131,7 +132,7 @@ def _with_parts(path: str, holder: Any, key: Any, value: object) -> Iterator[tup
 
 @dataclass(frozen=True, eq=False)
 class _Within:
-    """The list or dictionary that stands at a key now."""
+    """The list or dictionary that is currently stored under a key of a holder."""
 
     holder: Any
     key: Any

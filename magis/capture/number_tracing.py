@@ -1,8 +1,6 @@
-"""Puts stand-ins in the places of a user's own numbers, and of what reads them unseen, while a step is captured.
-
-Functions of `math` and those that draw numbers, `int` and `float` in the user's own modules, and indices of tensors
-hand stand-ins on (`traced_numbers.py`).
-"""
+"""Replacement of a user's own numbers by traced numbers while a step is captured. Functions of `math`, random
+functions, `int` and `float` in the user's modules, and tensor indexing are patched to accept traced numbers
+(`traced_numbers.py`)."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ def tracing(
     moved: Collection[str] = (),
     wanted: Collection[str] = (),
 ) -> Iterator[Trace]:
-    """While it lasts, the numbers at these paths, and those that are drawn, are stand-ins. The step changes those that
-    are `moved`, and Python reads numbers off the tensors `wanted`, by name."""
+    """Replace the numbers at these paths, and those that Python draws, by traced numbers while the context lasts. The
+    step changes the numbers at the paths `moved`, and Python reads numbers off the tensors named `wanted`."""
     trace = Trace(seed, far=far, pinned=moved, wanted=wanted)
     trace.look = partial(trace.note_left, places, paths)
     token = TRACE.set(trace)
@@ -53,11 +51,11 @@ def tracing(
         stack.callback(TRACE.reset, token)
         watched: dict[int, Callable[..., Any]]
         watched = {id(function): partial(_of_math, name, function) for name, function in MATH.items()}
-        drawing: list[Any] = []  # methods: each look at a module's attribute is the same object
+        drawing: list[Any] = []  # bound methods: a module's attribute is always one object
         for name, function in MATH.items():
             setattr(math, name, watched[id(function)])
             stack.callback(setattr, math, name, function)
-        make, show = logging.getLogRecordFactory(), builtins.print  # what is shown, nothing is computed with
+        make, show = logging.getLogRecordFactory(), builtins.print  # printed numbers are not computed with
         logging.setLogRecordFactory(partial(_recorded, make))
         stack.callback(logging.setLogRecordFactory, make)
         builtins.print = lambda *items, **named: show(*map(true_of, items), **named)
@@ -90,7 +88,7 @@ def tracing(
 
 
 def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """A function of `math`, which reads stand-ins unseen."""
+    """Call a function of `math`; return a traced number if it is given one."""
     trace = next((each.trace for each in given if isinstance(each, TracedNumber)), None)
     if trace is None or keywords:
         return function(*given, **keywords)
@@ -101,15 +99,17 @@ def _of_math(name: str, function: Callable[..., Any], *given: Any, **keywords: A
 
 
 def _recorded(make: Callable[..., logging.LogRecord], *given: Any, **named: Any) -> logging.LogRecord:
-    """A record of what is logged: the sixth argument is what the text is made of."""
+    """Make a log record with plain numbers in place of traced ones; the sixth argument holds the values of the
+    message."""
     return make(*given[:5], tuple(map(true_of, given[5])), *given[6:], **named)
 
 
 def _indexed(tensor: Tensor, trace: Trace, plainly: Callable[..., Any], shift: bool, index: Any, *value: Any) -> Any:
-    """Index a tensor by numbers that are traced: one slice, of the same length at every step, among whole dimensions.
+    """Index a tensor by traced numbers: by one slice of constant length, with all other dimensions whole.
 
-    With ``shift`` it begins elsewhere than it does now: a window that it shares with others by chance is another then.
-    Other slices hold for the present numbers alone; those of gradients' tensors, too, as the backward has the numbers.
+    With ``shift`` the slice begins at another offset than now, so that a tensor with equal offset by chance can be told
+    apart. Other slices are valid for the current numbers only, and so are slices of tensors with gradients, as
+    autograd's backward has the numbers as constants.
     """
     parts = index if isinstance(index, tuple) else (index,)
     places = [at for at, each in enumerate(parts) if isinstance(each, slice) and _traced_among(each.start, each.stop)]
@@ -150,7 +150,7 @@ def _traced_among(*items: object) -> bool:
 
 
 class _AsBuiltin(type):
-    """Metaclass of stand-ins for `int` and `float` in the namespaces of a user's code: they hand traced numbers on."""
+    """Metaclass of replacements for `int` and `float` in namespaces of a user's code, which pass traced numbers on."""
 
     def __instancecheck__(cls, item: object) -> bool:
         return isinstance(item, cls.__mro__[1])

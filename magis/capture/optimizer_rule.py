@@ -1,8 +1,8 @@
-"""Read a user's optimizer as an update that can be part of the step, or say why it cannot.
+"""Conversion of a user's optimizer to an update that can be part of the step, or the reason why it cannot.
 
-Taken into the step are `torch.optim.SGD`, `Adam` and `AdamW` as torch made them, each group of parameters with its own
-numbers, parameters of different age too. Learning rates may change from step to step. Everything else runs by itself
-after the step, as in any loop, on gradients that are then all kept to the end.
+Part of the step are `torch.optim.SGD`, `Adam` and `AdamW` without patches, each parameter group with its own numbers,
+also if parameters have done different numbers of steps. Learning rates may change from step to step. Any other
+optimizer is called after the step, as in any loop, on gradients that are all kept to the end.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from magis.ops.optimizers import (
 from magis.ops.python_objects import PREFIX
 
 _OFF = ("capturable", "differentiable")
-"""Options with numbers that the step does not compute."""
+"""Options with numbers that a planned step does not compute."""
 _NOT_FUSED = ("dampening", "nesterov", "maximize", "amsgrad")
-"""Options that the step takes only of updates that are not fused."""
+"""Options that a planned step supports only if the update is not fused."""
 _NUMBERS = ("lr", "momentum", "betas", "eps", "weight_decay", "dampening")
 _FLAGS = ("nesterov", "maximize")
 _METHODS = ("step", "zero_grad", "_init_group")
@@ -55,25 +55,25 @@ _SPACES, _FUNCTIONS = zip(
     ),
     strict=True,
 )
-"""Names of the functions that torch's steps are made of, and the modules that look them up."""
+"""Names of the functions that torch's optimizers call, and the namespaces in which they are looked up."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The update of an optimizer as it is now."""
+    """The current update of an optimizer, and the parameter group of each of its rules."""
 
     spec: OptimizerSpec
     homes: tuple[int, ...]
-    """For each rule in `spec.alone()`, the number of the optimizer's group that it is (a part of)."""
+    """Index of the optimizer's parameter group for each rule in `spec.alone()`."""
 
     @cached_property
     def frozen_in(self) -> OptimizerSpec:
-        """The part of it that a plan has as constants: all but the learning rates."""
+        """The update as a plan has it in constants: without the learning rates."""
         return replace(self.spec, lr=0.0, groups=tuple(replace(group, lr=0.0) for group in self.spec.groups))
 
 
 def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
-    """Why an optimizer cannot be part of the step, in words; empty if it can."""
+    """Return in words why an optimizer cannot be part of the step; "" if it can."""
     if type(optimizer) not in (SGD, Adam, AdamW):
         return f"{type(optimizer).__name__} is none of SGD, Adam, AdamW"
     code = [(f"its {name}", getattr(optimizer, name)) for name in _METHODS]
@@ -98,7 +98,7 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
             return "one of its numbers is a tensor"
         if len({*map(id, group["params"])}) < len(group["params"]):
             return "a group has a parameter twice"
-    # frozen ones are passed over, as torch does
+    # skip frozen parameters, as torch does
     mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
     theirs = {id(parameter) for parameter in trained.values()}
     if mine != theirs:
@@ -110,24 +110,24 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if its step calls the loop's forward and backward itself, as often as it likes."""
+    """Return True if the optimizer's `step` needs a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def fused_rule(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> OptimizerSpec:
-    """The update of an optimizer that `why_apart` has nothing against, with its present numbers, all parameters at the
-    same age. `trained` are the parameters by the names that they have in the module that is captured."""
+    """Return the update of an optimizer accepted by `why_apart`, with its current numbers, as if all its parameters had
+    done equally many steps. `trained` are the parameters by their names in the captured module."""
     return _update(optimizer, trained, by_age=False).spec
 
 
 def update_of(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Update:
-    """The same, with parameters of different age (their bias corrections differ) in groups of their own."""
+    """Return the update of an optimizer, with a separate rule for parameters that have done another number of steps."""
     return _update(optimizer, trained, by_age=True)
 
 
 def age_of(optimizer: Optimizer, parameter: nn.Parameter) -> float:
-    """Count the steps that a parameter has gone, where its next one depends on that: whole ones unless edited."""
+    """Return the number of steps that a parameter has done, if its next update depends on it; else 0."""
     state = optimizer.state.get(parameter, {})
     if isinstance(optimizer, SGD):
         return int(state.get("momentum_buffer") is not None)
@@ -135,7 +135,7 @@ def age_of(optimizer: Optimizer, parameter: nn.Parameter) -> float:
 
 
 def with_rates(update: Update, optimizer: Optimizer) -> OptimizerSpec:
-    """The rule with the learning rates that the optimizer's groups have now."""
+    """Return the update with the current learning rates of the optimizer's parameter groups."""
     first, *others = rates = [float(optimizer.param_groups[home]["lr"]) for home in update.homes]
     if rates == [update.spec.lr, *(group.lr for group in update.spec.groups)]:
         return update.spec
@@ -144,7 +144,8 @@ def with_rates(update: Update, optimizer: Optimizer) -> OptimizerSpec:
 
 
 def fingerprint(optimizer: Optimizer) -> tuple[Any, ...]:
-    """All that `why_apart` and `update_of` look at, but for the state and the values of learning rates."""
+    """Return all that `why_apart` and `update_of` depend on, except state and values of learning rates, for
+    comparison."""
     kind, own = type(optimizer), vars(optimizer)
     return (
         kind,
@@ -166,7 +167,7 @@ def _of_group(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Return True if anything else runs before or after its step."""
+    """Return True if hooks run before or after the optimizer's step."""
     return any(_hooks(optimizer))
 
 
@@ -180,7 +181,7 @@ def _hooks(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def _is_torchs_own(method: Any) -> bool:
-    """Return True for a method of torch, under whatever torch wraps around it (profiling, learning-rate schedulers)."""
+    """Return True for a method of torch, also if torch wraps it (profiling, learning-rate schedulers)."""
     while method is not None:
         function = getattr(method, "__func__", method)
         code = getattr(function, "__code__", None)
@@ -191,7 +192,8 @@ def _is_torchs_own(method: Any) -> bool:
 
 
 def _odd_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
-    """Name a part of the state that the first step of such an optimizer does not make: an option was set later, say."""
+    """Return in words what state the optimizer's first step would not create, as after a change of options; "" if
+    none."""
     kinds = state_names(fused_rule(optimizer, trained))
     for name, parameter in trained.items():
         state = optimizer.state.get(parameter)
@@ -244,7 +246,7 @@ def _kind(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 def _numbers_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's numbers, as a rule has them."""
+    """Return the numbers of a parameter group as arguments of an update rule."""
     found: dict[str, Any] = {name: float(group[name]) for name in _NUMBERS if name in group and name != "betas"}
     found.update({name: bool(group[name]) for name in _FLAGS if name in group})
     if "betas" in group:
@@ -263,19 +265,19 @@ ALONE = "gate forward and backward alone, with the optimizer 'gradients', or the
 
 @dataclass(frozen=True)
 class Apart:
-    """A step of an optimizer on trained parameters and their gradients (kind "batch"), as in `Captured`."""
+    """A captured step of an optimizer on trained parameters and their gradients (inputs of kind "batch")."""
 
     graph: Graph
     deaths: Mapping[int, int]
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of every tensor that the optimizer keeps."""
+        """Bytes of every tensor in the optimizer's state."""
         return tuple(s.nbytes for s in self.graph.storages.values() if s.kind == "state")
 
 
 def is_left_alone(optimizer: Optimizer) -> bool:
-    """Return True if its step is that of its class, without patches of its own and hooks on every optimizer."""
+    """Return True if the optimizer's `step` is that of its class, without patches, and no global hooks exist."""
     own = vars(optimizer)
     patched = getattr(own.get("step"), "__func__", own.get("step"))
     hooked = global_hooks._global_optimizer_pre_hooks or global_hooks._global_optimizer_post_hooks
@@ -283,10 +285,8 @@ def is_left_alone(optimizer: Optimizer) -> bool:
 
 
 def step_apart(optimizer: Optimizer, graded: Mapping[str, Tensor], device: str) -> Apart | None:
-    """Capture `optimizer.step()` once it has state, with gradients for the parameters `graded`; change nothing.
-
-    None for an optimizer whose step cannot be looked at: it reads numbers off gradients, say, or is patched.
-    """
+    """Capture `optimizer.step()` with existing state and with gradients of the parameters `graded`; change nothing.
+    Return None if it cannot be captured: it reads numbers off gradients, say, or is patched."""
     if not is_left_alone(optimizer):
         return None
     try:
@@ -297,8 +297,8 @@ def step_apart(optimizer: Optimizer, graded: Mapping[str, Tensor], device: str) 
 
 
 def step_behind(own: OwnOptimizer, graded: Mapping[str, Tensor], device: str) -> Apart:
-    """The same of an optimizer on other parameters, `graded` by name. CaptureError for one that cannot be looked at, or
-    whose steps differ."""
+    """Capture `step()` of a user's own optimizer on other parameters, `graded` by name. Raises CaptureError if it
+    cannot be captured, or if later steps run other operators."""
     mine = {name: each for name, each in own.parameters.items() if name in graded}
     try:
         with generators_kept(), torch.enable_grad():
@@ -319,7 +319,7 @@ def step_behind(own: OwnOptimizer, graded: Mapping[str, Tensor], device: str) ->
 
 
 def _course(apart: Apart) -> list[tuple[str, tuple[int, ...]]]:
-    """The operators of a step, with the bytes that each makes."""
+    """Return the operators of a step, with the bytes of their results."""
     values = apart.graph.values
     return [(op.target, tuple(values[made].nbytes for made in op.made())) for op in apart.graph.ops]
 
@@ -355,8 +355,8 @@ def _recorded(
 
 
 def _twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tuple[Optimizer, Mapping[int, Any]]:
-    """An optimizer like this one, on parameters (as `likes` has them, by their `id`) and state without memory; and the
-    twins of its tensors by their `id`."""
+    """Return a copy of the optimizer on hollow parameters and state; and the hollow tensors by `id` of the original.
+    `likes` gives tensors, by the parameters' `id`, whose layout the copied parameters take."""
     held = {id(each): likes.get(id(each), each) for group in optimizer.param_groups for each in group["params"]}
     kept = list(_state(optimizer, held))
     with hollow():  # a twin for a GPU's tensor, too
@@ -379,7 +379,7 @@ def _twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tup
 
 
 def _state(optimizer: Optimizer, likes: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, torch.dtype]]:
-    """The tensors that an optimizer keeps, and the data type of each where its parameter is like these."""
+    """Yield the tensors of an optimizer's state, with their dtypes if the parameters are like those in `likes`."""
     for parameter, entries in optimizer.state.items():
         for _, tensor in named_tensors(entries):
             yield tensor, state_dtype(tensor, parameter, likes.get(id(parameter), parameter))

@@ -1,9 +1,9 @@
-"""The code that a step runs: what it is, what it calls in C, and what of the process it asks for.
+"""The code that a step runs, its calls of C functions, and the process state that it reads.
 
-Values that code finds by a name are watched (`magis.capture.snapshot`). A function in C may look elsewhere: at files,
-clocks, locks, settings of the process. Those that a user's own code calls, by itself or through Python's library, are
-functions of their arguments alone, are watched by calling them again, or are refused. Libraries of others are trusted:
-they log, and look at clocks for that.
+Values that code finds by name are watched (`magis.capture.snapshot`). A C function may read other state: files, clocks,
+locks, settings of the process. Those that a user's own code calls, directly or through Python's standard library, must
+be functions of their arguments alone, or are watched by calling them again, or are refused. Third-party libraries are
+trusted: they log, and read clocks for the log.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _ELSEWHERE = {
     "posix": "times getloadavg",
     "builtins": "id hash",
 }
-"""Clocks and addresses, as logs and keys of dictionaries have them. In the second call of a step they are others, which
-tells whether it computes with them."""
+"""Clocks and addresses, as used by logs and dictionary keys. They are shifted in the second call of a step, which shows
+if the step computes with them."""
 _HOMES = (*_ELSEWHERE, "io", "os", "timeit")
 _OF_A_TIME = {time.localtime: 0, time.gmtime: 0, time.ctime: 0, time.asctime: 0, time.strftime: 1}
-"""Functions of a time that is now if it is left out, and how many arguments come before it."""
+"""Functions of a time that defaults to now, and the number of arguments before it."""
 _AS_TEXT, _ADDRESSES = (time.asctime, time.strftime), (id, hash)
 _OPEN, _NOW = open, time.time
 LATER = 86_400 * 365
-"""Seconds by which a clock goes forward at every look."""
+"""Seconds by which a clock is advanced at every read."""
 _QUIET = frozenset({"logging", "warnings", "traceback", "importlib", "tokenize", "pdb", "contextlib"})
-"""Parts of Python's library that look around for themselves: what they find is in no number of a step."""
+"""Parts of Python's standard library whose reads of process state affect no number of a step."""
 _SAFE = frozenset({
     "builtins", "math", "cmath", "operator", "itertools", "functools", "collections", "re", "struct", "random",
     "copyreg", "typing", "abc", "weakref", "array", "decimal", "datetime", "fractions", "statistics", "bisect", "heapq",
@@ -61,14 +61,14 @@ _SAFE = frozenset({
     "sha512", "md5", "blake2", "contextvars", "locale", "ast", "opcode", "symtable", "inspect", "types", "enum",
     "unicodedata", "ctypes", "stat", "tracemalloc", "copy", "asyncio", "imp", "warnings",
 })  # fmt: skip
-"""Python's modules whose functions, and methods of whose objects, are functions of what others can watch."""
+"""Python's modules whose functions and methods depend only on state that others watch."""
 _HARMLESS = frozenset({
     "sleep", "fspath", "fsencode", "fsdecode", "getpid", "exc_info", "_getframe", "intern", "getsizeof", "exit",
     "write", "writelines", "flush", "close", "acquire", "release", "__enter__", "__exit__", "collect", "putenv",
     "unsetenv", "audit", "StringIO", "BytesIO", "getvalue", "get_objects", "get_referrers", "notify", "put",
     "allocate_lock", "RLock",
 })  # fmt: skip
-"""Functions of other modules whose results say nothing, or nothing that changes."""
+"""Functions of other modules whose results are constant, or do not influence the numbers of a step."""
 _REFUSED = frozenset({"open", "input", "locked"})
 _LEVELS = {logging.Logger.isEnabledFor.__code__, logging.Logger.getEffectiveLevel.__code__}
 _NAMED: dict[str, Callable[[], Any]] = {
@@ -80,14 +80,14 @@ _NAMED: dict[str, Callable[[], Any]] = {
     "catch_warnings": lambda: tuple(sys.modules["warnings"].filters),
     "torch._tensor_str": lambda: repr(vars(sys.modules["torch._tensor_str"].PRINT_OPTS)),
 }
-"""Settings that operators, properties and Python's library read, by a name in code or a module that comes to them."""
+"""Functions that read settings of operators, properties and Python's library, by a name in code or a called module."""
 
 _BY_NAME = frozenset({"vars", "dir", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
-"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
+"""Names in code that reads attributes by computed names; `getattr` itself is recorded."""
 _ANY_NAME = frozenset(map(id, (getattr, hasattr, vars, dir, operator.attrgetter)))
 _WHOLE = frozenset({"__reduce__", "__reduce_ex__", "__getstate__", "__dir__", "__sizeof__"})
 _WHOLE_MODULES = frozenset({"argparse", "copy", "copyreg", "pickle", "pprint", "reprlib"})
-"""Functions under any name of theirs, methods, and modules that read attributes whose names no code tells."""
+"""Functions (under any name), methods and modules that read attributes whose names appear in no code."""
 _ALWAYS = frozenset(
     {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
@@ -95,11 +95,11 @@ _ALWAYS = frozenset(
     | {"_backward_fn", "_setup_context_fn", "_backends_to_fns"}  # of custom operators
 )
 _BELOW = ("magis.capture", "magis.ops", "magis.cases.tensor_ledger", "torch._", "torch.fx", "torch.utils._")
-"""Code below the forward's own: it runs operators, or watches them."""
+"""Modules that run or watch operators below the forward's own code."""
 
 
 def unwatched(called: str) -> CaptureError:
-    """The refusal of a step that computes with what this returns."""
+    """Return the error for a step that computes with the result of a call that cannot be watched."""
     return CaptureError(
         f"the step calls {called}, and nobody sees when its result changes",
         hint="call it before the step, and keep the number or a tensor in an attribute",
@@ -107,19 +107,19 @@ def unwatched(called: str) -> CaptureError:
 
 
 class Ran:
-    """The code that ran in a block, and what it asked of the process."""
+    """The code that ran in a block, and the process state that it read."""
 
     def __init__(self, later: int = LATER) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
-        """With the globals of each."""
+        """Globals of each code object that ran."""
         self.names: set[str] = set()
-        """Given to `getattr` and `hasattr`."""
+        """Names given to `getattr` and `hasattr`."""
         self.asked: dict[str, Callable[[], Any]] = {}
         self.reads_any = False
-        """True once attributes are read whose names no code tells: then all are watched."""
+        """True once attributes are read by names that appear in no code: then all attributes are watched."""
         self.refused = ""
         self.looked = ""
-        """The last of the clocks and addresses that the second call has looked at."""
+        """The clock or address that the second call read last; empty if none."""
         self._later, self._looks, self._again, self._thread = later, 0, False, 0
         self._cells: dict[types.CodeType, set[tuple[int, ...]]] = {}
         self._functions: dict[frozenset[types.CodeType], tuple[types.FunctionType, ...]] = {}
@@ -127,17 +127,15 @@ class Ran:
         self._homes: dict[types.CodeType, str] = {}
 
     def check(self) -> None:
-        """Raise CaptureError for what was called and cannot be watched."""
+        """Raise CaptureError for a call that cannot be watched."""
         if self.refused:
             raise unwatched(self.refused)
 
     @contextmanager
     def listening(self, *, again: bool = False) -> Iterator[None]:
-        """Collect the code of every Python function that is called; ``again`` in the second call of a step, in which
-        clocks and addresses are others.
-
-        Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is no part of the step.
-        """
+        """Record the code of every Python function that is called; ``again`` for the second call of a step, in which
+        clocks and addresses are shifted. The garbage collector is off meanwhile, as its callbacks and `__del__` are no
+        part of the step."""
         self._again, self._looks, self._thread = again, 0, threading.get_ident()
         new: dict[int, Any] = {id(each): partial(self._asking, each) for each in (getattr, hasattr)}
         new[id(_OPEN)] = self._opening
@@ -166,7 +164,7 @@ class Ran:
                 gc.enable()
 
     def reads(self) -> Reads:
-        """Return the names that the code that ran looks up."""
+        """Return the names that the recorded code looks up."""
         names, user, imported, by_name = {*_ALWAYS, *self.names}, {*self.names}, set[str](), self.reads_any
         wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for code, namespace in self.codes.items():
@@ -199,7 +197,7 @@ class Ran:
         )  # fmt: skip
 
     def functions(self, codes: frozenset[types.CodeType]) -> tuple[types.FunctionType, ...]:
-        """Those of such code that ran, as far as they are there still: all objects of the process are looked at."""
+        """Return the live functions with these code objects that ran; searches all objects of the process."""
         if codes not in self._functions:
             found: dict[types.CodeType, list[types.FunctionType]] = {}
             for item in objects_of(types.FunctionType):
@@ -214,11 +212,11 @@ class Ran:
         return tuple(id(cell_content(cell)) for cell in item.__closure__ or ()) in self._cells[code]
 
     def settings(self, names: Iterable[str]) -> tuple[tuple[str, Callable[[], Any]], ...]:
-        """Return the settings that were asked for, and those that code asks for by these names."""
+        """Return the settings that the step read, and those that code reads by these names."""
         known = {*names, *self._modules}
         return (*self.asked.items(), *((name, ask) for name, ask in _NAMED.items() if name in known))
 
-    # -- while it runs ------------------------------------------------------------------------------------------
+    # -- while the block runs------------------------------------------------------------------------------------
 
     def _asking(self, look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
         if isinstance(name, str):
@@ -226,13 +224,13 @@ class Ran:
         return look(item, name, *default)
 
     def _opening(self, file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
-        """Open a file; what is written to one is in no number of a step."""
+        """Open a file; record a refusal if the step's own code opens it for reading."""
         if not {*"r+"}.isdisjoint(mode) and self._is_asked_by(sys._getframe(1)):
             self.refused = self.refused or "open"
         return _OPEN(file, mode, *more, **named)
 
     def _elsewhere(self, look: Callable[..., Any], *given: Any) -> Any:
-        """Look at a clock that is ahead, or at another address."""
+        """Read a clock that is advanced, or a shifted address, if the step's own code reads it."""
         found, before = look(*given), _OF_A_TIME.get(look)
         if not self._is_asked_by(sys._getframe(1)) or (look in _ADDRESSES and not _is_address(look, *given)):
             return found
@@ -248,16 +246,16 @@ class Ran:
         return type(found)([each + ahead for each in found]) if isinstance(found, tuple) else found + ahead
 
     def _is_asked_by(self, frame: types.FrameType) -> bool:
-        """Return True if the step's own code asks, and no other thread."""
+        """Return True if the step's own code calls, on the recorded thread."""
         return threading.get_ident() == self._thread and self._is_of_user(frame)
 
     def _ahead(self, name: str) -> int:
-        """Seconds by which the next clock that is looked at is ahead."""
+        """Return the seconds by which the clock that is read next is advanced."""
         self.looked, self._looks = name, min(self._looks + 1, 1000)
         return self._later * self._looks
 
     def _dates(self, kind: Any) -> Any:
-        """A class of dates that takes the place of another one; there, `now` and `today` are later."""
+        """Return a replacement for a class of dates, whose `now` and `today` are advanced."""
 
         def later(name: str) -> Any:
             look: Callable[..., Any] = getattr(kind, name)
@@ -291,7 +289,8 @@ class Ran:
             self._note_call(called)
 
     def _home(self, frame: types.FrameType) -> str:
-        """Whose code it is that runs: "user", "library" of somebody else, "python", or "torch", with ours and numpy."""
+        """Return the origin of running code: "user", "library" (third-party), "python", or "torch" (with numpy and
+        magis)."""
         code = frame.f_code
         if code not in self._homes:
             module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -322,7 +321,7 @@ class Ran:
         )
         home = home.partition(".")[0].lstrip("_")
         self.reads_any = self.reads_any or home in _WHOLE_MODULES
-        if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # else it was looked at in its module
+        if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # other reads were shifted in their module
             self.refused = f"{home}.{name}" if self._again else ""
             return
         if is_of_torch(home) or name in _HARMLESS or home not in _PYTHONS:

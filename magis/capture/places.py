@@ -1,4 +1,4 @@
-"""Where an operator comes from: the sub-module whose forward is running, and the user's file and line."""
+"""Origin of an operator: the sub-module whose forward is running, and the user's file and line."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# Where in the user's code an operator is called: file and line of the innermost frame that is theirs.
+# Place of an operator call in the user's code: file and line of the innermost user frame.
 
 HERE = Path(__file__).parent
 START = frozenset((str(HERE / "captured.py"), str(HERE.parent / "runtime" / "steps.py")))
-"""Call the module, the loss and the optimizer: frames around them are not theirs."""
+"""Files that call module, loss and optimizer: the user's frames lie inside their frames."""
 OURS, NETWORKS = HERE.parent, HERE.parent / "models"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 class UserLines:
-    """Looks lines up; remembers which files are the user's, since a step asks some thousand times."""
+    """Look-up of the user's file and line, with a cache of file names, as a step asks some thousand times."""
 
     def __init__(self) -> None:
         self._theirs: dict[str, str] = {}
 
     def here(self) -> str:
-        """ "net.py:31"; empty where torch was called without any code of theirs in between, as a loss often is."""
+        """Return file and line of the innermost user frame, such as "net.py:31"; empty if no user code is on the
+        stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename not in START:
             name = frame.f_code.co_filename
@@ -42,7 +43,7 @@ class UserLines:
 
 
 def _shown(name: str) -> str:
-    """A user's file in short: from the current directory on, else with its folder; empty for other files."""
+    """Return a user's file name relative to the current directory, else with its folder; empty for other files."""
     path = Path(name)
     if name.startswith("<") or path.is_relative_to(Path(torch.__file__).parent):
         return ""
@@ -57,32 +58,30 @@ def _shown(name: str) -> str:
 
 
 class Places:
-    """Modules and lines as a step goes on; operators of the backward have those of the forward that they belong to."""
+    """Module and line of each operator; operators of the backward get those of the forward operator they belong to."""
 
     def __init__(self) -> None:
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
         self._lines = UserLines()
         self._line_of_node: dict[int, str] = {}
-        self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
+        self._failure: tuple[int, str] = (0, "")  # id of an error, and the innermost module that raised it
 
     def of_forward(self, sequence: int) -> tuple[str, str]:
-        """Module and line of what runs now, which makes the autograd node with this sequence number."""
+        """Return module and line of the current forward operator, whose autograd node has this sequence number."""
         module, line = self._modules[-1], self._lines.here()
         self._module_of_node.setdefault(sequence, module)
         self._line_of_node.setdefault(sequence, line)
         return module, line
 
     def of_backward(self, sequence: int) -> tuple[str, str]:
-        """Module and line of what made the node."""
+        """Return module and line of the forward operator that made an autograd node."""
         return self._module_of_node.get(sequence, ""), self._line_of_node.get(sequence, "")
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Note for every operator the path of the sub-module whose forward is running.
-
-        Hooks would be seen: torch's fused layers step aside for them. So the call itself is replaced meanwhile.
-        """
+        """Record the path of the sub-module whose forward is running, while the context lasts. `nn.Module._call_impl`
+        is patched, as torch's fused layers are disabled by forward hooks."""
         paths = {id(child): path for path, child in module.named_modules()}
         plain: Any = nn.Module._call_impl
 
@@ -95,7 +94,7 @@ class Places:
                 return plain(child, *args, **kwargs)
             except BaseException as error:
                 if id(error) != self._failure[0]:
-                    # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
+                    # Keep the id only: frames would keep tensors alive, and checkpointing ends by an error.
                     self._failure = (id(error), self.module)
                 raise
             finally:
@@ -113,5 +112,5 @@ class Places:
         return self._modules[-1]
 
     def module_of(self, error: BaseException) -> str:
-        """Path of the innermost sub-module whose forward ``error`` has left, else of the one that is running."""
+        """Return the path of the innermost sub-module whose forward raised ``error``, else of the running one."""
         return self._failure[1] if id(error) == self._failure[0] else self.module

@@ -1,4 +1,4 @@
-"""Eager's step with nobody watching: what it computes, to hold a recorded run to."""
+"""Eager's step without any mode, with whose numbers a recorded run is compared."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def plain_difference(
     explicit_attention: bool,
     autocast: str | None,
 ) -> str:
-    """In words, where numbers of a recorded run (`Captured.seen`) are other ones than those of a plain run; empty
-    where they are the same, where plain runs differ among themselves, and where none can be made: the step writes to
-    tensors that nobody could put back."""
+    """Describe in words where a recorded run (`Captured.seen`) and a plain eager run differ; return "" if they do not.
+    Also "" if two plain runs differ, if the step has collectives, or if it writes to tensors that cannot be
+    restored."""
     graph = recorded.graph
     written = {storage for op in graph.ops for storage, _ in op.writes}
     held = (graph.values[number] for number in graph.inputs if graph.values[number].name.startswith(PREFIX))

@@ -1,8 +1,6 @@
-"""State that a forward keeps in Python: attributes, counters, cached tables, tensors made in the first call.
-
-What a capture leaves there would be taken for real by the next call, so it is forgotten. What real calls have left
-there is part of the step: its contents are those of the call's arguments, and stay as they are.
-"""
+"""State that a forward keeps in Python: attributes, counters, cached tables, tensors made in the first call. State that
+a capture leaves would be used by the next real call, so it is removed. State that real calls left is an input of the
+step, and stays unchanged."""
 
 from __future__ import annotations
 
@@ -31,21 +29,20 @@ from magis.ops.generators import generators_kept, held_generators, own_kept
 from magis.ops.python_objects import CACHE, DATA, MISSING, cached, holder_of, is_of_module, leave
 
 CACHED = "cached:"
-"""Begins the names of such tensors in a graph."""
+"""Prefix of the names of cached tensors in a graph."""
 CACHES = "the caches of functools"
 
 
 class LeftInCaches:
-    """Contents that a block leaves in caches but never computes: modes within it add all that they make to ``made``."""
+    """Hollow tensors that a block leaves in function caches; modes in the block add the contents they create to
+    ``made``."""
 
     def __init__(self) -> None:
         self.made: Made = WeakSet()
 
     def forget(self, *kept: Tensor) -> bool:
-        """Empty the caches that hold some of it; whether there are any. Only ``kept`` is expected to live on.
-
-        To look for caches means to look at all objects of the process: that is for when something else lives on.
-        """
+        """Clear the caches that hold hollow tensors of the block; return True if there were any. Caches are searched,
+        among all objects of the process, only if more than the tensors ``kept`` is still alive."""
         made, expected = set(self.made), {contents_of(tensor) for tensor in kept}
         self.made.clear()
         found = False
@@ -58,13 +55,13 @@ class LeftInCaches:
 
 @contextmanager
 def caches_kept() -> Iterator[LeftInCaches]:
-    """Forget at the end what the block leaves in caches without computing it."""
+    """Clear, at the end of the block, caches in which it left hollow tensors."""
     left = LeftInCaches()
     try:
         yield left
     except CaptureError as error:
         inner: BaseException | None = error
-        while inner is not None:  # what only its frames hold is in no cache, and `forget` need not look for one
+        while inner is not None:  # tensors that only frames hold are in no cache
             traceback.clear_frames(inner.__traceback__)
             inner = inner.__cause__ or inner.__context__
         raise
@@ -73,16 +70,16 @@ def caches_kept() -> Iterator[LeftInCaches]:
 
 
 def cached_memory() -> set[int]:
-    """Storages of all tensors in caches."""
+    """Return the addresses of the storages of all tensors in function caches."""
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
 def objects_of(kind: type) -> list[Any]:
-    """All that Python keeps track of, those included that collections are told to pass over."""
+    """Return all objects of a type that the garbage collector tracks, frozen ones included."""
     seen = len(gc.get_objects())
     gc.unfreeze()
     objects = gc.get_objects()
-    if len(objects) > seen + 1:  # the first list may be among them; to ask how many are frozen takes longer
+    if len(objects) > seen + 1:  # + 1: the first list; gc.get_freeze_count is slower
         gc.freeze()
     return [item for item in objects if type(item) is kind]
 
@@ -97,14 +94,13 @@ def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
             yield cache, tensors
 
 
-# Copies of modules, with what `copy.deepcopy` refuses (results of their last forward) or loses (how weights lie).
+# Copies of modules with tensors that `copy.deepcopy` refuses (non-leaf ones), and with the strides that it loses.
 
 
 def deep_copy(module: nn.Module) -> nn.Module:
-    """`copy.deepcopy`, with plain tensors in place of those that autograd made: the `weight` of `weight_norm`, say.
-
-    Weights that lie in memory with gaps, or in memory of others, do so in the copy: kernels go by the strides.
-    """
+    """Copy a module with `copy.deepcopy`, replacing non-leaf tensors by detached copies (the `weight` of
+    `weight_norm`). The copies of weights keep strides with gaps and shared storages, on which the choice of kernels
+    depends."""
     made: dict[int, object] = {}
     for part in module.modules():
         for tensor in vars(part).values():
@@ -112,38 +108,36 @@ def deep_copy(module: nn.Module) -> nn.Module:
                 made[id(tensor)] = tensor.detach().clone()
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor and parameter.layout == torch.strided:
-            # Of a parameter torch copies the elements, of any other tensor all the memory that it lies in.
+            # torch copies a parameter's elements, but any other tensor's whole storage.
             twin = copy.deepcopy(parameter.detach(), made)
             made[id(parameter)] = nn.Parameter(twin, parameter.requires_grad)
     return copy.deepcopy(module, made)
 
 
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:
-    """Add to numbers, by path, what one call of the forward adds: `self.calls += 1`. Nothing else looks at them."""
+    """Add to numbers, by path, what one forward adds, as in `self.calls += 1`."""
     for path, step in counted:
         found = holder_of(roots, path)
-        if found is not None and hasattr(*found):  # else somebody has taken it away, as they may: nothing looks at it
+        if found is not None and hasattr(*found):  # else the user deleted the counter
             setattr(*found, getattr(*found) + step)
 
 
-# One forward ahead of the capture, for modules that make some of their state when they are first called.
+# One forward before the capture, for modules that create state in their first call.
 
 
 def settle(
     work: Workload, left: LeftInCaches | None = None, within: AbstractContextManager[object] | None = None
 ) -> None:
-    """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
-
-    Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins. With
-    ``left``, what a hollow call leaves in caches stays there until that forgets it. The call runs ``within`` a mode.
-    """
+    """Call module and loss once, so that caches, tables and late buffers exist as in every step but the first. Tensors
+    and random-number generators are restored; a generator that the call creates is reset to its seed. With ``left``,
+    hollow tensors in caches stay until ``left.forget()``. The call runs inside the context ``within``."""
     own = (*work.module.parameters(), *work.module.buffers())
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
     data, known = [(each, each.data) for each in own], held_generators(work.module, work.loss_fn)
     try:
         with ExitStack() as stack:
-            if any(map(is_hollow, (*own, *work.inputs, *work.targets))):  # weights may be known where a batch is not
-                stack.enter_context(averages_named(work.module, {}))  # which read numbers that hollow tensors have not
+            if any(map(is_hollow, (*own, *work.inputs, *work.targets))):  # weights may be real, the batch hollow
+                stack.enter_context(averages_named(work.module, {}))  # they read unknown contents
                 made = (left or stack.enter_context(caches_kept())).made
                 mode: AbstractContextManager[object] = hollow(Hollow(made=made))
             else:
@@ -159,7 +153,7 @@ def settle(
                 tensor.data = before
         with torch.no_grad():
             for buffer, contents in kept:
-                if not torch.equal(buffer, contents):  # no schema says that batch norm writes to its averages
+                if not torch.equal(buffer, contents):  # batch norm's schema hides its writes to averages
                     buffer.copy_(contents)
     for name, generator in held_generators(work.module, work.loss_fn).items():
         if name not in known:
@@ -167,14 +161,13 @@ def settle(
 
 
 class WritesKept(TorchDispatchMode):
-    """Keep what operators in the block write over, of memory that was there before: a batch, a weight, a tensor that a
-    global or a closure holds. It can be put back."""
+    """Dispatch mode that saves the contents of older storages before operators in the block write to them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._known: set[int] = set()
-        """Addresses of what is kept already, and of what the block has made."""
+        """Addresses of storages that are already saved, and of those made in the block."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,14 +182,14 @@ class WritesKept(TorchDispatchMode):
         return out
 
     def undo(self) -> None:
-        """Leave all of it as it was before the block."""
+        """Restore the contents of all saved storages."""
         for memory, contents in self._kept:
             if memory.nbytes() == contents.nbytes():
                 memory.copy_(contents)
 
 
 class WritesUndone(WritesKept):
-    """The same, undone at the end of the block."""
+    """Dispatch mode that restores, at the end of the block, older storages that the block wrote to."""
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -209,15 +202,15 @@ def _memory(items: Any) -> set[int]:
 
 
 def begun_as(roots: Mapping[str, object], path: str, then: object) -> object:
-    """The number that a path begins with: that of a class, where its object has none of its own yet."""
+    """Return the first value of the number at a path: that of the class, if the object has none of its own yet."""
     place = holder_of(roots, path) if then is MISSING else None
     found = None if place is None else getattr(type(place[0]), place[1], None)
     return found if isinstance(found, (int, float)) else then
 
 
 def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]) -> bool:
-    """Set those numbers and tensors that every forward changes (`paths`) to what they were: a settling call does not
-    count. Tensors that are others from the first call on (a state that was empty) stay. Whether numbers were set."""
+    """Restore the numbers and tensors at `paths`, which every forward changes, after a settling call. Return True if a
+    number was restored. Tensors whose shape changed stay."""
     changed, numbers = frozenset(paths), False
     for path, was, now in [*before.left()]:
         if path not in changed or (holder_of(roots, path) is None and not is_of_module(roots, path)):
@@ -232,8 +225,8 @@ def put_back(roots: Mapping[str, object], before: Snapshot, paths: Iterable[str]
 
 
 def tensors_left(roots: Mapping[str, object], kept: Snapshot, memory: Mapping[int, int]) -> dict[str, Tensor]:
-    """Tensors that modules hold by now where they held others, by the paths to them: attributes, buffers, and the data
-    of parameters and buffers, whose `memory` was at these addresses (by the identity of the tensor)."""
+    """Return tensors that modules now hold in place of others, by path: attributes, buffers, and the data of parameters
+    and buffers, whose old storage addresses are in `memory` by the tensor's `id`."""
     left = ((path, now) for path, _, now in kept.left() if isinstance(now, Tensor) and is_of_module(roots, path))
     data = (
         (f"{path}/{DATA}", tensor)

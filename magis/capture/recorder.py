@@ -1,8 +1,6 @@
-"""Records every ATen call of a step on tensors without memory, with storages, versions, phase and module.
-
-A dispatch mode sees what eager PyTorch would launch: composite operators are already taken apart, autograd has chosen
-its backward formulas, in-place operators are still in place. Unlike ``make_fx`` it keeps storages.
-"""
+"""Recorder of every ATen call of a step on hollow tensors, with storages, versions, phase and module. A dispatch mode
+sees what eager PyTorch would launch: composite operators are decomposed, autograd has chosen its backward formulas,
+in-place operators are still in-place. Unlike ``make_fx`` it records storages."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ _LIST_BYTES = 4096
 
 
 class Recorder(TorchDispatchMode):
-    """Collects storages, values and operators. Use as a context manager around the step, then call ``graph``."""
+    """Dispatch mode that records storages, values and operators of a step; ``graph`` returns them as a graph."""
 
     def __init__(
         self,
@@ -48,11 +46,12 @@ class Recorder(TorchDispatchMode):
         expects: bool = False,
         told: Callable[[bool], None] = lambda _of_batch: None,
     ) -> None:
-        """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
-        Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
+        """``find`` names an unregistered tensor by the path at which Python holds it; ``generators`` are the step's
+        own. Booleans that Python reads off a batch become checks; with ``expects``, integers, too. ``told`` is called
+        for each."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find, self._trace = scalars, find, begun()
-        self._own = Own({} if generators is None else generators)  # more may be made
+        self._own = Own({} if generators is None else generators)  # the mapping may grow
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
@@ -70,37 +69,37 @@ class Recorder(TorchDispatchMode):
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = Numbers(self._ops)
-        self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
-        # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
+        self._bare: dict[int, int] = {}  # small uninitialized storage -> position of its `empty`
+        # Copies without conjugate bits that torch has just made, below autograd, for an operator that needs such.
         self._resolved: set[tuple[Any, ...]] = set()
         self.graded: dict[int, tuple[Tensor, str]] = {}
-        """Tensors of others that require a gradient, and where they are used."""
+        """Outside tensors that require a gradient, and where they are used, by `id`."""
         self.places = Places()
         self.phase = "forward"
 
     # -- what exists before the step ---------------------------------------------------------------------------
 
     def register(self, tensor: Tensor, kind: str, name: str) -> int:
-        """Declare a tensor that exists before the step; returns its value id."""
+        """Register a tensor that exists before the step; return its value id."""
         value = self._value(tensor, kind, name)
         if value not in self._inputs:
             self._inputs.append(value)
         return value
 
     def _constant(self, tensor: Tensor) -> int:
-        """Declare a tensor whose data is part of the program (Python numbers made into a tensor)."""
+        """Register a tensor whose data is part of the program (made from Python numbers); return its value id."""
         value = self._value(tensor, "constant", f"constant:{len(self._constants)}")
-        with _disable_current_modes():  # a real tensor: its numbers are wanted
+        with _disable_current_modes():  # reads the numbers of a real tensor
             data = tuple(tensor.flatten().tolist())
             self._constants[value] = data if self._trace is None else self._trace.data(data, tensor.dtype)
         self._inputs.append(value)
         return value
 
     def _held(self, tensor: Tensor) -> None:
-        """Declare a tensor that the step meets without having made it, where it can be found again."""
+        """Register a tensor that the step uses and did not make. Raises CaptureError if no path leads to it."""
         what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
         used = f"is used in module {self.places.module or '(root)'!r}"
-        if tensor.requires_grad:  # which nothing may reach from the loss
+        if tensor.requires_grad:  # the loss must not depend on it
             self.graded[id(tensor)] = tensor, f"{what} and requires a gradient {used}"
         if (name := self._find(tensor)) is None:
             raise CaptureError(f"{what} {used}", hint="register it as a buffer of the module")
@@ -112,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if wrapped(types):
-            return NotImplemented  # the operators on its local parts come by
+            return NotImplemented  # operators on its local shards are dispatched, too
         self._numbers.watch()
         kwargs = kwargs or {}
         if func.namespace == "prim":
@@ -123,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and not self._all_known(args):
             return self._made_from_numbers(args[0])
         if func is torch.ops.aten._conj.default and not isinstance(args[0], Tensor):
-            # A Python number that autograd kept: a mode gets it back as such.
+            # A Python number that autograd saved: modes get it as a number.
             func, args = torch.ops.aten.scalar_tensor.default, (args[0].conjugate(),)
             kwargs = {"dtype": torch.complex128}
         if self.phase == "backward":
@@ -141,7 +140,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _expect(self, known: list[int], *, expected: float, how: str = "==") -> None:
-        """Record that Python reads a truth value or a whole number, and which one; or a bound that torch checks."""
+        """Record an operator that checks a boolean or an integer that Python reads, or a bound that torch checks."""
         order = self._generator(EXPECT)
         read = sorted({self._values[value].storage for value in known})
         module, line = self.places.of_forward(_get_sequence_nr() - 1)
@@ -156,21 +155,22 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
 
     def _awaited(self) -> set[int]:
-        """Storages that the backward's first operator reads, to come after all that the forward expects."""
+        """Return the storage that orders the first backward operator after all checks of the forward; else nothing."""
         if self.phase != "backward" or self._waited or EXPECT not in self._generators:
             return set()
         self._waited = True
         return {self._generators[EXPECT]}
 
     def _made_from_numbers(self, data: Tensor) -> Any:
-        """``torch.tensor(...)`` in the forward: eager makes the tensor in every step, hence a copy of a constant."""
+        """Record ``torch.tensor(...)`` as a copy of a constant: eager makes the tensor at every step."""
         clone = torch.ops.aten.clone.default
         out = clone(data)
         self._record(clone, (data,), {}, out, {id(data): self._constant(data)})
         return out
 
     def _fill(self, args: Any, written: set[int]) -> None:
-        """Numbers that C++ put into memory out of sight, as it makes a tensor of a list of them, are constants, too."""
+        """Turn `empty` operators into copies of constants, where C++ filled memory unseen as it made a tensor from a
+        list."""
         for tensor in tensors_in(args):
             storage = self._storage_of[tensor.untyped_storage()._cdata]
             position = self._bare.pop(storage, None)
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def _snapshot(self, args: Any, kwargs: Any) -> dict[int, int]:
-        """Value id of every tensor argument, looked up before the call (which may change an argument's shape)."""
+        """Return the value id of every tensor argument before the call, which may change an argument's shape."""
         found: dict[int, int] = {}
         check_dense((args, tuple(kwargs.values())))
         for tensor in tensors_in((args, tuple(kwargs.values()))):
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 storage = self._storage_of.get(tensor.untyped_storage()._cdata)
                 if storage is None or (self._storages[storage].kind == "buffer" and not self._versions[storage]):
-                    self._held(tensor)  # of one storage, there may be several
+                    self._held(tensor)  # a storage may have several such tensors
                 known = self.value_of(tensor)
             found[id(tensor)] = known
         return found
@@ -232,11 +232,11 @@ class Recorder(TorchDispatchMode):
             writes.append((storage, self._versions[storage]))
         if view := not writes and not random and self._all_known(returned):
             if all(self._is_current(item) for item in tensors_in(returned)):
-                return  # detach and the like, or a window that exists already
-            reads = []  # a view looks at no data
+                return  # detach and the like, or a known view
+            reads = []  # a view reads no data
         else:
             self._fill((*args, *kwargs.values()), written)
-        # The state of a GPU's generator lies in memory of the host, which does not count.
+        # The state of a GPU's generator is in host memory, which is not counted.
         kind = "host" if gives_state and args[0] != STATE_BYTES["cpu"] else "temporary"
         largest = max((t.numel() * t.element_size() for t in tensors_in(args)), default=0)
         outputs = [
@@ -245,9 +245,9 @@ class Recorder(TorchDispatchMode):
         ]
         if target == "aten.empty.memory_format" and returned[0].untyped_storage().nbytes() <= _LIST_BYTES:
             self._bare[self._values[outputs[0] or 0].storage] = len(self._ops)
-        node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
-        # In the forward the node has just been made, before the operator was called: it has the last number given out.
-        # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
+        node: Any = torch._C._current_autograd_node()  # None outside of the backward, unlike the stub
+        # In the forward the node was made just before the operator call: it has the last sequence number.
+        # A write through a view gets a wrapping node (CopySlices), made after the call: the next number.
         wrapped = bool(writes) and not effect and isinstance(args[0], Tensor) and args[0]._is_view()
         sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
                 self._numbers.taken(func, given, graph_kwargs, sequence, out, at=len(self._ops), in_place=bool(writes))
         else:
             module, line = self.places.of_backward(sequence)
-            # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
+            # The update has no node, and gradients are added up after the node that computes one.
             if node is not None and target not in _ADDED_UP:
                 self._numbers.ran(sequence, len(self._ops))
             if node is not None and takes_number(func, args):
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return found | {self._generator(MESSAGES)} if keeps_order(str(func), args) else found
 
     def _is_current(self, tensor: Tensor) -> bool:
-        """Return True if a value for this window has been made since the last write to its storage."""
+        """Return True if a value with this layout was made since the last write to its storage."""
         value = self._value_of.get(window(tensor))
         return value is not None and self._made_at[value] == self._versions[self._values[value].storage]
 
@@ -299,13 +299,13 @@ class Recorder(TorchDispatchMode):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
-            self._value_of.pop(window(item), None)  # the same window, but on new contents: a value of its own
+            self._value_of.pop(window(item), None)  # equal layout, new contents: a new value
         return self._value(item, kind, "", least)
 
     # -- identities ---------------------------------------------------------------------------------------------
 
     def _value(self, tensor: Tensor, kind: str, name: str, least: int = 0) -> int:
-        """Value id of a tensor; a storage that is new is at least ``least`` bytes large."""
+        """Return the value id of a tensor, a new one if needed; a new storage has at least ``least`` bytes."""
         key = window(tensor)
         known = self._value_of.get(key)
         if known is not None:
@@ -329,8 +329,8 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _watch_death(self, memory: Any, address: int, storage: int) -> None:
-        """Forget the address when the memory goes: it may be given to another storage, and its moment counts."""
-        recorder = weakref.ref(self)  # which is in no cycle, and leaves with all that it knows
+        """Record when a storage dies, and forget its address, which another storage may get."""
+        recorder = weakref.ref(self)  # avoids a reference cycle
 
         def died(_reference: object) -> None:
             this = recorder()
@@ -360,7 +360,7 @@ class Recorder(TorchDispatchMode):
         return from_torch(arg)
 
     def _drawn_from(self, given: tuple[Any, ...]) -> int:
-        """Storage of the generator that a call is given; else that of the default one."""
+        """Return the storage of the generator among a call's arguments, else of the default generator."""
         for arg in given:
             name = self._own.name_of(arg, self.places.module) if isinstance(arg, torch.Generator) else ""
             if name:
@@ -368,7 +368,7 @@ class Recorder(TorchDispatchMode):
         return GENERATOR
 
     def _generator(self, name: str) -> int:
-        """The storage that stands for a generator, or for what must keep its order."""
+        """Return the storage that represents a generator, or a fixed order of operators, in the graph."""
         storage = self._generators.setdefault(name, len(self._storages))
         if storage not in self._storages:
             self._storages[storage], self._versions[storage] = Storage(storage, 0, "generator"), 0
@@ -378,20 +378,18 @@ class Recorder(TorchDispatchMode):
 
     @property
     def deaths(self) -> dict[int, int]:
-        """For every storage that eager would have freed by now: how many operators had run when it was freed."""
+        """Number of operators after which eager freed each storage that is dead by now."""
         return dict(self._deaths)
 
     @property
     def numbers(self) -> tuple[tuple[int, int, int], ...]:
-        """Lives, as first and last position, and bytes of the Python numbers that eager keeps for its backward.
-
-        Operators that take the number are left out: there, it is part of their workspace.
-        """
+        """First position, last position and bytes of the Python numbers that autograd saves for the backward. Positions
+        of operators that take the number are left out: it is part of their workspace."""
         return self._numbers.lives(self._ops, self._values, self._deaths)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Forget what is recorded within: another way to go on. Tensors made there must be gone at its end."""
+        """Discard what is recorded in the block. Tensors made in it must be dead at its end."""
         names = (
             "_storages", "_versions", "_values", "_ops", "_storage_of", "_value_of", "_made_at", "_keys_of", "_deaths",
             "_watched", "_resolved",
@@ -404,16 +402,16 @@ class Recorder(TorchDispatchMode):
             vars(self).update(kept)
 
     def value_of(self, tensor: Tensor) -> int:
-        """Value id of a tensor that the step has seen."""
+        """Return the value id of a tensor that the step has used."""
         return self._value(tensor, "temporary", "")
 
     def is_result(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is a result of the step, or of its batch."""
+        """Return True if a tensor was made by the step, or belongs to its batch."""
         known = self._value_of.get(window(tensor))
         return known is not None and self._storages[self._values[known].storage].kind in ("temporary", "batch")
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
-        """Everything recorded so far, in program order."""
+        """Return all operators recorded so far as a graph, in program order."""
         return Graph(
             storages=dict(self._storages), values=dict(self._values), ops=tuple(self._ops),
             inputs=tuple(self._inputs), outputs=outputs, constants=dict(self._constants),

@@ -1,4 +1,4 @@
-"""Refuse steps that cannot be captured, each in one line that says where."""
+"""Refusals of steps that cannot be captured, each in one line that names the place."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ EAGER_FIRST = "the step must run eagerly before it can be captured"
 
 
 def in_place_of(given: type, module: str) -> str:
-    """The words for what to write in the place of a class; `module` is what the module is called there."""
+    """Return the hint for a class given in place of an object; `module` is the name of the model there."""
     arguments = f"{module}.parameters()" if issubclass(given, Optimizer) else ""
     return f"call it: {given.__name__}({arguments})"
 
 
 def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
-    """Raise for parts of a step that are something else: a class, a function, a scheduler, a lazy module."""
+    """Raise UsageError for a model, loss or optimizer of a wrong type: a class, a function, a scheduler, a lazy
+    module."""
     for what, given in (("model", module), ("loss function", loss_fn), ("optimizer", optimizer)):
         if isinstance(given, type):
             raise UsageError(f"the {what} is the class {given.__name__}", hint=in_place_of(given, "model"))
@@ -54,7 +55,7 @@ def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
 
 
 def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Raise for tensors that are not dense, or not on the CPU."""
+    """Raise CaptureError for tensors that are not dense, or not on the CPU."""
     check_layouts(module)
     batch = {f"input {i}": t for i, t in enumerate(inputs)} | {f"target {i}": t for i, t in enumerate(targets)}
     _check_dense(batch.items())
@@ -67,7 +68,7 @@ def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence
 
 
 def check_layouts(module: nn.Module) -> None:
-    """Raise for parameters and buffers that are not dense."""
+    """Raise CaptureError for parameters and buffers that are not dense."""
     _check_dense((*module.named_parameters(), *module.named_buffers()))
 
 
@@ -79,8 +80,8 @@ def _check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collection[Tensor], *, settled: bool) -> None:
-    """Raise where the forward has put another tensor, or other data, in the place of a parameter or a buffer, which are
-    no `results` of the step. `memory` were the addresses of all of them, by identity."""
+    """Raise CaptureError if the forward replaced a parameter or a buffer, or its data, by a tensor that is not among
+    the step's `results`. `memory` are the old storage addresses by the tensor's `id`."""
     after = {storage.untyped_storage()._cdata for storage in results}
     found = {**stand.named(), **{f"buffer:{name}": buffer for name, buffer in stand.module.named_buffers()}}
     for name, tensor in found.items():
@@ -97,12 +98,12 @@ def check_replaced(stand: StandIns, memory: Mapping[int, int], results: Collecti
 
 
 def shapes(stand: StandIns) -> Mapping[str, tuple[torch.Size, tuple[int, ...]]]:
-    """Shape and strides of every tensor that the step is given."""
+    """Return shape and strides of every tensor that the step is given, by name."""
     return {name: (tensor.shape, tensor.stride()) for name, tensor in stand.named().items()}
 
 
 def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand: StandIns) -> None:
-    """Raise where the step has given one of its tensors another shape: the next one would start from that."""
+    """Raise CaptureError if the step changed the shape of a given tensor, from which the next step would start."""
     for name, (shape, strides) in shapes(stand).items():
         if (shape, strides) != before[name]:
             raise CaptureError(
@@ -112,7 +113,8 @@ def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand
 
 
 def check_batch(stand: StandIns) -> None:
-    """Raise where the step writes what has a gradient into its batch, which eager leaves as a part of its graph."""
+    """Raise CaptureError if the step writes a tensor with a gradient into its batch, as eager's autograd graph has
+    it."""
     given = {name: tensor for name, tensor in stand.named().items() if name.startswith(("input:", "target:"))}
     for name, tensor in given.items():
         if tensor.requires_grad:
@@ -123,7 +125,7 @@ def check_batch(stand: StandIns) -> None:
 
 
 def check_products(graph: Graph) -> None:
-    """Raise for operands of different data types, which kernels refuse and torch's functions for fakes do not."""
+    """Raise CaptureError for operands of different dtypes, which kernels refuse and fake tensor functions accept."""
     for op in graph.ops:
         if not op_info(op.target).one_dtype or op.target.endswith(".dtype"):
             continue
@@ -136,7 +138,7 @@ def check_products(graph: Graph) -> None:
 
 
 def check_contents(changed: Collection[str]) -> None:
-    """Raise where Python reads numbers off tensors that the step changes: the next step would read others."""
+    """Raise CaptureError if Python reads numbers off tensors that the step changes: the next step would read others."""
     for name in sorted(changed):
         raise CaptureError(
             f"the step reads numbers off {name}, which it changes: they would be others in the next step",
@@ -145,14 +147,14 @@ def check_contents(changed: Collection[str]) -> None:
 
 
 def read_and_written(graph: Graph, read: Collection[str]) -> frozenset[str]:
-    """Those of the inputs, which Python reads numbers off, that the step writes."""
+    """Return the names of inputs that the step writes and off which Python reads numbers (`read`)."""
     written = {storage for op in graph.ops for storage, _ in op.writes}
     found = (graph.values[value] for value in graph.inputs)
     return frozenset(value.name for value in found if value.name in read and value.storage in written)
 
 
 def check_loss(loss: Any) -> None:
-    """Raise for a loss that is not one number which depends on what is trained."""
+    """Raise CaptureError for a loss that is not a single real number which depends on trained parameters."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
         raise CaptureError(
@@ -165,7 +167,7 @@ def check_loss(loss: Any) -> None:
 
 
 def nodes_behind(loss: Tensor) -> Iterator[Any]:
-    """Autograd's nodes from which a loss is computed."""
+    """Yield the autograd nodes on which a loss depends."""
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -177,7 +179,8 @@ def nodes_behind(loss: Tensor) -> Iterator[Any]:
 
 @contextmanager
 def no_gradient_for(graded: Collection[tuple[Tensor, str]], loss: Tensor) -> Iterator[None]:
-    """Raise where the backward of the block reaches tensors of others, whose gradients a step would not find."""
+    """Raise CaptureError if the backward of the block reaches outside tensors, as a plan computes no gradients for
+    them."""
     known = {id(tensor if tensor.is_leaf else tensor.grad_fn): said for tensor, said in graded}
     for node in nodes_behind(loss) if known else ():
         _check_ungraded(known, id(getattr(node, "variable", node)))
@@ -186,7 +189,7 @@ def no_gradient_for(graded: Collection[tuple[Tensor, str]], loss: Tensor) -> Ite
         tensor.grad = None
     try:
         yield
-        for tensor, _ in before:  # a part of the backward that runs a forward again may have a graph of its own
+        for tensor, _ in before:  # recomputed forwards in the backward may have autograd graphs of their own
             if tensor.grad is not None:
                 _check_ungraded(known, id(tensor))
     finally:
@@ -202,12 +205,12 @@ def _check_ungraded(known: Mapping[int, str], here: int) -> None:
 
 
 class BranchError(CaptureError):
-    """A step branches on data that a capture does not know, and that eager's run of it would tell."""
+    """Error: a step branches on data that a capture does not know, and that an eager run would tell."""
 
 
 @contextmanager
 def clear_errors(places: Places) -> Iterator[None]:
-    """Errors of the step as one line that says where."""
+    """Turn errors of the step into CaptureErrors of one line that names module and user line."""
     try:
         yield
     except CallError as error:
@@ -233,7 +236,7 @@ def clear_errors(places: Places) -> Iterator[None]:
 
 @contextmanager
 def no_gradient_retained() -> Iterator[None]:
-    """Raise where the block asks for the gradient of what it makes: planned steps leave tensors without one."""
+    """Raise CaptureError if the block calls `retain_grad` on a non-leaf tensor: planned steps keep no such gradient."""
     retain = Tensor.retain_grad
 
     def asked(tensor: Tensor) -> None:
@@ -249,7 +252,7 @@ def no_gradient_retained() -> Iterator[None]:
 
 
 def of_contents(error: BaseException | None) -> bool:
-    """Return True if a refusal comes of contents that hollow tensors have not, and real ones have."""
+    """Return True if a refusal is due to contents that hollow tensors lack and real tensors have."""
     kinds = (DataDependentOutputException, DynamicOutputShapeException)
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
@@ -257,7 +260,7 @@ def of_contents(error: BaseException | None) -> bool:
 
 
 def _innermost_place(places: Places, error: BaseException) -> str:
-    """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
+    """Return the sub-module, and file and line of the innermost frame outside of torch and capture."""
     here = Path(__file__).parent
     own = (Path(torch.__file__).parent, here, here.parent / "ops")
     frames = [

@@ -1,4 +1,4 @@
-"""Read operators' schemas: aliases, random numbers, and which tensors a captured step may handle."""
+"""Operators' schemas: aliases, random numbers, and which tensors a captured step may handle."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from magis.ops.operators import op_info
 COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
 ITEM = torch.ops.aten._local_scalar_dense.default
 READS = frozenset({ITEM, torch.ops.aten.equal.default})
-"""Operators that hand Python a number."""
+"""Operators that return a Python number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Treatment of its arguments by an operator."""
+    """Effects of an operator on its arguments, from its schema."""
 
     view: bool
-    """Returns windows on its arguments, and writes nothing."""
+    """True if the operator returns views of its arguments, and writes nothing."""
     renews: bool
-    """Changes how an argument looks at its memory."""
+    """True if the operator changes an argument's metadata in-place."""
     random: bool
     undefined: bool
-    """Returns memory with whatever is in it."""
+    """True if the operator returns uninitialized memory."""
 
 
 @cache
 def looks_of(func: Any) -> TensorMeta:
-    """By the schema of an operator of torch."""
+    """Return the effects of an operator, from its schema and tags."""
     schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
     name = schema.name.removeprefix("aten::")
@@ -49,7 +49,7 @@ def looks_of(func: Any) -> TensorMeta:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], spared: int | None = None) -> list[Tensor]:
-    """The tensors among the arguments that a call writes to, by its schema; but for the argument `spared`."""
+    """Return the tensor arguments that a call writes, by its schema, except the argument at position `spared`."""
     found: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write and position != spared:
@@ -57,13 +57,13 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], spar
     return found
 
 
-# What tensors a step may handle.
+# Tensors that a step may use.
 
 ONLY_DENSE = "only dense, strided tensors can be captured"
 
 
 def tensors_in(item: Any) -> Iterator[Tensor]:
-    """The tensors of arguments or results: of an operator, or of a module."""
+    """Yield the tensors in arguments or results of an operator or a module."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, (list, tuple, Mapping)):
@@ -72,7 +72,7 @@ def tensors_in(item: Any) -> Iterator[Tensor]:
 
 
 def check_dense(item: Any) -> None:
-    """Raise CaptureError for a tensor among arguments or results that is no window on plain memory."""
+    """Raise CaptureError for a tensor among arguments or results that is not dense and strided."""
     for tensor in tensors_in(item):
         problem = layout_problem(tensor)
         if problem:
@@ -80,7 +80,7 @@ def check_dense(item: Any) -> None:
 
 
 def layout_problem(tensor: Tensor) -> str:
-    """Name what keeps a tensor from being a strided window on plain memory; empty if nothing does."""
+    """Return "nested", "quantized" or the layout of a tensor that is not dense and strided; "" if it is."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout != torch.strided:
@@ -89,24 +89,24 @@ def layout_problem(tensor: Tensor) -> str:
 
 
 def window(tensor: Tensor) -> tuple[Any, ...]:
-    """Key of a tensor by its part of memory: autograd hands out new objects for what it saved, on the same part."""
+    """Return a key of storage, offset, shape, strides and dtype: autograd returns saved tensors as new objects."""
     return (
         tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
         tensor.dtype, bits_of(tensor),
     )  # fmt: skip
 
 
-# Which calls draw random numbers, and from which generator.
+# Calls that draw random numbers, and their generators.
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a call draws random numbers: by its operator's tag, and by its probability of dropout."""
+    """Return True if a call draws random numbers, by its operator's tag and its dropout probability."""
     arguments = func._schema.arguments
     tagged = torch.Tag.nondeterministic_seeded in func.tags
     if not tagged and not any("Generator" in str(argument.type) for argument in arguments):
         return False
     name = func._schema.name
-    if name.endswith("_backward"):  # repeats what its forward drew
+    if name.endswith("_backward"):  # uses the forward's random numbers
         return False
     for position, argument in enumerate(arguments):
         if argument.name in ("dropout_p", "dropout") and "float" in str(argument.type):
@@ -116,14 +116,15 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Own:
-    """The generators that a step holds itself or makes, by name; more may be made after this."""
+    """The generators that a step holds or makes, by name; more may be added later."""
 
     def __init__(self, held: Mapping[str, torch.Generator]) -> None:
         self._held = held
         self._default = torch.default_generator
 
     def name_of(self, generator: torch.Generator, module: str) -> str:
-        """Name of a generator from which ``module`` draws; empty for the default one. CaptureError if none holds it."""
+        """Return the name of a generator from which ``module`` draws; "" for the default one. Raises CaptureError if
+        unknown."""
         if any(same_generator(generator, each) for each in (self._default, torch.default_generator)):
             return ""
         for name, own in self._held.items():
@@ -136,5 +137,5 @@ class Own:
 
 
 def least_bytes(target: str, position: int, item: Any, largest: int) -> int:
-    """Bytes that the memory of a result takes at least (`OpInfo.least_bytes`)."""
+    """Return the least bytes of a result's storage (`OpInfo.least_bytes`)."""
     return op_info(target).least_bytes(position, item, largest) if isinstance(item, Tensor) else 0

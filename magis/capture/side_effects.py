@@ -1,9 +1,9 @@
-"""Find what a forward does besides computing: a captured step would do it once, eager does it at every call.
+"""Side effects of a forward: a captured step would have them once, eager has them at every call.
 
-The forward is called twice, on tensors without memory. What the second call changes in Python (counters, lists), what
-it draws from Python's or numpy's random numbers, and tensors that it takes over from the first are refused: the step
-could not go on where eager does. What only the first call sets up is fine, if that is the same at every step. While the
-second call runs, the names that its code looks at are collected; a plan rests on what they stand for (`Reads`).
+The forward is called twice on hollow tensors. Refused are Python objects that the second call changes (counters,
+lists), draws from Python's or numpy's generators, and tensors that it takes over from the first call, if a captured
+step cannot repeat them. State that only the first call sets up is accepted if equal at every step. The names that the
+second call's code looks up are recorded: a plan is guarded by the objects that they name (`Reads`).
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ BEFORE = "call the module once before"
 
 
 class DrawError(CaptureError):
-    """The forward draws random numbers on the host."""
+    """Error: the forward draws random numbers on the host."""
 
 
 def observe_step(
     work: Workload, autocast: str | None = None, heard: Heard | None = None, *, draws: bool = False
 ) -> Reads:
-    """Return what a training step's forward and loss read; the module and all generators are left as they were.
+    """Return what a training step's forward and loss read; restore the module and all generators.
 
-    ``heard`` is what eager's run of the step told, for its branches on data. With ``draws`` the forward may draw on the
-    host: every step is captured anew.
+    ``heard`` is the record of eager's run, for branches on data. With ``draws`` the forward may draw random numbers on
+    the host, as every step is then captured again.
 
-    Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that cannot be called.
+    Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that raise.
     """
     with caches_kept() as caches:
         return _observed(work, autocast, Hollow(draws=True, heard=heard, made=caches.made), caches.made, draws=draws)
@@ -71,7 +71,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable, made=made)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
-        # On memory of its own: the next step is not handed what an earlier one has kept or changed.
+        # On separate memory, as the next step's batch is another one.
         other = tuple(twins(batch_by_name(work.inputs, work.targets)).values())
         count = len(work.inputs)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
@@ -82,7 +82,7 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         def step() -> object:
             mode.follower.rewind()
             with _disable_current_modes():
-                for contents, storage, before, recipe in read:  # a step's numbers are those of the first one
+                for contents, storage, before, recipe in read:  # both steps read equal numbers
                     storage.copy_(before)
                     contents.known, contents.recipe = True, recipe
             if draws:
@@ -92,14 +92,14 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
             with torch.enable_grad(), casting(autocast):
                 loss: Any = work.loss_fn(stand.module(*inputs), *targets)
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-                # Hooks and formulas of the user's own run in it, and parts of the forward again.
+                # The backward runs the user's hooks and formulas, and recomputed parts of the forward.
                 root = (torch.ones_like(loss),)
                 with _gradients_kept(loss, *stand.parameters.values()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # which the capture has given
+                    warnings.simplefilter("ignore")  # already shown by the capture
                     _engine_run_backward((loss,), root, False, False, (), True, accumulate_grad=True)
             return loss
 
-        with _disable_current_modes():  # storages are copied by operators
+        with _disable_current_modes():  # storage copies call operators
             read = [
                 (found, each.untyped_storage(), each.untyped_storage().clone(), found.recipe)
                 for each in stand.buffers.values()
@@ -120,14 +120,14 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
 
 
 def check_stateless(reads: Reads) -> None:
-    """Raise CaptureError where a forward takes tensors or numbers from one step to the next."""
+    """Raise CaptureError if a forward carries tensors or numbers from one step to the next."""
     for path in sorted(reads.moved | reads.state):
         raise CaptureError(f"every forward changes {told(path)}, which the next one reads", hint=BUFFER)
 
 
 @contextmanager
 def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
-    """Begin the block without gradients of the tensors that the loss depends on and further ones; put them back."""
+    """Clear the gradients of the leaves of a loss, and of further tensors, in the block; restore them at its end."""
     leaves = (*further, *(node.variable for node in nodes_behind(loss) if hasattr(node, "variable")))
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
@@ -142,19 +142,17 @@ def _gradients_kept(loss: Tensor, *further: Tensor) -> Iterator[None]:
 def observe(
     call: Callable[[], object], roots: Mapping[str, object], tensors: Iterable[Tensor], *, draws: bool = False
 ) -> Reads:
-    """Call a forward twice and return what its code reads; all that hangs on `roots` is put back as it was.
-
-    `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
-    where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
-    """
+    """Call a forward twice and return what its code reads; restore all objects reachable from `roots`. `tensors` are
+    its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError if it draws from
+    Python's or numpy's generators, unless `draws` makes both calls draw equal numbers."""
     known, carried, ran, looked = tuple(tensors), Reads(), Ran(), ""
-    while True:  # until it is known which attributes take something from one step to the next
+    while True:  # until all attributes that carry state between steps are known
         try:
             found = _observe(call, roots, known, carried, ran, draws=draws)
         except Exception:
             if looked or not ran.looked:
                 raise
-            looked, carried = ran.looked, replace(carried, clocks={})  # once more, with clocks as they are
+            looked, carried = ran.looked, replace(carried, clocks={})  # try again with unshifted clocks
         else:
             same_paths = all(getattr(found, each) == getattr(carried, each) for each in ("state", "moved", "clocks"))
             if same_paths and looked:
@@ -174,8 +172,8 @@ def _observe(
     *,
     draws: bool,
 ) -> Reads:
-    """The same, where forwards are known to replace the tensors `carried.state` and to change the numbers
-    `carried.moved`, so that the second call begins with the first one's; or with further such paths."""
+    """Call a forward twice, given the tensors (`carried.state`) and numbers (`carried.moved`) that it is known to carry
+    over; return what its code reads, or `carried` with further such paths."""
     state = carried.state
     with objects_kept(roots) as start:
         held = {path: looks(tensor) for path, tensor in start.tensors.values()}
@@ -185,7 +183,7 @@ def _observe(
             one = call()
         for path, number in numbers.items():
             leave(roots, path, number)
-        for path, ahead in carried.clocks.items():  # not as far as the clock itself
+        for path, ahead in carried.clocks.items():  # shifted by half as much as the clocks
             leave(roots, path, found_at(roots, path) + ahead)  # type: ignore[operator]
         between, drawn = Snapshot(roots), HostGenerators()
         beyond = Snapshot({}, ran.reads(), apart=between.met)
@@ -220,7 +218,7 @@ def _observe(
         if drawn.moved() and not draws:
             what = "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first"
             raise DrawError(what, hint=WHERE)
-        del one, other  # held up to here, so that no address is given to another tensor
+        del one, other  # kept alive until here, so that no address is reused
     pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
     for was, now in ((was, now) for was, now in pairs if was != now):
         if was[0] == now[0] and was[1:2] != now[1:2]:
@@ -239,8 +237,7 @@ def _with_changes(
     *,
     draws: bool,
 ) -> Reads:
-    """With what the second call has counted on, and where it left tensors; CaptureError for all else that differs from
-    what the first one left."""
+    """Return the reads with counters and results that the second call changed; raise CaptureError for other changes."""
     counted, results, stale = [], set(), []
     for path, then, now in changes:
         if path in reads.moved:
@@ -268,13 +265,13 @@ def _with_changes(
 def _only_counted(
     roots: Mapping[str, object], reads: Reads, begun: Mapping[str, Any], path: str, then: Any, now: Any
 ) -> bool:
-    """Return True if code only adds to an attribute, and both calls, the first to `begun`, added the same."""
+    """Return True if code only increments an attribute, from `begun` on, and by equal amounts in both calls."""
     unread = reads.own is not None and path.rpartition(".")[2] not in reads.own and holder_of(roots, path) is not None
     return unread and type(then) is type(now) is int and bool(begun.get(path) == 2 * then - now)
 
 
 def _of_clock(then: Any, now: Any) -> int:
-    """Half the seconds, or nanoseconds, by which clocks went forward, if that is what a number changed by; else 0."""
+    """Return half the shift of clocks, in seconds or nanoseconds, if a number changed by multiples of it; else 0."""
     for ahead in (LATER // 2, LATER // 2 * 10**9):
         times = round((now - then) / ahead)
         if 0 < times < 10**6 and abs(now - then - times * ahead) < ahead / 4000:
@@ -283,12 +280,12 @@ def _of_clock(then: Any, now: Any) -> int:
 
 
 def _at(roots: Mapping[str, object], paths: Iterable[str]) -> list[Tensor]:
-    """The tensors at some paths."""
+    """Return the tensors at these paths."""
     return [found for path in paths if isinstance(found := found_at(roots, path), Tensor)]
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
-    """Return True if all that changes are results of the last call that are kept for whoever wants to look at them."""
+    """Return True if two objects differ only in tensors, which a call keeps as its results."""
     if same(now, then):
         return True
     if depth > 4 or type(now) is not type(then):
@@ -304,13 +301,13 @@ def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
 
 
 class _Traced(TorchDispatchMode):
-    """The calls on what depends on the step's tensors, or on random numbers; and tensors taken from an earlier call."""
+    """Dispatch mode that records calls on the step's tensors or random numbers, and uses of earlier calls' tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...], left: Mapping[int, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, ...]] = []
         self.taken = frozenset[str]()
-        """Paths to those that were."""
+        """Paths of tensors that operators read and that an earlier call made."""
         self._dependent: dict[int, weakref.ref[Any]] = {}
         self._left = left or {}
         for tensor in tensors:
@@ -319,7 +316,7 @@ class _Traced(TorchDispatchMode):
     def _mark(self, tensor: Tensor) -> None:
         address = _address(tensor)
 
-        def died(_reference: object) -> None:  # the address may be given to another one
+        def died(_reference: object) -> None:  # the address may be reused
             self._dependent.pop(address, None)
 
         if address not in self._dependent:
@@ -341,7 +338,7 @@ class _Traced(TorchDispatchMode):
         self.taken |= {self._left[address] for address in map(_address, given) if address in self._left}
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
-            # The share of a batch norm that averages over all batches is a number that the runtime counts on.
+            # The runtime computes the momentum of a batch norm with cumulative averages.
             plain = () if "batch_norm" in str(func) else tree_iter((args, kwargs))
             numbers = tuple(repr(item) for item in plain if type(item) in PLAIN)
             self.calls.append((str(func), numbers, *(tuple(tensor.shape) for tensor in (*given, *made))))

@@ -1,9 +1,9 @@
-"""Snapshots of Python objects: remembered by identity, compared again in about a microsecond an object, and put back.
+"""Snapshots of Python objects: stored by identity, compared in about a microsecond per object, and restored.
 
-A captured step has what its code read off Python objects (a dropout's `p`, hooks, a closure's cells, globals) as
-constants. What that code can reach by a name is watched; what cannot be is listed in `Snapshot.unwatched`. Dynamo's
-guards, checked in C++, take a third of the time (`benchmarks/guards.py`), but do not say what has changed, cannot put
-it back, and have another interface in every release of torch.
+A captured step has the Python values that its code read (a dropout's `p`, hooks, a closure's cells, globals) as
+constants. Objects that the code can reach by name are watched; objects that cannot be watched are listed in
+`Snapshot.unwatched`. Dynamo's guards, checked in C++, take a third of the time (`benchmarks/guards.py`), but do not
+report what changed, cannot restore it, and have another interface in every release of torch.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from magis.ops.python_objects import (
 )
 
 _OURS = ("magis.capture.", "magis.strategies.", "magis.extensions.ranks.", "magis.extensions.compile.")
-"""Begin the modules of hooks that are there only while a step is captured."""
+"""Prefixes of the modules whose hooks exist only while a step is captured."""
 _ALL_CONTAINERS = (*CONTAINERS, tuple, frozenset)
 _TEXTS = frozenset({"__doc__", "__annotations__", "__name__", "__qualname__"})
 _COUNT_OBJECTS = (RemovableHandle,)
-"""Classes of torch that count what they make."""
+"""Classes of torch that count their instances."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """A dictionary as it was: its `keys`, and the `values` of those that matter (`names`; None: all)."""
+    """A dictionary with its old `keys`, and the old `values` of watched keys (`names`; None: all keys)."""
 
     path: str
     holder: dict[Any, Any]
@@ -81,7 +81,7 @@ class _Held:
 
 @contextmanager
 def objects_kept(roots: Mapping[str, object]) -> Iterator[Snapshot]:
-    """Put back at the end what the block changes in these objects and in those that they hold."""
+    """Restore these objects, and those that they hold, at the end of the block."""
     before = Snapshot(roots)
     try:
         yield before
@@ -90,8 +90,8 @@ def objects_kept(roots: Mapping[str, object]) -> Iterator[Snapshot]:
 
 
 class Snapshot:
-    """The contents of the objects in `roots` (path -> object), and of the objects in those, as far as `reads` says;
-    without those of others (`apart`, by identity)."""
+    """The contents of all objects reachable from `roots` (path -> object) by the names in `reads`, except the objects
+    in `apart` (by `id`)."""
 
     def __init__(
         self, roots: Mapping[str, object], reads: Reads | None = None, *, apart: Collection[int] = frozenset()
@@ -104,9 +104,9 @@ class Snapshot:
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
-        """By identity: path and tensor, of all that were met."""
+        """Path and tensor, by `id`, of all tensors that were found."""
         self.unwatched: list[str] = []
-        """Paths of objects that change where nobody can see it."""
+        """Paths of objects whose changes the snapshot cannot detect."""
         self._known: dict[int, object] = {}
         self._codes: set[types.CodeType] = set()
         self._queue: deque[tuple[str, object]] = deque()
@@ -116,7 +116,7 @@ class Snapshot:
         read = [(held.holder, held.watched, held.values) for held in self.held if held.watched]
         read += [(mapping, names, then) for _, mapping, names, then in self._named]  # type: ignore[misc]
         self._read = [mapping for mapping, _, _ in read]
-        # the first key twice: of one key alone, a getter makes no tuple
+        # the first key twice: a getter of a single key returns no tuple
         self._getters = [itemgetter(*keys, keys[0]) for _, keys, _ in read]
         self._values = [value for _, _, then in read for value in (*then, then[0])]
 
@@ -137,8 +137,8 @@ class Snapshot:
                 self._meet(function.__qualname__, function)
             self._drain(more)
         self.met = frozenset(self._known)
-        self._known.clear()  # which would keep alive what is held by weak references alone
-        if more - self._reads.user:  # names that only such an object knows: once more, with these
+        self._known.clear()  # else weakly referenced objects would stay alive
+        if more - self._reads.user:  # names known to getters only: start again with them
             self.__init__(roots, self._reads.more(more), apart=self._apart)  # type: ignore[misc]
 
     def _drain(self, more: set[str]) -> None:
@@ -147,14 +147,14 @@ class Snapshot:
             if len(self._known) > MOST_HOLDERS:
                 self.unwatched.append(f"{path}, beyond {MOST_HOLDERS:,} objects")
                 break
-            if isinstance(item, GETTERS):  # with the names that they look up
+            if isinstance(item, GETTERS):  # add the names that they look up
                 texts = (each for each in item.__reduce__()[1] if isinstance(each, str))
                 more.update(part for each in texts for part in each.split("."))
             self._visit(path, item)
         self._queue.clear()
 
     def changes(self) -> Iterator[tuple[str, object, object]]:
-        """Changes: the path, the value that was there, the value that is."""
+        """Yield path, old value and new value of everything that has changed."""
         if not self._is_as_taken():
             yield from self.left()
             for path, mapping, names, then in self._named:
@@ -169,7 +169,7 @@ class Snapshot:
                 yield path, then, now
 
     def _is_as_taken(self) -> bool:
-        """Return True if containers and names hold the same objects; no loop in Python asks for that."""
+        """Return True if no container or namespace has changed; implemented without a Python loop."""
         if any(item for _, item in self._empty) or [[*held.holder] for held in self.held] != self._keys:
             return False
         try:
@@ -181,7 +181,7 @@ class Snapshot:
             return False
 
     def left(self) -> Iterator[tuple[str, object, object]]:
-        """Those of them that lie in attributes and containers."""
+        """Yield path, old value and new value of changes in attributes and containers."""
         for path, item in self._empty:
             if item:
                 yield path, (), item
@@ -195,7 +195,7 @@ class Snapshot:
     def _changed(self, held: _Held) -> Iterator[tuple[str, object, object]]:
         holder, there = held.holder, dict(zip(held.watched, held.values, strict=True))
         before, now = ([key for key in keys if held.matters(key)] for keys in (held.keys, holder))
-        if before == now:  # keys that do not matter may come and go
+        if before == now:  # unwatched keys may come and go
             held.keys[:] = holder
         elif {*before} == {*now}:
             yield f"{held.path}/{held.step}order", before, now
@@ -208,7 +208,7 @@ class Snapshot:
                 yield f"{held.path}/{held.step}{key}", then, value
 
     def restore(self) -> None:
-        """Put back what lies in attributes and containers. What is as it was is not touched."""
+        """Restore the contents of attributes and containers that have changed."""
         for _, empty in self._empty:
             empty.clear()
         for held in self.held:
@@ -225,7 +225,7 @@ class Snapshot:
         for put in self._puts:
             put()
 
-    # -- taking it ----------------------------------------------------------------------------------------------
+    # -- taking a snapshot --------------------------------------------------------------------------------------
 
     def _meet(self, path: str, item: object) -> None:
         if type(item) in PLAIN or id(item) in self._known or id(item) in self._apart or item is MISSING:
@@ -255,7 +255,7 @@ class Snapshot:
     def _visit(self, path: str, item: Any) -> None:
         names = self._reads.own if isinstance(item, nn.Module) else self._reads.names
         if isinstance(item, (types.SimpleNamespace, argparse.Namespace)):
-            names = None  # compared and printed as a whole
+            names = None  # all attributes: it is compared and printed as a whole
         if isinstance(item, types.ModuleType):
             wanted = tuple(key for key in vars(item) if key in self._reads.user and not key.startswith("__"))
             self._bindings(path, vars(item), wanted, theirs=is_of_system(item.__name__))
@@ -265,7 +265,7 @@ class Snapshot:
             return
         if isinstance(item, types.FunctionType) and f"{item.__module__}.".startswith(("torch.", _OURS[-1])):
             return
-        if isinstance(item, weakref.ref):  # what it refers to is watched as far as that does not keep it alive
+        if isinstance(item, weakref.ref):  # watch the referent without keeping it alive
             self._weak(path, item)
             return
         if isinstance(item, types.BuiltinFunctionType) and isinstance(item.__self__, types.ModuleType):
@@ -278,7 +278,7 @@ class Snapshot:
                 self._meet(f"{path}/{step}", value)
 
     def _watch(self, path: str, item: Any, names: frozenset[str] | None) -> None:
-        """Remember what the object itself holds, by its kind."""
+        """Record the contents of an object itself, by its kind."""
         if isinstance(item, _ALL_CONTAINERS):
             if len(item) > MANY:
                 self.unwatched.append(f"{path}, {len(item):,} objects long")
@@ -337,7 +337,7 @@ class Snapshot:
         return then
 
     def _hidden(self, path: str, item: Any) -> None:
-        """Watch what an object keeps where Python cannot see it: random numbers, arrays, counters."""
+        """Watch state that an object keeps outside of attributes: random numbers, arrays, counters."""
         hidden = hidden_state(item)
         if hidden is None:
             return
@@ -365,13 +365,14 @@ class Snapshot:
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
             if not is_of_system(base.__module__):
                 for key, value in zip(keys, then, strict=True):
-                    if not is_called(key, value):  # of these, those that ran are among the functions
+                    if not is_called(key, value):  # methods that ran are in `functions`
                         self._meet(f"{base.__qualname__}/.{key}", value)
 
     def _bindings(
         self, path: str, namespace: Mapping[str, Any], names: tuple[str, ...], *, theirs: bool = False
     ) -> None:
-        """Names that code reads off a namespace; with `theirs`, of torch or Python, functions are not entered."""
+        """Watch the names that code reads in a namespace; with `theirs`, of torch or Python, functions are not
+        entered."""
         for name, value in zip(names, self._names(path, names, namespace), strict=True):
             torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
@@ -395,7 +396,7 @@ class Snapshot:
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor, besides its contents, that a step rests on."""
+    """Return the metadata of a tensor on which a captured step depends."""
     return (
         tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,
@@ -404,7 +405,7 @@ def looks(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _several(keys: tuple[Any, ...], mapping: Any) -> tuple[Any, ...]:
-    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # one may have a `get` of its own
+    get = dict.get if isinstance(mapping, dict) else type(mapping).get  # a subclass may override `get`
     return tuple([get(mapping, key, MISSING) for key in keys])
 
 

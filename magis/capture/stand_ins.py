@@ -1,8 +1,5 @@
-"""Hollow memory under a module's own tensors while a step is captured.
-
-The parameters and buffers stay the objects that they are, wherever else the module, its hooks or a closure hold them;
-only the memory that they look at is exchanged, and put back afterwards.
-"""
+"""Placeholder memory under a module's own tensors while a step is captured. Parameters and buffers stay the same Python
+objects, wherever module, hooks or closures hold them; only their data is exchanged, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from magis.errors import CaptureError
 from magis.ops.python_objects import find
 
 Twins = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Other tensors for given ones, by name, that share memory where these do."""
+"""Makes placeholders for tensors, by name, that share storages where the tensors do."""
 
 
 @dataclass(frozen=True, eq=False)
 class StandIns:
-    """A module on other memory, and the batch that belongs to it."""
+    """A module whose tensors have placeholder memory, and the placeholders of its batch."""
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
@@ -35,14 +32,14 @@ class StandIns:
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     owners: Mapping[int, str]
-    """Whose memory it is that was exchanged, by storage."""
+    """Names of the tensors whose data was exchanged, by the address of the original storage."""
 
     def owner_of(self, tensor: Tensor) -> str | None:
-        """The name of the tensor on whose own memory, not its stand-in's, this one lies."""
+        """Return the name of the tensor on whose original storage a tensor lies; None if there is none."""
         return self.owners.get(tensor.untyped_storage()._cdata)
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors that exist before the step, by the names that they have in its graph."""
+        """Return all tensors that exist before the step, by their names in its graph."""
         parameters = {f"parameter:{name}": tensor for name, tensor in self.parameters.items()}
         buffers = {f"buffer:{name}": tensor for name, tensor in self.buffers.items()}
         return {**parameters, **buffers, **batch_by_name(self.inputs, self.targets)}
@@ -52,15 +49,13 @@ class StandIns:
 def stand_ins(
     module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], trained: Sequence[str], twins: Twins
 ) -> Iterator[StandIns]:
-    """The module on the memory of `twins`, with gradients None and only the parameters `trained` requiring one.
-
-    A module of fake tensors, which cannot look at other memory, is copied.
-    """
+    """Exchange the module's data for that of `twins`; gradients are None, and only parameters in `trained` require one.
+    A module of fake tensors, whose data cannot be exchanged, is copied."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     originals = StandIns(module, parameters, buffers, tuple(inputs), tuple(targets), {}).named()
     made = twins(originals)
     owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
-    plain: dict[int, Any] = {}  # what deepcopy hands out for a fake tensor: tied ones stay tied
+    plain: dict[int, Any] = {}  # deepcopy's memo for fake tensors, so that ties stay
     for tensor in (*parameters.values(), *buffers.values()):
         if isinstance(tensor.data, FakeTensor):
             empty = torch.empty(0, dtype=tensor.dtype)
@@ -93,7 +88,7 @@ def stand_ins(
 def finder(
     stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
 ) -> Callable[[Tensor], str | None]:
-    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
+    """Return a function that names a tensor by the path at which module, loss or a cache holds it; fills `cached`."""
     roots = {"module": stand.module, "loss": loss_fn}
 
     def found(tensor: Tensor) -> str | None:

@@ -1,9 +1,9 @@
-"""Traces the user's own numbers through a capture: an annealed temperature, the weight of a loss.
+"""Tracing of the user's own numbers through a capture: an annealed temperature, the weight of a loss.
 
-While a step is captured, such numbers are stand-ins: floats that nobody else has. What Python computes of them is a
-stand-in again, which knows how it was computed; an operator's argument that equals one becomes a named scalar. What
-Python decides by them (comparisons, `int`, dictionary keys) is noted with its outcome: a step holds as long as the live
-numbers give the same outcomes. What C code reads unseen is a constant, which another stand-in makes another one.
+During a capture such a number is a traced number: a float with a unique value. Python arithmetic on it returns a traced
+number that knows its expression; an operator argument with such a value becomes a named scalar. Outcomes of Python code
+that branches on it (comparisons, `int`, dictionary keys) are recorded: the capture is valid as long as live numbers
+give equal outcomes. Numbers read by C code are constants, which differ in a second capture.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from magis.ops.generators import HostGenerators
 from magis.ops.operators import name_of, op_info
 
 SPECIAL = frozenset({0, 1, -1, 2})
-"""For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
+"""Numbers for which torch may choose other operators (a product with 1, a power of 2): they stay constants."""
 MOST_PARTS = 64
-"""Parts of one expression at most: a number that a loop makes of itself is not traced further."""
+"""Maximum number of nodes of an expression: a number that a loop updates is not traced further."""
 _SHAPELESS = """
     full full_like new_full fill scalar_tensor addmm baddbmm addbmm addmv addr masked_fill native_layer_norm
     native_batch_norm native_group_norm native_dropout bernoulli uniform normal softplus softplus_backward celu
@@ -42,7 +42,7 @@ _SHAPELESS = """
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
     _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
 """
-"""Operators besides element-wise ones whose results have the same shapes whatever numbers they are given."""
+"""Operators, besides element-wise ones, whose result shapes do not depend on number arguments."""
 
 
 # -- expressions ----------------------------------------------------------------------------------------------------
@@ -62,9 +62,9 @@ _IN_TORCH: dict[str, Callable[..., Any]] = {
     "1/x": lambda x: 1 / x, "1/(1-x)": lambda x: 1 / (1 - x), "x*x": lambda x: x * x, "2*x": lambda x: 2 * x,
     "sqrt(x)": math.sqrt,
 }  # fmt: skip
-"""Functions that torch applies to a number before an operator takes it: scales of a dropout, derivatives."""
+"""Functions that torch applies to a number before it calls an operator: scales of a dropout, derivatives."""
 DRAWN, READ = "draw:", "read:"
-"""Begin the paths of such numbers, and of those that Python reads off tensors."""
+"""Prefixes of the paths of drawn numbers, and of numbers that Python reads off tensors."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*_BINARY, *_UNARY, *_COMPARED)},
     **_READ,
@@ -75,22 +75,22 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A number as it is computed from others: a function of expressions and constants, or what stands at a path."""
+    """The computation of a number: a function of expressions and constants, or the number at a path."""
 
     function: str
     operands: tuple[Any, ...]
     parts: int = 1
     constants: str = ""
-    """Those among the operands as text: 1 and 1.0 are equal."""
+    """Constants among the operands as text, as 1 and 1.0 are equal."""
 
     def value(self, live: Mapping[str, float]) -> Any:
-        """Its value, given those at the paths. Raises what the function raises."""
+        """Return the value of the expression, given the numbers at its paths. Raises the errors of its function."""
         if not self.function:
             return live[self.operands[0]]
         return _FUNCTIONS[self.function](*(_operand_value(each, live) for each in self.operands))
 
     def paths(self) -> set[str]:
-        """The paths that it reads."""
+        """Return the paths of the numbers in the expression."""
         if not self.function:
             return {self.operands[0]}
         return set().union(*(each.paths() for each in self.operands if isinstance(each, Expression)))
@@ -104,14 +104,14 @@ def _operand_value(operand: Any, live: Mapping[str, float]) -> Any:
 
 
 class TracedNumber(float):
-    """A stand-in: the float that torch is given, which for Python's operators has the true value."""
+    """A traced number: torch gets a float with a unique value, Python's operators use the true value."""
 
     __slots__ = ("expression", "trace", "true")
-    __array_ufunc__ = None  # numpy would read it unseen
+    __array_ufunc__ = None  # else numpy would read the float unseen
     trace: Trace
     expression: Expression
     true: Any
-    """A float or an int."""
+    """The true value, a float or an int."""
 
     def _made(self, name: str, *others: object) -> Any:
         return self.trace.made(name, self, *others)
@@ -160,51 +160,51 @@ for _name in ("as_integer_ratio", "is_integer", "hex"):
 
 @dataclass(frozen=True)
 class DrawCall:
-    """A call that draws a number."""
+    """A call that draws a random number."""
 
     function: Callable[..., Any]
     given: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
 
     def again(self) -> float:
-        """DrawCall the next number."""
+        """Draw the next number."""
         return float(self.function(*self.given, **dict(self.keywords)))
 
 
 class Trace:
-    """The stand-ins of one capture: near the true numbers, or `far` from them, which tells what is rounded unseen."""
+    """The traced numbers of one capture: near the true numbers, or `far` from them, which reveals unseen rounding."""
 
     def __init__(self, seed: int, *, far: bool, pinned: Collection[str] = (), wanted: Collection[str] = ()) -> None:
         self._far = far
         self._wanted = frozenset(wanted)
-        """Tensors, by name, whose numbers are inputs."""
+        """Names of the tensors off which read numbers become inputs."""
         self._pinned = frozenset(pinned)
-        """Paths of numbers that stay inputs where an operator takes a special one: it is a constant then."""
+        """Paths of numbers that stay inputs even if an operator takes them as a `SPECIAL` constant."""
         self._random = random.Random(seed)  # noqa: S311 (numbers that nobody else has, no secret)
         self._known: dict[float, tuple[Expression, float]] = {}
         self._made: dict[float, tuple[Expression, float]] = {}
         self.outcomes: dict[Expression, object] = {}
         self.named: dict[Expression, str] = {}
-        """Numbers that operators take, and the names of their scalars."""
+        """Names of the scalars for numbers that operators take."""
         self.true: dict[str, float] = {}
-        """Their present values."""
+        """Current values of the scalars."""
         self.draws: list[DrawCall] = []
         """Draws of the step from Python's and numpy's generators, in order."""
         self._bounds: tuple[Any, ...] = ()
         self._window: tuple[int, ...] = ()
         self._hint: TracedNumber | None = None
         self.reads: list[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]]] = []
-        """Functions that make the tensors that Python reads numbers off from named ones, in order, and these names."""
+        """Functions that recompute tensors off which Python reads a number from named tensors; with their names."""
         self.left: dict[str, Expression] = {}
-        """Numbers that the step leaves at the paths, computed of those that it found there."""
+        """Expressions of the numbers that the step stores, by path."""
         self.look: Callable[[], None] = lambda: None
-        """Notes what the step leaves, at its end."""
+        """Records the numbers that the step stores, at its end."""
         self.lost = ""
-        """Why the capture holds for the present numbers alone; empty: it does not."""
+        """Reason why the capture is valid for the current numbers only; empty if it is not."""
 
     def stand_in(self, expression: Expression, true: float) -> TracedNumber:
-        """A float of the same sign. Near the number it is closer to zero, by more than what half precision rounds: what
-        is a share stays one."""
+        """Return a traced number with the sign of the true one. If not `far`, it is closer to 0 by more than rounding
+        to half precision, so that a share stays a share."""
         shift = (1 + self._random.random()) * 2.0**-4
         value = (true or 1.0) * (shift if true == 0 else 1 - shift)
         value = value + math.copysign(1000 * (1 + shift), value) if self._far else value
@@ -215,7 +215,7 @@ class Trace:
         return made
 
     def _note_float(self, value: float, expression: Expression, true: float) -> None:
-        """A float that stands for an expression; with what torch's own code may make of it."""
+        """Record the float of an expression, and the floats that torch's own code may compute from it."""
         self._known[value] = expression, true
         for name, function in _IN_TORCH.items():
             try:
@@ -225,7 +225,7 @@ class Trace:
             self._known.setdefault(other, (Expression(name, (expression,), expression.parts + 1), meant))
 
     def made(self, name: str, *operands: Any) -> Any:
-        """The stand-in for a result; the plain result where it cannot be traced, NotImplemented for other operands."""
+        """Return a function's traced result; the plain one if it is untraceable, NotImplemented for other operands."""
         plain, expression = self._applied(name, operands)
         if expression is None:
             return plain
@@ -235,7 +235,7 @@ class Trace:
         return self.stand_in(expression, plain)
 
     def read(self, name: str, *operands: Any) -> Any:
-        """A plain result, noted as an outcome that later steps must have."""
+        """Return the plain result of a function, recorded as an outcome that later steps must repeat."""
         plain, expression = self._applied(name, operands)
         if expression is not None:
             self.outcomes[expression] = plain
@@ -250,12 +250,12 @@ class Trace:
         return plain, Expression(name, parts, size, repr([each for each in parts if not isinstance(each, Expression)]))
 
     def begin(self) -> None:
-        """Forget what an earlier run of the step has drawn, read, decided and left."""
+        """Forget draws, reads, outcomes and stored numbers of an earlier run of the step."""
         for found in (self.draws, self.reads, self.left, self.outcomes, self.named, self.true):
             found.clear()
 
     def drawn(self, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        """The stand-in for a number that is drawn."""
+        """Draw a number and return it as a traced number."""
         number = function(*given, **keywords)
         self.draws.append(DrawCall(function, given, tuple(keywords.items())))
         if type(number) is not float or any(isinstance(each, TracedNumber) for each in given):
@@ -264,7 +264,7 @@ class Trace:
         return self.stand_in(Expression("", (f"{DRAWN}{len(self.draws) - 1}",)), number)
 
     def read_off(self, tensor: Tensor, sources: frozenset[str], number: float) -> TracedNumber | None:
-        """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+        """Return a traced number for one that Python reads off a tensor; None if it is a constant."""
         made = made_again(tensor)
         if made is None or not sources or not sources <= self._wanted:
             return None
@@ -273,8 +273,7 @@ class Trace:
 
     @contextmanager
     def hinted(self, bounds: tuple[Any, ...], window: tuple[int, ...], number: object) -> Iterator[None]:
-        """While it lasts, a slice with these bounds, or a tensor of this whole number, is made of what they stand for.
-        Those that no operator takes so are constants."""
+        """Use named scalars for a slice with these bounds or a tensor of this integer; unused bounds are constants."""
         self._bounds, self._window, self._hint = bounds, window, number if isinstance(number, TracedNumber) else None
         waiting = [each for each in (*bounds, self._hint) if isinstance(each, TracedNumber)]
         try:
@@ -285,7 +284,7 @@ class Trace:
             self._bounds, self._window, self._hint = (), (), None
 
     def slice_args(self, target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-        """The arguments of an operator; of a slice with named scalars for bounds that are traced."""
+        """Return an operator's arguments; for a slice with traced bounds, with named scalars as bounds."""
         if target != "aten.slice.Tensor" or not self._bounds or args[2:4] != self._window:
             return args
         named = (self._whole(each) if isinstance(each, TracedNumber) else each for each in self._bounds)
@@ -300,7 +299,7 @@ class Trace:
         return Scalar(name)
 
     def explains(self, before: HostGenerators) -> bool:
-        """Return True if the draws are all that has moved Python's and numpy's generators since then."""
+        """Return True if the recorded draws alone explain the generators' state since `before`."""
         after = HostGenerators()
         before.restore()
         for draw in self.draws:
@@ -310,7 +309,7 @@ class Trace:
         return same
 
     def note_left(self, places: NumberPlaces, paths: Iterable[str]) -> None:
-        """Note what stands at these paths at the end of the step."""
+        """Record the numbers at these paths at the end of the step."""
         for path in paths:
             found = places.read(path)
             if not isinstance(found, TracedNumber):
@@ -319,7 +318,7 @@ class Trace:
                 self.left[path] = found.expression
 
     def scalar(self, value: float, target: str) -> float | Scalar:
-        """The argument of an operator: a named scalar, or a constant."""
+        """Return the argument of an operator as a named scalar, or as a constant."""
         known = self._known.get(value) or self._quotient(value)
         if known is None:
             return float(value)
@@ -331,11 +330,11 @@ class Trace:
         return self._named(value, *known)
 
     def _stays(self, expression: Expression) -> bool:
-        """Return True if a special number is an input all the same."""
+        """Return True if a number stays an input even with a `SPECIAL` value."""
         return all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
 
     def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
-        """The elements of a tensor that Python made of numbers, with named scalars for those that are stand-ins."""
+        """Return the elements of a tensor that Python made from numbers, with named scalars for traced numbers."""
         if self._hint is not None and numbers == (self._hint.true,) and type(self._hint.true) is int:
             return (self._whole(self._hint),)
         made = self._rounded(dtype)
@@ -350,7 +349,8 @@ class Trace:
         return dict(zip(rounded, self._made.values(), strict=True))
 
     def _quotient(self, value: float) -> tuple[Expression, float] | None:
-        """A stand-in divided by a whole number, by which torch shares something out."""
+        """Return the expression of a traced number divided by an integer, as torch does for a mean; None if no
+        match."""
         for made, (expression, true) in self._made.items() if value else ():
             parts = round(made / value) if abs(made / value) < 2**31 else 0
             if parts > 1 and made / parts == value:
@@ -361,11 +361,11 @@ class Trace:
         name = self.named.setdefault(expression, f"{NUMBER}{len(self.named)}")
         if name not in self.true:
             self.true[name] = true
-            self._note_float(value, expression, true)  # torch may go on from there
+            self._note_float(value, expression, true)  # torch may compute with this float
         return Scalar(name)
 
     def known(self, value: object) -> bool:
-        """Return True if a float stands for a number."""
+        """Return True if a float is the value of a traced number."""
         return type(value) is float and value in self._known
 
 
@@ -373,7 +373,7 @@ TRACE: ContextVar[Trace | None] = ContextVar("numbers that are traced", default=
 
 
 def begun() -> Trace | None:
-    """The trace that a run of the step begins with; None where nothing is traced."""
+    """Return the trace of the current capture, cleared for a new run of the step; None without tracing."""
     trace = TRACE.get()
     if trace is not None:
         trace.begin()
@@ -381,13 +381,13 @@ def begun() -> Trace | None:
 
 
 def traced_among(given: Any) -> frozenset[str]:
-    """The source of contents that are computed of stand-ins among the arguments of an operator."""
+    """Return the source of contents computed from traced numbers among arguments; empty if there are none."""
     trace = TRACE.get()
     return frozenset({NUMBER}) if trace is not None and any(map(trace.known, tree_iter(given))) else frozenset()
 
 
 def traced_within(tensor: Tensor) -> frozenset[str]:
-    """The same source, of a tensor that Python has just made of numbers."""
+    """Return the source of a tensor that Python has just made from traced numbers; empty if there are none."""
     trace = TRACE.get()
     if trace is None or not tensor.is_floating_point():
         return frozenset()
@@ -398,7 +398,7 @@ def traced_within(tensor: Tensor) -> frozenset[str]:
 
 
 def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor], Any]) -> TracedNumber | None:
-    """The stand-in for a number that Python reads off a tensor; None where it is a constant."""
+    """Return a traced number for one that Python reads off a tensor; None if it is a constant."""
     trace = TRACE.get()
     if trace is None or tensor.numel() != 1 or tensor.dtype == torch.bool or tensor.is_complex():
         return None
@@ -408,12 +408,12 @@ def trace_read(tensor: Tensor, sources: frozenset[str], read: Callable[[Tensor],
 
 
 def true_of(item: Any) -> Any:
-    """The number that a stand-in stands for; anything else as it is."""
+    """Return the true value of a traced number; any other object unchanged."""
     return item.true if isinstance(item, TracedNumber) else item
 
 
 def none_traced(sources: frozenset[str]) -> frozenset[str]:
-    """The sources of contents that Python reads: the numbers among them are known no further than that."""
+    """Return the sources without that of traced numbers, which are lost where Python reads a tensor made from them."""
     trace = TRACE.get()
     if trace is not None and NUMBER in sources:
         trace.lost = "Python reads a tensor that is made of it"

@@ -1,7 +1,5 @@
-"""Memory that nobody has touched: the operating system hands out pages on first use, so any size costs nothing.
-
-It is mapped beside torch's allocator: what counts a program's bytes (`magis.peak`) does not see captures.
-"""
+"""Untouched memory: the operating system maps pages on first use, so that a storage of any size takes no memory. It is
+mapped outside of torch's allocator, so that `magis.peak` does not count captures."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ import threading
 import torch
 
 CHUNK_BYTES = 1 << 24
-"""Smaller memory lies with others in a mapping of this size, which goes when all of them have gone."""
+"""Bytes of a mapping that small storages share; it is unmapped when all of them are dead."""
 _ALIGNED = 64
-"""Bytes; as torch's allocator does it."""
+"""Alignment in bytes, as in torch's allocator."""
 _NORESERVE = 0x4000
-"""MAP_NORESERVE of Linux, which Python's mmap does not name: more than the machine has may be mapped."""
+"""Linux's MAP_NORESERVE, which Python's mmap does not name: more memory than the machine has may be mapped."""
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
@@ -23,14 +21,14 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 class _Chunk:
-    """The mapping that small memory is cut from, and how much of it has been."""
+    """The mapping from which small storages are allocated, and its used bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory, self._used = _mapped(CHUNK_BYTES), 0
 
     def cut(self, nbytes: int) -> tuple[mmap.mmap, int]:
-        """Some of it, never the same twice: the mapping, and where in it."""
+        """Allocate bytes that were never handed out before; return the mapping and the offset."""
         with self._lock:
             if self._used + nbytes > CHUNK_BYTES:
                 self._memory, self._used = _mapped(CHUNK_BYTES), 0
@@ -43,7 +41,7 @@ _CHUNK = _Chunk()
 
 
 def untouched(nbytes: int) -> torch.UntypedStorage:
-    """A storage of so many bytes on the CPU, with whatever is in it. Its size stays."""
+    """Return an uninitialized CPU storage of this many bytes, which cannot be resized."""
     if not nbytes:
         return torch.UntypedStorage(0)
     memory, start = (_mapped(nbytes), 0) if nbytes > CHUNK_BYTES // 4 else _CHUNK.cut(nbytes)

@@ -1,4 +1,4 @@
-"""Joins a captured step and the optimizer that runs by itself after it into one graph to simulate."""
+"""Joining of a captured step and the optimizer called after it into one graph, to simulate both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from magis.graph.hazards import lifetimes
 from magis.graph.nodes import replace_refs
 from magis.ops.optimizers import OwnOptimizer
 
-# The memory of an optimizer that runs by itself after a step: its own code, on tensors without memory.
+# The memory of an optimizer called after a step: its own code runs on hollow tensors.
 
 
 def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device: str) -> Captured:
-    """A step that stops at gradients, as one that `own` updates the weights behind: it holds the optimizer's state, and
-    the original is both. Raises CaptureError for a step of the optimizer's that cannot be recorded."""
+    """Return a step that ends with gradients with the state of the optimizer `own`, called after it, as inputs; its
+    original is both steps. Raises CaptureError for an optimizer step that cannot be captured."""
     parameters = dict(module.named_parameters())
     behind = step_behind(own, {name: parameters[name] for name in captured.graded}, device)
     whole = replace(captured, graph=_with_state(captured.graph, behind), behind=behind)
@@ -27,7 +27,8 @@ def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device
 
 
 def joined(captured: Captured, graph: Graph, deaths: Mapping[int, int] | None = None) -> Captured:
-    """The step `graph`, which is captured or a plan of it, with what runs behind it; `deaths` are eager's."""
+    """Append the optimizer step to `graph`, the captured step or a plan of it; `deaths` are eager's, None for a
+    plan."""
     behind, lives, end = captured.behind, lifetimes(graph, deaths), len(graph.ops)
     if behind is None:
         return captured
@@ -42,12 +43,12 @@ def joined(captured: Captured, graph: Graph, deaths: Mapping[int, int] | None = 
 
 
 def before_update(graph: Graph) -> Graph:
-    """The operators of forward and backward."""
+    """Return a graph with the operators of forward and backward only."""
     return replace(graph, ops=tuple(op for op in graph.ops if op.phase != "update"))
 
 
 def without_state(graph: Graph) -> Graph:
-    """A step that stops at gradients, without the state of what runs behind it."""
+    """Return a step that ends with gradients, without the state of the optimizer called after it."""
     return replace(graph, inputs=tuple(each for each in graph.inputs if not graph.values[each].name.startswith(_STATE)))
 
 
@@ -55,13 +56,13 @@ _STATE = "state:"
 
 
 def _name_in_step(value: Value) -> str:
-    """The name in a step of what an optimizer works on: all but weights and gradients is its state."""
+    """Return a value's name in the joined graph: all but weights and gradients are optimizer state."""
     is_known = value.name.startswith((_STATE, "parameter:", "gradient:"))
     return value.name if is_known or not value.name else f"{_STATE}{value.name}"
 
 
 def _with_state(graph: Graph, behind: Apart) -> Graph:
-    """The step with the tensors that the optimizer keeps among those that stay."""
+    """Add the optimizer's state to the inputs of a step."""
     tail = behind.graph
     inputs = [tail.values[number] for number in tail.inputs]
     kept = [v for v in inputs if tail.storages[v.storage].persistent and _name_in_step(v).startswith(_STATE)]
@@ -76,7 +77,7 @@ def _with_state(graph: Graph, behind: Apart) -> Graph:
 
 
 def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph, Mapping[int, int]]:
-    """The first graph with another one behind it, whose inputs are `given` by name; and where its storages are then."""
+    """Append a graph to a first one, with inputs `given` by name; return it with the new numbers of the storages."""
     named = {number: given.get(_name_in_step(tail.values[number])) for number in tail.inputs}
     values = {number: known for number, known in named.items() if known is not None}
     storages = {tail.values[number].storage: first.values[known].storage for number, known in values.items()}

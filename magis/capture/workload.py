@@ -1,4 +1,4 @@
-"""One training step that has not run yet: module, batch, loss; batches as training loops have them."""
+"""A training step that has not run yet: module, batch and loss; and batches as training loops have them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from magis.ops.optimizers import OptimizerSpec
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """`FakeTensorMode`, in which modules are `convertible`."""
+    """Enter `FakeTensorMode`, with modules made `convertible`."""
     with convertible(), FakeTensorMode():
         yield
 
 
 @contextmanager
 def no_reports() -> Iterator[None]:
-    """Hold back torch's own report of a failed fake call: who makes the call says what comes of it."""
+    """Silence torch's log of a failed fake tensor call, whose error the caller handles."""
     chatter = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, chatter.disabled = chatter.disabled, True
     try:
@@ -41,11 +41,8 @@ def no_reports() -> Iterator[None]:
 
 @contextmanager
 def convertible() -> Iterator[None]:
-    """`module.double()`, `.to(...)` and the like work on modules of fake tensors as they do on real ones.
-
-    torch exchanges fake parameters with `swap_tensors`, which fails on every tensor that the mode keeps track of:
-    "_apply(): Couldn't swap Linear.weight".
-    """
+    """Let `module.double()`, `.to(...)` and the like work on modules of fake tensors. torch exchanges fake parameters
+    with `swap_tensors`, which fails on every tensor that the mode tracks: "_apply(): Couldn't swap Linear.weight"."""
     apply: Callable[..., nn.Module] = nn.Module._apply
 
     def convert(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -70,14 +67,15 @@ def convertible() -> Iterator[None]:
 
 
 def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """The parameter itself, so that ties and optimizers keep it; a new one on another device, as in torch."""
+    """Convert a parameter in-place, so that ties and optimizers keep it; on another device return a new one, as
+    torch."""
     with torch.no_grad():
         data = fn(parameter)
         grad = None if parameter.grad is None else fn(parameter.grad)
     if data.device != parameter.device:
         parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
     else:
-        parameter.grad = None  # of the old type, which torch would compare with the new one
+        parameter.grad = None  # torch would compare its old dtype with the new one
         parameter.data = data
     parameter.grad = grad
     return parameter
@@ -85,33 +83,33 @@ def _converted(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Pa
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One training step, not run yet: `loss_fn(module(*inputs), *targets)`, its gradients, the optimizer's update.
+    """A training step that has not run: `loss_fn(module(*inputs), *targets)`, its gradients, the optimizer's update.
 
-    The module is in training mode; all tensors are on the CPU, or fake ones where it was built on these. Those of
-    magis's own networks are float32 (or integer), those of a user's what they were built as. `to` converts the
-    module and the floating-point tensors of the batch.
+    The module is in training mode; all tensors are on the CPU, or fake if it was built under `FakeTensorMode`. Networks
+    of magis are float32, modules of a user keep their dtypes. `to` converts the module and the floating-point tensors
+    of the batch.
     """
 
     name: str
-    """The registered name ("bert", "seed-bert") or "package.module:factory"."""
+    """Registered name ("bert", "seed-bert") or "package.module:factory"."""
     module: nn.Module
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     loss_fn: Callable[..., Tensor]
-    """`loss_fn(output, *targets)`, a scalar."""
+    """`loss_fn(output, *targets)`, which returns a 0-d tensor."""
     optimizer: OptimizerSpec
     blocks: tuple[str, ...] = ()
-    """Paths (`get_submodule`) of the sub-modules that activation checkpointing per block would wrap, in order."""
+    """Paths (`get_submodule`) of the sub-modules that checkpointing per block would wrap, in order."""
     explicit_attention: bool = False
     """True if attention is written out with matmul and softmax, as in the seed variants."""
 
     @property
     def parts(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor], OptimizerSpec]:
-        """Everything that captures and steps are made of, in the order in which they take it."""
+        """Module, inputs, targets, loss and optimizer, in the argument order of captures and steps."""
         return self.module, self.inputs, self.targets, self.loss_fn, self.optimizer
 
     def to(self, dtype: str) -> Workload:
-        """The same workload with floating-point parameters, buffers and batch of another data type ("bfloat16")."""
+        """Convert floating-point parameters, buffers and batch to another dtype ("bfloat16"); return the workload."""
         kind = getattr(torch, dtype)
 
         def convert(tensor: Tensor) -> Tensor:
@@ -127,11 +125,10 @@ class Workload:
 
 
 # Batches as a training loop has them: inputs and targets, or keywords of the model; each a tensor, or tensors in
-# containers beside numbers, texts and None, which are constants of the step.
+# containers beside numbers, strings and None, which are constants of the step.
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
-"""Properties of a batch that a plan depends on: names, shapes, strides, data types and devices, what lies in one
-memory, and all that is no tensor."""
+"""Cache key of a batch: names, shapes, strides, dtypes, devices, shared storages, and all constants."""
 
 EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -139,7 +136,7 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torc
 
 @dataclass(frozen=True)
 class Form:
-    """Where tensors stand in what a caller passed: makes that again of other tensors; equal forms look alike."""
+    """Structure of a caller's batch: `make` rebuilds it from tensors, `looks` is a key to compare structures."""
 
     make: Callable[[Sequence[Tensor]], Any]
     looks: object
@@ -147,8 +144,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors by role. With `names`, the inputs are keywords of the model and there are no targets. Of a batch that
-    holds more than tensors, `form` makes positional arguments, keywords and `target_form` targets."""
+    """Tensors of a batch by role. With `names`, the inputs are keywords of the model and there are no targets. If a
+    batch holds constants or containers, `form` rebuilds the model's arguments and `target_form` the targets."""
 
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...] = ()
@@ -158,11 +155,12 @@ class Batch:
 
     @property
     def by_name(self) -> dict[str, Tensor]:
-        """By the names of the graph's inputs."""
+        """The tensors by the names of the graph's inputs."""
         return batch_by_name(self.inputs, self.targets)
 
     def key(self, places: Mapping[int, int] | None = None) -> Key:
-        """`places` are the addresses of memory that the step has besides: the module's parameters and buffers."""
+        """Return the cache key of the batch; `places` are the module's storages, by address, which a batch may
+        share."""
         met: dict[int, tuple[object, int]] = {address: (place, 0) for address, place in (places or {}).items()}
         forms = tuple(("form", form.looks) for form in (self.form, self.target_form) if form is not None)
         return forms + tuple(
@@ -175,7 +173,7 @@ class Batch:
 
 
 def batch_by_name(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a batch by the names that they have in graphs."""
+    """Return the tensors of a batch by their names in graphs."""
     roles = ("input", inputs), ("target", targets)
     return {f"{role}:{number}": tensor for role, tensors in roles for number, tensor in enumerate(tensors)}
 
@@ -185,7 +183,8 @@ def _strides(tensor: Tensor) -> object:
 
 
 def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> tuple[object, int] | None:
-    """With what a tensor shares its memory, and the bytes in between; None: with nothing met so far."""
+    """Return the tensor with which a tensor shares its storage, and the distance in bytes; None for the first on a
+    storage."""
     storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     if not storage or not tensor.numel():
         return None
@@ -195,7 +194,7 @@ def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> t
 
 
 def as_batch(given: Any) -> Batch:
-    """The batch in what a caller passed: `(inputs, targets)`, or keywords. Raises UsageError for anything else."""
+    """Return a caller's batch, `(inputs, targets)` or keywords, as tensors. Raises UsageError for anything else."""
     if isinstance(given, Mapping):
         found = batch_of((), None, dict(given))
     elif isinstance(given, (tuple, list)) and len(given) == 2:
@@ -215,7 +214,8 @@ def as_batch(given: Any) -> Batch:
 
 
 def batch_of(inputs: Any, targets: Any, keywords: Mapping[str, Any] | None = None) -> Batch:
-    """A batch of arguments of the model and of the loss; or of keywords of the model alone. UsageError."""
+    """Return a batch of arguments for model and loss, or of keywords for the model. Raises UsageError for invalid
+    ones."""
     if keywords is None:
         given, wanted = (each if isinstance(each, (tuple, list)) else (each,) for each in (inputs, targets))
     else:
@@ -233,7 +233,7 @@ def batch_of(inputs: Any, targets: Any, keywords: Mapping[str, Any] | None = Non
 
 
 def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
-    """The form of what a caller passed, without its tensors, which are appended."""
+    """Return the structure of a caller's batch; append its tensors to `tensors`."""
     kind = type(item)
     if isinstance(item, Tensor):
         number = len(tensors)
@@ -260,7 +260,7 @@ def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
 
 
 def _emptied(item: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """A container of the same class, with whatever else it holds, that keeps no tensor alive."""
+    """Return a shallow copy of a mapping with its values set to None, so that it keeps no tensor alive."""
     shell = copy.copy(item)
     for key in tuple(shell):
         shell[key] = None
@@ -279,7 +279,7 @@ def _without_fields(item: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _with_fields(shell: Any, keys: tuple[str, ...], values: list[Any]) -> Any:
-    """A record of the same class, made without its checks, as `copy` makes them."""
+    """Copy a dataclass object and set its fields, without its `__init__`."""
     made = copy.copy(shell)
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(made, key, value)
@@ -287,7 +287,8 @@ def _with_fields(shell: Any, keys: tuple[str, ...], values: list[Any]) -> Any:
 
 
 class _Called(nn.Module):
-    """Calls a module with the tensors of a batch where they stand in it, or as its keywords."""
+    """A module that takes a batch's tensors as positional arguments, and calls another one with the batch's
+    structure."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], form: Form | None) -> None:
         super().__init__()
@@ -302,17 +303,17 @@ class _Called(nn.Module):
 
 
 def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
-    """The module as it takes the batch's tensors one after another."""
+    """Return a module that takes the batch's tensors as positional arguments."""
     return _Called(module, batch.names, batch.form) if batch.names or batch.form is not None else module
 
 
 def roots_of(module: nn.Module, loss_fn: object) -> dict[str, object]:
-    """The module and the loss as the user has them, by the names that paths to what they hold begin with."""
+    """Return the user's own module and loss, as the roots of paths to Python objects."""
     return {"model": module.module if isinstance(module, _Called) else module, "loss": loss_fn}
 
 
 def with_targets(loss_fn: Callable[..., Tensor] | None, batch: Batch) -> Callable[..., Tensor] | None:
-    """The loss function as it takes the targets' tensors one after another."""
+    """Return a loss function that takes the targets' tensors as positional arguments."""
     if loss_fn is None or batch.target_form is None:
         return loss_fn
     return partial(_of_targets, loss_fn, batch.target_form)
@@ -323,7 +324,7 @@ def _of_targets(loss_fn: Callable[..., Tensor], form: Form, output: Any, *tensor
 
 
 class _WithLoss(nn.Module):
-    """A module beside a loss with parameters of its own, which it hands on to `_applied`."""
+    """A module together with a loss that has parameters; its output goes to `_applied`."""
 
     def __init__(self, module: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -343,7 +344,7 @@ def _applied(given: tuple[nn.Module, Any], *targets: Tensor) -> Any:
 def with_loss(
     module: nn.Module, loss_fn: Callable[..., Tensor] | None
 ) -> tuple[nn.Module, Callable[..., Tensor] | None]:
-    """The module and the loss function; a loss with tensors of its own becomes a part of the module."""
+    """Return module and loss function; a loss with tensors of its own becomes a sub-module."""
     if not isinstance(loss_fn, nn.Module):
         return module, loss_fn
     known = {id(parameter) for parameter in module.parameters()}
@@ -352,18 +353,15 @@ def with_loss(
 
 
 def _keeps_tensors(loss: nn.Module) -> bool:
-    """Return True if a user's own loss has tensors that it may replace: the centre of DINO's, a running mean."""
+    """Return True if a user's own loss has tensors that it may replace: the centre of DINO's loss, a running mean."""
     parts = [part for part in loss.modules() if not type(part).__module__.startswith("torch.")]
     return any(isinstance(each, Tensor) for part in parts for each in (*part.buffers(), *vars(part).values()))
 
 
 def own_loss(output: Any, *targets: Tensor) -> Tensor:
-    """The loss that a module returns itself: a tensor, `output.loss` as in Hugging Face's models, or else the only
-    floating-point number in the output that requires a gradient.
-
-    Raises CaptureError where there is none or more than one, or where there are targets that nothing would compare the
-    output with.
-    """
+    """Return the loss in a module's own output: a tensor, `output.loss` as in Hugging Face's models, or else the only
+    floating-point number that requires a gradient. Raises CaptureError if there is none or more than one, or if there
+    are targets and no loss function."""
     if targets:
         raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
     if isinstance(output, Tensor):
@@ -384,7 +382,7 @@ def own_loss(output: Any, *targets: Tensor) -> Tensor:
 
 
 def _trainable_numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
-    """Single floating-point numbers in an output that can be trained, by where they are."""
+    """Yield single-element floating-point tensors in an output that can be trained, by their path."""
     if isinstance(item, Tensor):
         if item.numel() == 1 and item.is_floating_point() and (item.requires_grad or not torch.is_grad_enabled()):
             yield path, item

@@ -1,1 +1,1 @@
-"""Functions for users' own loops: `magis.optimize`, `torch.compile`, checkpoint policies, fits, profiles."""
+"""Functions for users' own loops: `magis.optimize`, `magis.fit`, `magis.estimate`, `magis.peak`, operator profiles."""

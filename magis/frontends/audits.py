@@ -1,4 +1,4 @@
-"""Audits: a planned step is captured again now and then, in case something has changed that its guards do not see."""
+"""Audits: repeated captures of a planned step that detect changes which its guards miss."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from magis.ops.python_objects import PREFIX, look_up
 from magis.planner.conformance import first_difference
 
 SHARE = 0.01
-"""The largest share of the seconds of a step's runs that its audits take."""
+"""Largest share of a step's running time that audits of the step take."""
 RARER = 1.1
-"""An audit comes when the step has run so many times as long as at the one before: then what it finds lies back a tenth
-of the training at most."""
+"""Factor by which a step's total running time grows until the next audit: a change that an audit detects happened in
+the last tenth of the training at most."""
 
 
 @dataclass(eq=False)
 class Audits:
-    """The times at which a planned step is audited, in seconds of its runs."""
+    """Schedule of the audits of one planned step; times are seconds of running the step."""
 
     costs: float
-    """Seconds that the dearest audit so far took; expected ones before the first."""
+    """Seconds that the slowest audit took; before the first audit, an estimate."""
     agreed: int
-    """Number of the last step that was found to be the planned one."""
+    """Number of the last step whose capture equalled the planned one."""
     ran: float = 0.0
     spent: float = 0.0
     due: float = 0.0
-    """When the next one comes, in seconds of `ran`."""
+    """Running time of the step, in seconds, at which the next audit is due."""
 
     def __post_init__(self) -> None:
         self._schedule()
 
     def check(self, number: int, difference: Callable[[], str]) -> CaptureError | None:
-        """Audit the step of this number, which is to come: the error of one that differs, twice in the same way."""
+        """Audit step `number` before it runs: return an error if it differs from its plan twice in the same way, else
+        None."""
         started = perf_counter()
         try:
             found = difference()
@@ -82,18 +83,16 @@ def step_difference(
     given: Mapping[str, float],
     autocast: torch.dtype | None,
 ) -> str:
-    """In words, where the step as it is now parts from the one that was planned, for `given` numbers; empty if they
-    are one.
-
-    It is captured on hollow tensors on the CPU; nothing is computed, and everything is left as it was.
-    """
+    """Capture the step again and describe in words where it differs from the planned step; return "" if it does not.
+    `given` are the values of the graph's scalars. The capture runs on hollow tensors on the CPU, computes nothing, and
+    restores the state of module and loss."""
     module, loss_fn = with_keywords(module, batch), with_targets(loss_fn, batch) or own_loss
     tensors = _laid_out(batch, plan.captured)
     inputs, targets = tensors[: len(batch.inputs)], tensors[len(batch.inputs) :]
     before, cast = Snapshot({"model": module, "loss": loss_fn}), autocast_type(AUTOCAST[autocast])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # given when the step was planned
+            warnings.simplefilter("ignore")  # already shown when the step was planned
             now = capture(
                 module, inputs, targets, loss_fn, OptimizerSpec("gradients"),
                 autocast=cast, settled=False, heard=plan.heard, results=True,
@@ -114,10 +113,8 @@ def step_difference(
 
 
 def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
-    """The tensors of a batch on memory such as a known graph has them on: they may be windows of something larger.
-
-    Those that move are hollow, but for the contents that Python may read numbers off.
-    """
+    """Return the batch's tensors with the storage sizes and offsets of the captured graph, where they are views there.
+    A tensor that is moved is hollow, unless Python may read numbers off it: then its contents are copied."""
     values = {known.values[number].name: known.values[number] for number in known.inputs}
     memory, found = dict[int, torch.UntypedStorage](), dict[object, Tensor]()
 
@@ -130,21 +127,19 @@ def _laid_out(batch: Batch, known: Graph) -> list[Tensor]:
             memory[storage.id] = untouched(storage.nbytes)
         twin = tensor.new_empty(0).set_(memory[storage.id], value.offset, value.shape, value.stride)
         if is_readable(name, twin):
-            once = tuple(slice(0, 1) if not step else slice(None) for step in value.stride)  # of repeated elements
+            once = tuple(slice(0, 1) if not step else slice(None) for step in value.stride)  # expanded ones
             twin[once].copy_(tensor[once])
         return twin
 
     for name, tensor in batch.by_name.items():
-        same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # has one name in the graph
+        same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()  # equal tensors share a name in the graph
         found[name] = found[same] = moved(name, tensor) if name in values else found.get(same, tensor)
     return [found[name] for name in batch.by_name]
 
 
 def _before_update(graph: Graph, returned: int) -> Graph:
-    """Forward and backward alone, which return so many values; guards see all that the update hangs on.
-
-    Buffers lie at the beginnings of memory of no size: one that a step replaces may be part of something larger.
-    """
+    """Return forward and backward of a step with its first `returned` outputs; guards check what the update depends on.
+    Storages of buffers get size 0 and begin at their first buffer, as a buffer that a step replaces may be a view."""
     ops, outputs = tuple(op for op in graph.ops if op.phase != "update"), graph.outputs[:returned]
     used = {value for op in ops for value in (*op.inputs(), *op.made())} | {*outputs}
     values = {number: value for number, value in graph.values.items() if number in used}
@@ -172,7 +167,7 @@ def _before_update(graph: Graph, returned: int) -> Graph:
 
 
 def _named_alike(now: Graph, known: Graph, roots: Mapping[str, object]) -> Graph:
-    """The graph with the names of a known one for tensors that several paths lead to: the shortest may be a new one."""
+    """Return a new capture with the tensor names of a known one, where several paths lead to one tensor."""
 
     def named(value: Value) -> Value:
         name = known.values[value.id].name if value.id in known.values else ""

@@ -1,9 +1,6 @@
-"""Peak memory of any code: `with magis.peak() as p:` counts tensors and the allocator's bytes, by module and line.
-
-Nothing is captured or planned: a generation loop, a pipeline, several training steps count as they run. All bytes are
-those above the start of the block, so a model that is built ahead of it does not count, and what is freed in it
-although it is older does not either.
-"""
+"""Peak memory of any code: `with magis.peak() as p:` counts bytes of tensors and of the allocator, by module and line.
+Nothing is captured or planned: generation loops, pipelines and several training steps are measured as they run. Only
+memory allocated inside the block counts, not a model that was built before; freeing older memory changes nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +29,9 @@ DEVICES = ("cpu", "cuda")
 
 
 class BlockPeak:
-    """The peak memory of a block of code; the figures are there once the block has ended.
-
-    The garbage collector runs ahead of the block and not inside it: when cycles die would depend on what ran earlier,
-    and the peak must not. Bytes of tensors are the same on every machine. Raises UsageError for an unknown device.
-    """
+    """Peak memory of a block of code; its figures can be read once the block has ended. The garbage collector runs
+    before the block and is off inside it, so that the peak does not depend on earlier code. Tensor bytes are the same
+    on every machine. Raises UsageError for an unknown device."""
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,7 +55,7 @@ class BlockPeak:
             self._log = stack.enter_context(memory_profile())
         elif self.device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what earlier code left would count as reserved by this block
+            torch.cuda.empty_cache()  # cached blocks of earlier code would count as reserved
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
         stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
@@ -77,7 +72,7 @@ class BlockPeak:
             torch.cuda.synchronize()
             allocated = torch.cuda.max_memory_allocated() - self._start
             reserved = torch.cuda.max_memory_reserved() - self._start
-        profiled = _profiler_enabled()  # by now another one may have ended ours, as planning does
+        profiled = _profiler_enabled()  # another profiler, as in planning, ends this one
         self._stack.close()
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"
@@ -90,36 +85,34 @@ class BlockPeak:
 
     @property
     def tensor_bytes(self) -> int:
-        """The most that tensors made in the block took at one time; storages count once."""
+        """Peak bytes of the tensors made in the block; each storage counts once."""
         return self._found.tensor_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that tensors made in the block still take at its end."""
+        """Bytes of the tensors made in the block that are still alive at its end."""
         return self._found.kept_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
-        """Peak of what the device's allocator gave out, scratch of operators included; None where a profiler
-        runs besides, as one does while a step is planned."""
+        """Peak bytes handed out by the device's allocator, workspaces of operators included. None if another profiler
+        ran."""
         return self._found.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that a GPU's caching allocator held; None on a CPU."""
+        """Peak bytes that CUDA's caching allocator reserved; None on a CPU."""
         return self._found.reserved_bytes
 
     @property
     def at_peak(self) -> Peak:
-        """Where the tensors peak, and what holds them there, by module and line."""
+        """The operator at the peak of tensor bytes, and the tensors alive there by module and line."""
         return self._found.at_peak
 
     def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
-        """Compare the peak with its stored baseline, and fail the pytest test that runs if it is worse.
-
-        ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01: one
-        percent). Raises UsageError outside of a test.
-        """
+        """Compare the peak with its stored baseline, and fail the running pytest test if the peak is worse. ``name``
+        tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01: one percent).
+        Raises UsageError outside of a test."""
         __tracebackhide__ = True
         gate = BLOCK_GATE.get()
         if gate is None:
@@ -128,7 +121,7 @@ class BlockPeak:
         gate({name: self}, tolerance)
 
     def result(self, name: str, seed: int = 0) -> CaseResult:
-        """The figures as a row of the gate: a case of strategy "peak" of the test or program ``name``."""
+        """Return the figures as a result of the gate, of strategy "peak" and with ``name`` as its model."""
         found = self._found
         if not found.tensor_bytes:
             raise UsageError(f"magis.peak: the block made no tensor on {self.device}: there is nothing to gate")
@@ -152,7 +145,7 @@ class BlockPeak:
         )
 
     def __str__(self) -> str:
-        """The figures, and what holds most at the peak."""
+        """Return the figures and the largest groups of tensors at the peak, as lines of text."""
         if self._figures is None:
             return self._nothing
         found, peak = self._figures, self._figures.at_peak
@@ -180,11 +173,9 @@ class BlockPeak:
 
 
 def peak(device: str | None = None) -> BlockPeak:
-    """Measure the peak memory of a block of code: ``with magis.peak() as p: ...``, then ``p.tensor_bytes``.
-
-    ``device``: "cpu" or "cuda"; "cuda" where there is a GPU unless it is given. In a test, ``p.gate()`` compares it
-    with a stored baseline.
-    """
+    """Measure the peak memory of a block of code: ``with magis.peak() as p: ...``, then ``p.tensor_bytes``. ``device``
+    is "cpu" or "cuda"; by default "cuda" if there is a GPU. In a test, ``p.gate()`` compares the peak with a stored
+    baseline."""
     return BlockPeak(device)
 
 

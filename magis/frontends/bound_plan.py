@@ -1,4 +1,4 @@
-"""A plan on the tensors of a module and an optimizer: it runs one step after another."""
+"""A plan bound to the tensors of a module and an optimizer, and the code that runs its steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER_WAY = "a batch takes another way at a branch on data than the planned step
 
 @dataclass(eq=False)
 class BoundPlan:
-    """A plan on the tensors of a module and an optimizer."""
+    """A plan bound to the tensors of a module and an optimizer."""
 
     plan: Planned
     step: GraphStep
@@ -40,23 +40,24 @@ class BoundPlan:
     undo: Undo
     roots: Mapping[str, object]
     replaced: Mapping[str, str]
-    """Paths to buffers that every step replaces, and their names in the graph."""
+    """Paths to buffers that every step replaces by new tensors, with the buffers' names in the graph."""
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
-        if known and known != held_generators(self.module, self.loss_fn):  # there are few steps that have some
+        if known and known != held_generators(self.module, self.loss_fn):  # few steps have own generators
             return False
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
     def run(self, batch: Batch, given: Given | None = None) -> tuple[Tensor, bool]:
-        """The loss, and whether the step took the way that was planned."""
+        """Run one step; return its loss, and False if eager ran it because the batch took another branch than
+        planned."""
         kept: ContentsBefore | None = None
         emptied: list[str] = []
         try:
             self.step.prepare()
-            if not self.undo.expects:  # eager may not make them where a branch goes another way
-                for path in self.plan.results:  # not kept beside the new ones
+            if not self.undo.expects:  # eager's branch may not replace them
+                for path in self.plan.results:  # freed before the step makes new ones
                     if path not in self.plan.state and not path.endswith(DATA):
                         leave(self.roots, path, None)
                         emptied.append(told(path))
@@ -68,7 +69,7 @@ class BoundPlan:
             loss = self._gradients() if self.state is None else self._updated(self.state)
         except BaseException as error:
             operator, updated = self.step.raised(error)
-            if kept is not None and operator is not None and not updated:  # not behind, in the optimizer's own step
+            if kept is not None and operator is not None and not updated:  # not in the optimizer's own step
                 kept.put_back()
             if self.state is not None:
                 self.state.forget()
@@ -85,13 +86,14 @@ class BoundPlan:
         return loss, True
 
     def _leave_behind(self, results: Sequence[Tensor]) -> None:
-        """Leave what a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
+        """Store the tensors and counters that a forward leaves in Python objects, before hooks of the optimizer read
+        them."""
         for path, tensor in zip(self.plan.results, results[1:], strict=False):
             leave(self.roots, path, tensor)
         advance(self.roots, self.plan.counted)
 
     def _eagerly(self, batch: Batch) -> Tensor:
-        """The step without a plan."""
+        """Run one step in eager mode, optimizer included, and return its loss."""
         self.step.prepare()
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -120,7 +122,8 @@ class BoundPlan:
         return loss
 
     def _gradients(self) -> Tensor:
-        """Gradients to where autograd puts them; then the optimizer's own step, if there is one."""
+        """Run the planned forward and backward, add gradients to `.grad`, then call the optimizer's `step()` if there
+        is one."""
         parameters = dict(self.module.named_parameters())
         gradient: Tensor | None = None
         if self.optimizer is not None:
@@ -142,6 +145,6 @@ class BoundPlan:
 
 
 def _mark_stepped(optimizer: Optimizer) -> None:
-    """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
+    """Set the flag that `optimizer.step()` was called, so that learning-rate schedulers do not warn."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)

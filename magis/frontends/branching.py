@@ -1,8 +1,6 @@
-"""Steps that go another way from batch to batch: forwards that draw on the host.
-
-A step that draws on the host is captured anew each time, with the generators as they are. Plans are kept by the outline
-of the graph, all of it but the contents of its constants, which are fed to the step like a batch.
-"""
+"""Steps whose forward draws random numbers on the host, and may therefore be another graph at each step. Such a step is
+captured again each time, with the current state of the generators. The cache key of its plan is the outline of the
+graph: all but the contents of constants, which each step gets as inputs, like a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from magis.graph import Graph, Scalar, digest, with_scalars
 
 
 def constants_of(graph: Graph, numbers: Mapping[str, float] | None, device: str) -> dict[str, Tensor]:
-    """The constants of a graph by the names of its inputs; with `numbers` those alone that hang on its scalars."""
+    """Return a graph's constants as tensors, by input name; with `numbers`, only the constants that contain named
+    scalars."""
     constants = {}
     for number, data in graph.constants.items():
         if numbers is not None and not any(isinstance(each, Scalar) for each in data):
@@ -32,12 +31,13 @@ def constants_of(graph: Graph, numbers: Mapping[str, float] | None, device: str)
 
 
 def outline(graph: Graph) -> str:
-    """A digest of all but the contents of constants."""
+    """Return a digest of a graph without the contents of its constants."""
     return digest(replace(graph, constants={number: (0.0,) * len(data) for number, data in graph.constants.items()}))
 
 
 def check_outlines(one: Graph, other: Graph) -> None:
-    """Raise CaptureError where two draws differ in numbers within operators, of which every step would need a plan."""
+    """Raise CaptureError if two captures have equal operators but different numbers in them: each step would need a
+    plan."""
     alike = [op.target for op in one.ops] == [op.target for op in other.ops]
     if alike and outline(one) != outline(other):
         raise CaptureError(
@@ -49,8 +49,8 @@ def check_outlines(one: Graph, other: Graph) -> None:
 
 @contextmanager
 def contents_kept(module: nn.Module, loss_fn: object) -> Iterator[None]:
-    """Put back what the block writes into tensors that are no parameters or buffers of the module: those, captures
-    exchange; others that module and loss hold are the user's own."""
+    """Restore, when the block ends, tensors that module and loss hold and that are no parameters or buffers of the
+    module."""
     exchanged = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     held = [each for _, each in Snapshot({"model": module, "loss": loss_fn}).tensors.values()]
     before = [(each, each._version, each.detach().clone()) for each in held if id(each) not in exchanged]  # noqa: SLF001

@@ -1,8 +1,6 @@
-"""Predict a training step's memory on a device ahead of the first run: by kind and module, and what would make it fit.
-
-Nothing of the model's size is allocated where a function makes it: the step is captured on fake tensors. Every figure
-is that of a case of the gate ("eager", "checkpoint", "magis" at a memory limit), which reproduces it byte for byte.
-"""
+"""Predict a training step's memory on a device before it runs: by kind and module, and with ways to reduce it. A model
+that a function builds is built and captured on fake tensors, without allocating memory of its size. Every figure equals
+that of a case of the gate ("eager", "checkpoint", or "magis" with a memory limit), byte for byte."""
 
 from __future__ import annotations
 
@@ -28,23 +26,23 @@ from magis.results import Case, CaseResult, Peak
 from magis.units import format_bytes, format_milliseconds, parse_bytes
 
 QUICK = 3_000
-"""Plans evaluated, as `--magis-budget=quick`: a limit close to the peak is met by the first ones."""
+"""Budget of the search, in plans evaluated, as with `--magis-budget=quick`."""
 RATIO_STEPS = 10_000
-"""Ratios for the gate have four digits, rounded down."""
+"""Memory ratios that are suggested for the gate have four decimal places, rounded down."""
 ADAPTER_RANK = 8
 SHOWN = 6
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A way to run the step with less memory, and what it then needs."""
+    """A way to run the step with less memory, and the bytes and time that the step then needs."""
 
     name: str
     """ "checkpoint", "magis" or "lora"."""
     needed_bytes: int
-    """Reserved by the caching allocator on a GPU, allocated on a CPU."""
+    """Bytes reserved by the caching allocator on a GPU, peak of allocated bytes on a CPU."""
     latency_ratio: float
-    """Predicted, against the step as it is."""
+    """Predicted latency divided by that of the unchanged step."""
     fits: bool
     how: str
 
@@ -54,35 +52,36 @@ class Estimate:
 
     def __init__(self, result: CaseResult, bench: Bench, make: Make | None, limit: int) -> None:
         self.result = result
-        """The case of the gate that it is: "eager" on the device."""
+        """Result of the gate's case "eager" on the device."""
         self.limit_bytes = limit
-        """Bytes that must suffice: the device's memory, unless a limit was given."""
+        """Memory limit in bytes: the one that was given, else the device's memory."""
         self._bench = bench
         self._make = make
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of what is allocated: tensors, persistent ones included, and scratch inside operators."""
+        """Peak of allocated bytes: tensors, persistent ones included, and workspaces of operators."""
         return self.result.original_memory.peak_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Bytes that the caching allocator of a GPU will hold for it, fragmentation included; None for a CPU."""
+        """Peak bytes that CUDA's caching allocator will reserve for the step, fragmentation included; None for a
+        CPU."""
         return self.result.original.reserved_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that run out: reserved ones on a GPU, else the peak."""
+        """Bytes that the device must have: reserved bytes on a GPU, peak bytes on a CPU."""
         return self.reserved_bytes or self.peak_bytes
 
     @property
     def latency_ms(self) -> float:
-        """Predicted time of a step."""
+        """Predicted time of a step in milliseconds."""
         return self.result.original.simulated_ms
 
     @property
     def at_peak(self) -> Peak:
-        """The operator at the peak, and what is held there by kind and module."""
+        """The operator at the peak, and the bytes alive there by kind and module."""
         found = self.result.original.at_peak
         if found is None:  # the simulator of another plugin
             raise MagisError(f"{self.result.case.model}: nothing is known of what is held at the peak")
@@ -90,33 +89,33 @@ class Estimate:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by kind ("parameter", "state", "gradient", "activation", ...), most first."""
+        """Bytes at the peak by kind ("parameter", "state", "gradient", "activation", ...), largest first."""
         found: Counter[str] = Counter()
         for row in self.at_peak.held:
             found[row.kind] += row.nbytes
         return dict(found.most_common())
 
     def fits(self, limit: str | int | None = None) -> bool:
-        """Return True if the step fits the device, or a limit (bytes, or a text: "24 GiB")."""
+        """Return True if the step fits the device's memory, or a given limit (bytes, or a text such as "24 GiB")."""
         return self.missing_bytes(limit) <= 0
 
     def missing_bytes(self, limit: str | int | None = None) -> int:
-        """By how much the step exceeds the device, or a limit; negative: what is left."""
+        """Return the bytes by which the step exceeds the device's memory or a given limit; negative if bytes are
+        left."""
         return self.needed_bytes - (self.limit_bytes if limit is None else _bytes(limit))
 
     def against(self, other: Estimate) -> dict[str, int]:
-        """Bytes at the peak by kind, less those of another step: why one needs more than the other; most first."""
+        """Return by kind how many more bytes this step holds at its peak than another step; largest differences
+        first."""
         mine, theirs = self.by_kind, other.by_kind
         changed = {kind: mine.get(kind, 0) - theirs.get(kind, 0) for kind in {*mine, *theirs}}
         return dict(sorted(((kind, n) for kind, n in changed.items() if n), key=lambda item: -abs(item[1])))
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """Ways to need less memory: checkpointed blocks, a plan for the limit, adapters in place of full training.
-
-        Those that do not apply are left out (no repeated blocks, no PEFT installed, an optimizer that runs by itself),
-        and those that need as much as the step does.
-        """
+        """Ways to need less memory: checkpointing of each block, a plan for the limit, LoRA adapters instead of full
+        training. Left out is a way that cannot be applied (no repeated blocks, PEFT not installed, an optimizer that is
+        not part of the step), and one that saves no memory."""
         return tuple(remedy for remedy in self._remedies() if remedy.needed_bytes < self.needed_bytes)
 
     def _remedies(self) -> Iterator[Remedy]:
@@ -153,10 +152,8 @@ class Estimate:
         return Remedy(name, needed, ratio, needed <= self.limit_bytes, how)
 
     def largest_batch(self, limit: str | int | None = None, *, dim: int = 0, most: int = MOST) -> int | None:
-        """The largest extent of dimension ``dim`` of the batch whose step fits; None where not even 1 does.
-
-        Every size that is tried is captured, so this takes a few times as long as the estimate did.
-        """
+        """Return the largest extent of dimension ``dim`` of the batch with which the step fits; None if not even 1
+        fits. Every size that is tried is captured, so this takes a few times as long as the estimate."""
         allowed = self.limit_bytes if limit is None else _bytes(limit)
         make, case = self._make or self._make_workload, self.result.case
 
@@ -168,7 +165,7 @@ class Estimate:
         return largest(fits, start, most)
 
     def __str__(self) -> str:
-        """The estimate as a person reads it."""
+        """Return the estimate as lines of text."""
         return "\n".join(map(printable, self._lines()))
 
     def _lines(self) -> Iterator[str]:
@@ -202,12 +199,12 @@ def estimate(
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
-    ``batch`` is `(inputs, targets)` or a dictionary of the module's keywords, and ``loss`` takes its output and the
-    targets, unless the module returns its loss. In place of the module: a tuple of these parts; a function without
-    arguments that returns one, which is called on fake tensors, so that nothing of its size is allocated; or a name
-    ("bert", "package.module:factory"). ``optimizer``: a torch optimizer of the module's parameters, or "adamw",
-    "adam", "sgd", "momentum", "none". ``memory_limit`` (bytes, or "24 GiB") stands in for the device's memory. Raises
-    MagisError for what cannot be captured or asked for.
+    ``batch`` is `(inputs, targets)` or a dictionary of the module's keywords, and ``loss`` takes the module's output
+    and the targets, unless the module returns its loss. ``module`` may also be a tuple of these arguments; a function
+    without arguments that returns one, which is called on fake tensors and so allocates no memory of its size; or a
+    name ("bert", "package.module:factory"). ``optimizer`` is a torch optimizer of the module's parameters, or "adamw",
+    "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, or "24 GiB") replaces the device's memory. Raises
+    MagisError for models that cannot be captured and for invalid arguments.
     """
     asked = None if memory_limit is None else _bytes(memory_limit)
     device = default_device() if device is None else device
@@ -223,7 +220,7 @@ def _bytes(limit: str | int) -> int:
 
 
 def _with_adapters(make: Make, seed: int) -> Workload:
-    """The workload with adapters in its linear layers, which alone are trained."""
+    """Return the workload with trainable LoRA adapters in its linear layers and all else frozen."""
     from peft import LoraConfig, inject_adapter_in_model
 
     work = make(seed)

@@ -1,4 +1,4 @@
-"""The largest batch (or sequence) whose training step fits a memory limit: in eager mode, and optimized."""
+"""The largest batch (or sequence length) whose training step fits a memory limit, in eager mode and planned."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from magis.planner.workload_source import Source
 from magis.results import Case
 from magis.units import parse_bytes
 
-# A model at other sizes of its batch, and the largest size of which something holds.
+# A model at other batch sizes, and the search for the largest size that fits.
 
 
 def extent(work: Workload, dim: int) -> int:
-    """The extent of the first input along a dimension. Raises UsageError where it has no such dimension, or nothing."""
+    """Return the first input's extent along `dim`. Raises UsageError if it has no such dimension, or an extent of 0."""
     shape = tuple(work.inputs[0].shape) if work.inputs else ()
     if dim >= len(shape) or shape[dim] < 1:
         raise UsageError(
@@ -41,8 +41,8 @@ def extent(work: Workload, dim: int) -> int:
 
 
 def resized(work: Workload, dim: int, size: int) -> Workload:
-    """The workload with ``size`` in place of the first input's extent along ``dim``, in every input and target that has
-    the same extent there; rows repeat, so that class numbers stay valid. Works on fake tensors."""
+    """Return the workload with ``size`` instead of the first input's extent along ``dim``, in all inputs and targets
+    that have the extent there. Rows are repeated, so that class numbers stay valid. Works on fake tensors, too."""
     before = extent(work, dim)
 
     def change(tensor: Tensor) -> Tensor:
@@ -58,11 +58,8 @@ def resized(work: Workload, dim: int, size: int) -> Workload:
 
 
 def largest(fits: Callable[[int], bool], start: int, most: int, *, precision: float = 0.0) -> int | None:
-    """The largest size from 1 to ``most`` that fits, where every smaller one fits too; None where 1 does not.
-
-    By doubling or halving from ``start``, then bisection, which ends within ``precision`` (a share of the size) of the
-    next size that does not fit.
-    """
+    """Return the largest size from 1 to ``most`` that fits, if all smaller ones fit, too; None if 1 does not. The
+    search doubles or halves from ``start``, then bisects until it is within ``precision`` (a share of the size)."""
     low, high = 0, most + 1  # low fits, high does not
     size = min(start, most)
     while low + 1 < high:
@@ -83,9 +80,9 @@ def largest(fits: Callable[[int], bool], start: int, most: int, *, precision: fl
 
 MOST = 1 << 20
 FIRST = 8
-"""Size that a keyword without a default is tried at first."""
+"""First size that is tried of a factory's keyword that has no default."""
 BEYOND = (0.01, 0.03, 0.1, 0.25, 0.6)
-"""Shares above an answer at which a larger size is tried, in case it fits after all."""
+"""Shares above the largest size found at which larger sizes are tried, as memory may not grow monotonically."""
 PRECISION = 0.02
 
 Progress = Callable[[str], None]
@@ -93,65 +90,65 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FitPoint:
-    """One size that fits, under eager mode or optimized."""
+    """One size that fits, in eager mode or planned."""
 
     size: int
     peak_bytes: int
-    """Simulated, with everything that stays."""
+    """Simulated peak bytes, persistent tensors included."""
     latency_ms: float
-    """Predicted, of one step."""
+    """Predicted time of one step in milliseconds."""
     latency_ratio: float
-    """Predicted: this step / eager's at the same size."""
+    """Predicted latency divided by that of eager at this size."""
     measured_bytes: int | None = None
-    """As the allocator counted it, where that was asked for and the step fitted into what is free."""
+    """Peak bytes that the allocator measured; None if not requested, or if the step does not fit into free memory."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest sizes that fit a limit; None where not even size 1 does."""
+    """The largest sizes that fit a memory limit; None if not even size 1 fits."""
 
     model: str
     device: str
     dtype: str
     what: str
-    """Words for the size that is varied: "dimension 0", "batch_size"."""
+    """Name of the size that varies: "dimension 0", or a keyword such as "batch_size"."""
     limit_bytes: int
     eager: FitPoint | None
     magis: FitPoint | None
     bound: int | None
-    """No plan fits at the next size: its persistent tensors and largest operator alone exceed the limit, or the model
-    does not take it. Equal to `most` where nothing larger was looked at."""
+    """Largest size that the lower bound allows: at the next one, the persistent tensors and largest operator alone
+    exceed the limit, or the model refuses it. Equal to `most` if nothing larger was tried."""
     most: int
-    """The largest size that was asked for."""
+    """Largest size that the search may try."""
     is_monotone: bool
-    """True if every larger size that was tried needed more memory, in eager mode."""
+    """True if eager's peak grew with every larger size that was tried."""
     refused: str = ""
-    """Why the model does not take the size behind the largest one, in one line; empty where memory is the reason."""
+    """One line that says why the model refuses the next size; empty if memory is the reason."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The subjects of a model by size. Sizes that it does not take have none."""
+    """A model's captured steps by size; a size that the model refuses has none."""
 
     bench: Bench
     case: Case
     dim: int
     keyword: str | None
     make: Make | None = None
-    """Builds the workload from a seed, where the model's name does not say it."""
+    """Builds the workload from a seed; None if the model's name says how."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Why sizes are not taken, of those that were asked for."""
+    """Reasons, by size, why the model refused sizes that were tried."""
     _peaks: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def start(self) -> int:
-        """The model's own size."""
+        """Size in the model's own batch, or the default of the factory's keyword."""
         if self.keyword is None:
             return extent(self.bench.subject(self.case, self.make).traced, self.dim)
         return factory_default(self.case.model, self.keyword) or FIRST
 
     def subject(self, size: int) -> Subject:
-        """The model at a size; raises what building and capturing it does."""
+        """Return the model at a size. Raises the errors of building and capturing it."""
         case, keyword = self.case, self.keyword
         if keyword is None:
             build = self.make or partial(get(case.model).build, case.preset)
@@ -164,7 +161,7 @@ class _Sizes:
         return self.bench.keep((case.model, self.make or case.preset, self.dim, keyword, size), source)
 
     def taken(self, size: int) -> Subject | None:
-        """The same; None where the model does not take the size."""
+        """Return the captured model at a size; None if the model refuses the size."""
         if size in self.refused:
             return None
         try:
@@ -176,7 +173,7 @@ class _Sizes:
         return subject
 
     def peak(self, size: int) -> float:
-        """Bytes of eager's step; infinite where the model does not take the size."""
+        """Return the peak bytes of eager's step at a size; infinity if the model refuses the size."""
         subject = self.taken(size)
         if subject is None:
             return math.inf
@@ -216,13 +213,14 @@ def fit(
 ) -> Fit:
     """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, or a text: "8 GiB").
 
-    Module, batch, loss and optimizer are those of `magis.estimate`.
-    The size is that of dimension ``dim`` of the first input, and of every input and target that has the same extent
-    there; or a ``keyword`` that the factory takes. Eager's answer is exact as far as memory grows with the size, which
-    is looked at (``Fit.is_monotone``). The optimized one is the largest size at which a plan was found that fits and
-    takes at most ``latency_ratio`` times eager's predicted time; the search for it ends within ``precision`` (a share
-    of the size) of one at which none was found. ``run`` measures both answers, where they fit into what is free.
-    Raises MagisError for what cannot be captured or asked for.
+    Module, batch, loss and optimizer are the arguments of `magis.estimate`. The size is the extent of dimension ``dim``
+    of the first input, and of every input and target that has that extent there; or the value of a ``keyword`` of the
+    factory. Eager's size is exact if memory grows with the size, which ``Fit.is_monotone`` reports. The planned size is
+    the largest at which a plan was found that fits and takes at most ``latency_ratio`` times eager's predicted time,
+    within ``precision`` (a share of the size). ``run`` measures the steps of both sizes that fit into free memory.
+    ``most`` bounds the sizes that are tried.
+
+    Raises MagisError for models that cannot be captured and for invalid arguments.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     _check_amounts(limit, dim, latency_ratio, most, precision, seed, budget)
@@ -234,11 +232,11 @@ def fit(
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
     sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make)
     say = progress or (lambda _text: None)
-    _ = sizes.subject(min(sizes.start, most)).captured  # what is wrong with the model itself is told at once
+    _ = sizes.subject(min(sizes.start, most)).captured  # raise errors of the model itself first
     eager = _eager(sizes, limit, most, say)
 
     def is_possible(size: int) -> bool:
-        """Return True if the lower bound of a size leaves room for a plan."""
+        """Return True if the lower bound of memory at a size is within the limit."""
         say(f"lower bound at {size}")
         subject = sizes.taken(size)
         return subject is not None and subject.lower_bound <= limit
@@ -280,8 +278,8 @@ def _check_amounts(
 
 
 def _eager(sizes: _Sizes, limit: int, most: int, say: Progress) -> int | None:
-    """The largest size that fits in eager mode. Larger ones are tried at some distances, since nothing says that memory
-    grows with the size."""
+    """Return the largest size that fits in eager mode; some larger ones are tried, as memory may not grow with the
+    size."""
 
     def fits(size: int) -> bool:
         say(f"eager at {size}")
@@ -307,8 +305,8 @@ def _optimized(
     plans: dict[int, Plan],
     say: Progress,
 ) -> int | None:
-    """The largest size at which a plan is found; all that were tried are left in ``plans``. Eager's, without a plan,
-    where no plan is as large: the step as it is."""
+    """Return the largest size for which a plan fits, or eager's if that is larger, without a plan; fill ``plans`` by
+    size."""
     if ceiling is None:
         return None
 
@@ -341,7 +339,7 @@ def _optimized(
 
 
 def latency_ratio_of(subject: Subject, latency_ns: int) -> float:
-    """Predicted: a step of this latency / eager's."""
+    """Return a predicted latency divided by that of eager's step."""
     return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
@@ -353,7 +351,7 @@ def _eager_point(subject: Subject, size: int, *, run: bool) -> FitPoint:
 
 
 def _planned_point(subject: Subject, size: int, found: Plan, limit: int, *, run: bool) -> FitPoint:
-    """The plan, simulated once more by what this machine's operators need."""
+    """Simulate a plan with this machine's workspaces. Raises UsageError if its peak then exceeds the limit."""
     peak = subject.simulate_graph(found.graph).peak_bytes
     if peak > limit:
         raise UsageError(f"fit: the plan at {size} needs {peak:,} bytes here, more than the limit of {limit:,}")

@@ -1,4 +1,4 @@
-"""The plans that a step of `magis.optimize` keeps, for other batches and other states of its module."""
+"""Cache of the plans of a `magis.optimize` step, for different batches and states of the module."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from magis.frontends.planned import Planned
 from magis.ops.call import follows_data
 
 KEPT = 4
-"""Plans for one kind of batch, with modules in different states, that are kept."""
+"""Maximum number of cached plans for one kind of batch."""
 KINDS = 64
-"""Plans that are kept for batches of all kinds."""
+"""Maximum number of cached plans for all kinds of batches."""
 KEPT_OPERATORS = 100_000
-"""Operators of all plans that are kept, at about 2.5 KiB each; `KEPT` plans are kept however many they have."""
+"""Maximum number of operators in all cached plans, at about 2.5 KiB each; `KEPT` plans of any size are cached."""
 VAIN = 3
-"""Times that a number is tried as an input of the graph in vain, or a plan for another way at branches on data."""
+"""Failed attempts after which a number is no longer made a graph input, or a branch on data no longer planned again."""
 MISSED = 2
-"""Steps in a row that take another way than their plan, after which that is made anew."""
+"""Number of successive steps on another branch than planned after which the step is planned again."""
 PROVEN = 16
-"""Steps after which a plan counts as one that was not made in vain."""
+"""Number of steps after which a plan counts as useful."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Where the weight update happens, in words; and the update, if that is in the step."""
+    """The place of the weight update, in words; and the update, if it is part of the step."""
 
     words: str
     update: Update | None
@@ -45,43 +45,44 @@ class Choice:
 
 @dataclass(eq=False)
 class KeptStep:
-    """A plan, and the kind of batch that it is for."""
+    """A cached plan with its cache key and the record of its use."""
 
     key: Any
     choice: Choice
     plan: Planned
     audits: Audits
     bound: Any = None
-    """Plan bound to the present tensors, once that has been made."""
+    """The plan bound to the current tensors; None until its first step, and after tensors have changed."""
     given: Given | None = None
-    """Numbers for the step to come, where numbers are inputs of its graph."""
+    """Values for the next step's number inputs; None if its graph has none."""
     steps: int = 0
-    """For how many it was used."""
+    """Number of steps that used the plan."""
     missed: int = 0
-    """Number of last steps in a row that took another way than the plan."""
+    """Number of successive last steps that took another branch on data than planned."""
     vain: int = 0
-    """Number of plans before this one that were given up for that."""
+    """Number of earlier plans that were dropped because steps took other branches."""
     variants: dict[str, KeptStep] = field(default_factory=dict)
-    """By the outlines of their graphs, where forwards draw on the host."""
+    """Plans by graph outline, for forwards that draw random numbers on the host."""
 
     def ran(self, *, planned: bool) -> None:
-        """Note a step that ran as `planned`, or took another way."""
+        """Record that a step ran as `planned`, or took another branch."""
         self.missed = 0 if planned else self.missed + 1
         if planned and self.steps > PROVEN:
             self.vain = 0
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """Those that the step to come is given."""
+        """Values of the graph's named scalars in the next step."""
         return {} if self.given is None else self.given.numbers
 
     @property
     def given_up(self) -> bool:
-        """True if steps take another way for good: a branch on a state that the first steps alone are in, say."""
+        """True if the plan should be replaced, as recent steps took another branch: say, one that only first steps
+        take."""
         return self.missed >= MISSED and self.vain < VAIN
 
     def holds(self, batch: Batch) -> bool:
-        """Return True if it is a plan for a step on this batch, with all that the step rests on as it is now."""
+        """Return True if the plan is valid for this batch and the current state of module, loss and settings."""
         inputs = self.plan.inputs
         if inputs is None:
             return self.plan.guards.hold(batch)
@@ -91,15 +92,15 @@ class KeptStep:
 
 
 class KeptSteps(list[KeptStep]):
-    """The entries in the order of their last use, and what is known of the numbers that change between them."""
+    """Cached plans in the order of last use, and the record of numbers that change between steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self._vain: dict[str, int] = {}
-        """Paths of numbers that became inputs of a graph, or should have, and how often in vain."""
+        """Failures by path of numbers that were made, or should have been made, graph inputs."""
 
     def keep(self, found: KeptStep) -> None:
-        """Put an entry last, behind those used longer ago; drop what is more than is kept."""
+        """Move a plan to the end, as the last one used, and evict the oldest ones beyond the cache's size."""
         if self and self[-1] is found:
             return
         rest = [entry for entry in self if entry is not found]
@@ -113,10 +114,8 @@ class KeptSteps(list[KeptStep]):
         self[:] = kept[::-1]
 
     def audit(self, entry: KeptStep, number: int, difference: Callable[[], str]) -> CaptureError | None:
-        """Audit the step to come. CaptureError where it is another one than was planned: the next one is planned anew.
-
-        The error is returned where a batch may take another way at a branch on data, which the step itself will find.
-        """
+        """Audit the next step. Raises CaptureError, and drops the plan, if the step no longer equals its plan. The
+        error is returned if the graph checks branches on data, as the step itself then detects the difference."""
         doubt = entry.audits.check(number, difference)
         if doubt is not None and not follows_data(entry.plan.graph):
             self.remove(entry)
@@ -124,19 +123,20 @@ class KeptSteps(list[KeptStep]):
         return doubt
 
     def give_up(self, key: Any) -> int:
-        """Drop the plans for one kind of batch whose steps take another way; how many were given up so far."""
+        """Drop plans of one kind of batch whose steps take other branches; return how many were dropped so far, 0 if
+        none."""
         gone = [entry for entry in self if entry.key == key and entry.given_up]
         self[:] = [entry for entry in self if entry not in gone]
         return max((entry.vain + 1 for entry in gone), default=0)
 
     def changing(self, key: Any, batch: Batch) -> Collection[str]:
-        """Paths of the user's own numbers that change from step to step, if nothing else does."""
+        """Return the paths of Python numbers that change from step to step, if nothing else changes."""
         changed = (changed_numbers(entry.plan.guards.changes(batch)) for entry in reversed(self) if entry.key == key)
         found = next(filter(None, changed), frozenset())
         return [path for path in {*found, *self._vain} if self._vain.get(path, 0) <= VAIN]
 
     def note_inputs(self, asked: Collection[str], found: KeptStep) -> None:
-        """Leave numbers constants that cannot become inputs of the graph, or whose plans serve one step each."""
+        """Count failures of numbers that could not become graph inputs, or whose plans served a single step."""
         inputs = frozenset() if found.plan.inputs is None else frozenset(found.plan.inputs.paths)
         once = any(entry.steps == 1 for entry in self if entry.key == found.key and entry.plan.inputs is not None)
         for path in asked:

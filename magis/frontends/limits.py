@@ -1,4 +1,4 @@
-"""The limits that a plan is asked to keep, and the report of a plan that keeps them."""
+"""The limits that a plan must meet, and the report of the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float1
 
 @dataclass(frozen=True)
 class Limits:
-    """One limit, and how long to search for what keeps it."""
+    """A limit on memory or latency, and the budget of the search."""
 
     memory_ratio: float | None = None
     memory_bytes: int | None = None
@@ -29,30 +29,30 @@ class Limits:
     seconds: float | None = None
     slack: float = Case.slack
     granted: int = 0
-    """Bytes that plans for other batches may need: a smaller batch whose own limit no plan keeps may need as many."""
+    """Bytes that plans for other batches are allowed: a smaller batch that misses its own limit may use as many."""
 
     @property
     def asked(self) -> dict[str, float]:
-        """The limit by the name of its setting."""
+        """The limit, by the name of its argument of `magis.optimize`."""
         given = {
             "memory_ratio": self.memory_ratio, "memory_limit": self.memory_bytes, "latency_ratio": self.latency_ratio
         }  # fmt: skip
         return {name: limit for name, limit in given.items() if limit is not None}
 
     def bytes_of(self, original: int) -> int | None:
-        """The memory limit, for a step whose original has this peak."""
+        """Return the memory limit in bytes, given the peak bytes of the original step; None if there is none."""
         return self.memory_bytes if self.memory_ratio is None else share_of(self.memory_ratio, original)
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Peaks of the original and the planned step, in bytes, and their latencies."""
+    """Peak bytes of the original and the planned step, and their latency ratio."""
 
     original_bytes: int
     planned_bytes: int
     limit_bytes: int | None
     latency_ratio: float
-    """Predicted, by operators' times on the device: planned / original."""
+    """Predicted latency of the planned step divided by that of the original."""
 
     @property
     def memory_ratio(self) -> float:
@@ -66,16 +66,16 @@ WHOLE = "a step that raises has updated nothing"
 
 @dataclass(frozen=True)
 class PlanReport(PlanFigures):
-    """Predicted figures of a planned step. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
+    """Predicted figures of a planned step. Peaks include persistent tensors (weights, optimizer state, batch)."""
 
     recomputed_ops: int
     swapped_bytes: int
     fission: str
-    """Words for the operators that run in parts; empty where none does."""
+    """Names of the operators that run in parts (fission); empty if none does."""
     update: str
-    """Where the weight update happens, in words."""
+    """Place of the weight update, in words."""
     torn_by: str
-    """Words for what may leave a step half done, which cannot be undone then; empty where nothing may."""
+    """Names of errors that may leave some weights updated and others not; empty if no error can."""
     seconds: float
     """Seconds that the search took."""
 
@@ -102,11 +102,12 @@ RANGES = {
     "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
     "slack": (0.0, Case.MOST_SLACK, f"use a share from 0 to {Case.MOST_SLACK}"),
 }
-"""Values that may be asked for: least, most, and what to write instead."""
+"""Allowed values by argument: least, most, and the hint of the error."""
 
 
 def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyType({})) -> Limits:
-    """The limits among what a caller wrote, by name. Raises UsageError for one that cannot be; `hints` replace ours."""
+    """Return the limits among a caller's arguments. Raises UsageError for invalid ones; `hints` replace the usual
+    hints."""
     found = {name: asked.get(name) for name in RANGES}
     if isinstance(found["memory_limit"], str):
         found["memory_limit"] = parse_bytes(found["memory_limit"])

@@ -1,4 +1,4 @@
-"""The user's own numbers that change from step to step, as inputs of a captured step."""
+"""Python numbers that change from step to step, as inputs of a captured step."""
 
 from __future__ import annotations
 
@@ -21,55 +21,58 @@ from magis.ops.python_objects import same
 from magis.planner.subject import Subject
 
 MOST_DECIDED = 4
-"""Decisions by numbers that are drawn, for which plans are kept."""
+"""Maximum number of branches on random numbers of the host in a step with number inputs."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
-"""Errors that code may raise when it is given a stand-in: one is no index, and no size."""
+"""Errors that a capture may raise on a traced number in place of a Python number, which cannot be an index or a
+size."""
 
 
 Tensors: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
-"""The live tensors that a step reads numbers off, by name."""
+"""Returns, by name, the live tensors off which a step reads numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Numbers, generators and constants that one step is given besides its batch."""
+    """Numbers, generator states and constants that one step gets in addition to its batch."""
 
     numbers: Mapping[str, float]
-    """Values of the scalars of its graph."""
+    """Values of the graph's named scalars, by name."""
     left: Mapping[str, float]
-    """Numbers that it leaves, by path."""
+    """Numbers to store in Python objects after the step, by path."""
     after: HostGenerators | None = None
-    """Python's and numpy's generators as it leaves them, if it draws."""
+    """State of Python's and numpy's generators after the step; None if the step does not draw from them."""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those of its graph that are others at each step, by the names of the graph's inputs."""
+    """Constants that differ from step to step, by the names of the graph's inputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class NumberInputs:
-    """The named scalars of a captured step that are computed of live numbers, and for which numbers the step holds."""
+    """The named scalars of a captured step, how they are computed from live numbers, and for which numbers it is
+    valid."""
 
     places: NumberPlaces
     kinds: Mapping[str, tuple[type, bool]]
-    """Types of the numbers, by path, and whether they are zero."""
+    """Type of each number, and True if it is zero, by path."""
     named: Mapping[str, Expression]
     outcomes: Mapping[Expression, object]
-    """Results of Python's decisions by them."""
+    """Outcomes of Python's comparisons and branches on these numbers."""
     negative: Mapping[str, bool]
     draws: tuple[DrawCall, ...] = ()
-    """Draws from Python's and numpy's generators, in order."""
+    """Draws from Python's and numpy's generators, in program order."""
     reads: tuple[tuple[Callable[[Mapping[str, Tensor]], Tensor], frozenset[str]], ...] = ()
-    """Functions that make tensors that Python reads numbers off from named ones, in order, and these names."""
+    """Functions that compute tensors from named ones so that Python reads a number off them; with the names they
+    take."""
     left: Mapping[str, Expression] = field(default_factory=dict)
-    """The numbers that the step leaves at their paths."""
+    """Numbers that the step stores, by path."""
 
     @property
     def paths(self) -> set[str]:
-        """Paths of all numbers that may change."""
+        """Paths of all numbers that may change between steps."""
         return {*self.kinds, *(f"{OFF}{name}" for _, names in self.reads for name in names)}
 
     def now(self, tensors: Tensors) -> Given | None:
-        """Return what the next step is given, with these `tensors`; None where the present numbers need another one.
-        The generators stay as they are."""
+        """Return the inputs of the next step, with `tensors` to read numbers off; None if the captured step is invalid
+        for the current numbers. The state of the generators does not change."""
         live = tensors(sorted(set().union(*(names for _, names in self.reads)))) if self.reads else {}
         before = HostGenerators() if self.draws else None
         try:
@@ -80,18 +83,19 @@ class NumberInputs:
                 before.restore()
         try:
             read = {f"{READ}{index}": make(live).item() for index, (make, _) in enumerate(self.reads)}
-        except (RuntimeError, TypeError, IndexError):  # eager will say what is wrong
+        except (RuntimeError, TypeError, IndexError):  # eager raises the user's error
             return None
         found = self._values({**drawn, **read})
         return None if found is None else Given(*found, after)
 
     def leave(self, numbers: Mapping[str, float]) -> None:
-        """Put numbers where the step leaves them."""
+        """Store numbers at their paths in Python objects."""
         for path, number in numbers.items():
             self.places.write(path, number)
 
     def _values(self, drawn: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Those of the scalars, and those that the step leaves."""
+        """Return the values of the named scalars and of the numbers that the step stores; None if the step is
+        invalid."""
         try:
             live = {path: self.places.read(path) for path in self.kinds}
             if any((type(live[path]), live[path] == 0) != kind for path, kind in self.kinds.items()):
@@ -102,7 +106,7 @@ class NumberInputs:
             found = {name: each.value(live) for name, each in self.named.items()}
             left = {path: each.value(live) for path, each in self.left.items()}
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
-            return None  # eager will say what is wrong with them
+            return None  # eager raises the user's error
         usual = all(
             type(value) in (int, float) and math.isfinite(value) and value not in SPECIAL
             and (value < 0) is self.negative[name]
@@ -112,7 +116,8 @@ class NumberInputs:
 
 
 def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable[str]) -> NumberInputs | None:
-    """Join captures with other stand-ins; None where they do not agree, or hold for one number alone."""
+    """Combine two captures with different traced numbers; return None if they disagree or are valid for one number
+    only."""
     one, other = traces
     alike = all(getattr(one, each) == getattr(other, each) for each in ("named", "outcomes", "draws", "left"))
     alike = alike and [names for _, names in one.reads] == [names for _, names in other.reads]
@@ -129,13 +134,14 @@ def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable
 
 
 def special_paths(trace: Trace) -> set[str]:
-    """Paths of the numbers because of which operators take special ones."""
+    """Return the paths of numbers whose scalars equal 0, 1 or another value for which torch may choose other
+    operators."""
     special = {name for name, true in trace.true.items() if true in SPECIAL}
     return set().union(*(each.paths() for each, name in trace.named.items() if name in special))
 
 
 def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
-    """The graph with these numbers as constants in place of the named scalars."""
+    """Return the graph with numbers in place of its named scalars."""
 
     def filled(op: Op) -> Op:
         body = None if op.body is None else replace(op.body, graph=with_numbers(op.body.graph, numbers))
@@ -152,7 +158,7 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
 
 
 def _moved_slices(graph: Graph, numbers: Mapping[str, float]) -> dict[int, Value]:
-    """Slices by named scalars, and views of them, where they lie for these numbers."""
+    """Return slices by named scalars, and views of the slices, with the offsets for these numbers."""
     found: dict[int, Value] = {}
     for op in graph.ops if any(map(_sliced, graph.ops)) else ():
         given = [graph.values[value] for value in op.inputs()]
@@ -175,7 +181,8 @@ def _sliced(op: Op) -> bool:
 
 
 def _at_constants(graph: Graph) -> bool:
-    """Return True if constant windows may stand for parts of slices by named scalars: in the backward of writes."""
+    """Return True if `as_strided` with a constant offset may address a slice by a named scalar: in the backward of
+    writes."""
     windows = (op for op in graph.ops if "as_strided" in op.target)
     return any(map(_sliced, graph.ops)) and any(len(op.args) > 3 and op.args[3] is not None for op in windows)
 
@@ -188,11 +195,11 @@ def with_number_inputs(
     moved: Collection[str],
     tensors: Tensors,
 ) -> tuple[Subject, NumberInputs] | None:
-    """The step as ``look`` captures it, with the numbers at ``paths``, those that it moves itself (``moved``) and those
-    that it draws as named scalars, and what these are computed of.
+    """Capture the step with numbers as named scalars: those at ``paths``, those that the step itself changes
+    (``moved``), and random numbers of the host; return it with the inputs that compute them.
 
-    None where it is another one than the ``plain`` one, which has the present numbers as constants, or where it is good
-    for them alone. Numbers for which torch may choose other operators stay constants.
+    Return None if the step then differs from ``plain``, which has the current numbers as constants, or is valid for
+    those alone. Numbers for which torch may choose other operators stay constants.
     """
     wanted = {path.removeprefix(OFF) for path in paths if path.startswith(OFF)}
     traced, drawn = partial(_traced, look, plain, places, moved, wanted), plain.captured.drawn or wanted
@@ -214,7 +221,7 @@ def with_number_inputs(
     now = None if inputs is None else inputs.now(tensors)
     if inputs is None or now is None or subject.captured.drawn:
         return None
-    sliced = any(map(_sliced, subject.captured.graph.ops))  # elsewhere in the other capture
+    sliced = any(map(_sliced, subject.captured.graph.ops))  # at another offset in the other capture
     both = {
         digest(with_numbers(each.captured.graph, now.numbers)) if sliced else each.digest for each in (subject, far[0])
     }
@@ -239,7 +246,7 @@ def _traced(
     *,
     far: bool,
 ) -> tuple[Subject, Trace] | None:
-    """A capture with stand-ins; None where the code does not take these."""
+    """Capture the step with traced numbers; return None if the code does not accept traced numbers."""
     try:
         with tracing(places, paths, seed, far=far, moved=moved, wanted=wanted) as trace:
             subject = look()

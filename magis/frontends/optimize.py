@@ -1,4 +1,4 @@
-"""`magis.optimize`: one training step of a user's own loop, planned for less memory, on their module and optimizer."""
+"""`magis.optimize`: plan a training step of a user's own loop for less memory, on the loop's module and optimizer."""
 
 from __future__ import annotations
 
@@ -45,33 +45,31 @@ def optimize(
     slack: float = Case.slack,
     plan: Path | str | None = None,
 ) -> OptimizedStep:
-    """Make a step that trains `module` in place with less memory: `value = step(inputs, targets)`.
+    """Return a step that trains `module` in place with less memory: `loss = step(inputs, targets)`.
 
-    It does what `zero_grad`, `loss(module(*inputs), *targets)`, `backward` and `optimizer.step()` do, with the same
-    numbers, under exactly one limit: `memory_ratio` (share of eager's peak), `memory_limit` (bytes, or "8 GiB"; with
-    everything that stays) or `latency_ratio` (multiple of eager's predicted latency). The optimizer's state and
-    learning rate are read from the optimizer at every step and written back to it, so that schedulers and
-    `state_dict` work as ever.
+    The step does what `zero_grad`, `loss(module(*inputs), *targets)`, `backward` and `optimizer.step()` do, with the
+    same numbers, under exactly one limit: `memory_ratio` (share of eager's peak), `memory_limit` (bytes, or "8 GiB";
+    persistent tensors included) or `latency_ratio` (multiple of eager's predicted latency). Every step reads state and
+    learning rates from the optimizer and writes the state back, so that schedulers and `state_dict` work as usual.
 
-    Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping them,
-    accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, and
-    whatever hooks or patches change those, run by themselves after the step (`report().update` says so).
+    Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping, accumulation
+    over several batches and the update are left to the loop. Optimizers other than SGD, Adam and AdamW, and those with
+    hooks or patches, are called after the planned forward and backward (`report().update` says so).
 
-    `batch` is an example, `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the module's
-    keywords; tensors may stand in containers, beside constants of the step: numbers, texts, None. With `loss` None
-    the module returns its loss, or an output with `.loss`. In place of the module there may be a tuple of these
-    parts, or a function without arguments that returns one; `step.module` and `step.optimizer` are then theirs.
-    Batches of another kind are planned when they first come, and so is a module that has changed. `autocast`
-    (torch.bfloat16) takes the place of a `torch.autocast` around forward and loss. `budget` and `seconds` bound each
-    search, `slack` is by how much swaps may be slower than predicted before the step waits for them, `plan` is a file
-    of `OptimizedStep.save`.
+    `batch` is an example, `(inputs, targets)`, each a tensor or a tuple of tensors, or a dictionary of the module's
+    keywords; tensors may be nested in containers, beside constants (numbers, strings, None). If `loss` is None, the
+    module returns its loss, or an output with `.loss`. `module` may also be a tuple of these arguments, or a function
+    without arguments that returns one; `step.module` and `step.optimizer` are then taken from it. Batches of another
+    shape and a changed module are planned at their first step. `autocast` (torch.bfloat16) replaces a `torch.autocast`
+    around forward and loss. `budget` and `seconds` bound each search, `slack` is the share by which swaps may be slower
+    than predicted before the step waits, `plan` is a file that `OptimizedStep.save` wrote.
 
-    A module under `fully_shard` or `DistributedDataParallel` is planned with its messages: every rank calls this, with
-    batches of one kind, one rank searches and all run its plan. Gradients come to where these put them, and the
-    optimizer runs by itself.
+    A module under `fully_shard` or `DistributedDataParallel` is planned with its collectives: every rank calls this
+    function with batches of one shape, one rank searches, and all run its plan. Gradients are stored where these
+    wrappers store them, and the optimizer is called after the planned step.
 
-    Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
-    and line, for a step that is no single static graph.
+    Raises UsageError for invalid arguments and limits for which no plan is found, CaptureError, naming module and line,
+    for a step that is no single static graph.
     """
     given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
 
@@ -100,7 +98,7 @@ def optimize(
 
 
 def _shared_step(model: nn.Module) -> Any:
-    """Return the kind of step for a model that ranks share; None for any other model."""
+    """Return the class of steps for a module that ranks share (`fully_shard`, DDP); None for any other module."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return registry.load("ranks", "shared step")(model)

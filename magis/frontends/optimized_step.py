@@ -1,4 +1,4 @@
-"""A planned training step on a user's own module and optimizer: what `magis.optimize` returns."""
+"""A planned training step on a user's own module and optimizer, as `magis.optimize` returns it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from magis.units import format_bytes
 
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
-"""Plans for different draws of one step that are kept."""
+"""Maximum number of cached plans for different random draws of one step."""
 RESTLESS = 2
-"""Changes of an optimizer's numbers (not its learning rates) that are planned for; then it runs by itself."""
+"""Changes of an optimizer's numbers (other than learning rates) after which its update is no longer planned."""
 
 
 _WHOLE = "calling it runs forward, backward and update; leave out what did these before"
@@ -56,7 +56,7 @@ _PORTED = {
     **dict.fromkeys(("parameters", "named_parameters", "train", "eval", "to", "modules"), "the module is step.module"),
     **dict.fromkeys(("state_dict", "load_state_dict"), "use those of step.module and step.optimizer"),
 }
-"""Attribute that a ported loop may look for -> the way out."""
+"""Hints by attribute that a loop may expect of a module or an optimizer."""
 
 
 class OptimizedStep:
@@ -88,10 +88,10 @@ class OptimizedStep:
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
         self._decided: deque[Decisions] = deque(maxlen=KINDS)
-        self._number = 0  # of the step that runs, counted from 1
+        self._number = 0  # number of the running step, from 1
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
-        """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
+        """Run one step, `step(inputs, targets)` or `step(**keywords)`, and return the loss, detached."""
         if self._partial is not None:
             self._partial.check(self._whole, self._optimizer)
             self._partial = None
@@ -142,14 +142,15 @@ class OptimizedStep:
         return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
-        """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
+        """Return a plan for batches of this kind in the current state of module and optimizer: cached, read from `plan`
+        or new."""
         check_mode(self._device)
         self._look_at_optimizer()
         self._look_at_memory()
         key = self._key(batch)
         vain = self._entries.give_up(key)
         found = self._find(batch, key)
-        if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
+        if found is None:  # module or optimizer changed: decide again what is part of the step
             self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch, self._key(batch)) or self._made(batch, plan)
             found.vain = max(found.vain, vain)
@@ -176,16 +177,16 @@ class OptimizedStep:
         )
 
     def report(self) -> PlanReport:
-        """Predicted figures of the step that ran last."""
+        """Return the predicted figures of the step that ran last."""
         return self._entries[-1].plan.report
 
     def save(self, path: Path | str) -> None:
-        """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
+        """Write the plan of the step that ran last to a text file, which `magis.optimize(..., plan=path)` reads."""
         entry = self._entries[-1]
         write_plan(Path(path), SavedPlan(*entry.plan.constant(entry.numbers), self._limits.asked))
 
     def _drawn(self, batch: Batch, entry: KeptStep) -> KeptStep:
-        """The plan for what this step draws, and given that."""
+        """Return the plan for the random numbers that this step draws on the host, with the constants made of them."""
         rule = entry.plan.rule
         with contents_kept(self._whole, self._loss_fn):
             loss_fn = with_targets(self._loss_fn, batch)
@@ -206,7 +207,7 @@ class OptimizedStep:
             for one in (entry, *entry.variants.values()):
                 one.bound = None
 
-    # -- what plans rest on -------------------------------------------------------------------------------------
+    # -- validity of plans --------------------------------------------------------------------------------------
 
     def _key(self, batch: Batch) -> Any:
         return batch.key(self._memory.storages), self._memory.overlaps
@@ -228,7 +229,8 @@ class OptimizedStep:
             self._unbind()
 
     def _look_at_optimizer(self) -> None:
-        """Choose again where the optimizer is not what it was; one whose numbers always change runs by itself."""
+        """Decide again whether the update is planned if the optimizer has changed; it is not if its numbers keep
+        changing."""
         if self._optimizer is None:
             return
         now = fingerprint(self._optimizer)
@@ -258,7 +260,7 @@ class OptimizedStep:
         check_hooks(trained)
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
-            rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
+            rule = update_of(self._optimizer, trained).spec  # with the wrapped module's parameter names
         read = partial(_read, plan)
         numbers = self._entries.changing(self._key(batch), batch) if self._ranks is None else ()
         saved = read() if self._ranks is None else self._ranks.all_or_none("plan file", read)
@@ -280,7 +282,7 @@ class OptimizedStep:
             self._plans.popitem(last=False)
         if found.decisions is not None and not any(found.decisions is each for each in self._decided):
             self._decided.append(found.decisions)
-        # an error on one rank leaves the others waiting; what draws on the host is captured at each step anyway
+        # an error on one rank would block the others; steps that draw on the host are captured each time anyway
         audited = self._device == "cpu" and self._ranks is None and not found.drawn
         entry = KeptStep(
             self._key(batch), choice, found, Audits(found.capture_seconds if audited else math.inf, self._number)
@@ -293,7 +295,7 @@ class OptimizedStep:
         module, loss_fn = with_keywords(self._whole, batch), with_targets(self._loss_fn, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
-            # as torch's own: a parameter without a gradient has no state, and its counter stands still
+            # as in torch.optim: a parameter without a gradient has no state, and its step counter does not change
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
             state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
         try:
@@ -306,7 +308,7 @@ class OptimizedStep:
             if state is not None:
                 state.forget()
             raise
-        self._look_at_memory()  # weights that are used together may have been moved together
+        self._look_at_memory()  # packing may have moved weights
         undo = undo_of(found.graph, step, self._device)
         roots, names = roots_of(module, loss_fn), {id(each): name for name, each in module.named_buffers()}
         homes = ((path, id(follow(roots, path))) for path in found.state)
@@ -314,8 +316,9 @@ class OptimizedStep:
         return BoundPlan(found, step, module, state, self._optimizer, loss_fn, self._eager, undo, roots, replaced)
 
     def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
-        """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
-        leave everything as it was."""
+        """Raise the error that eager raises for a batch, and leave the state that eager leaves. With several ranks,
+        raise `error` and restore the state from before the step, as eager's collectives would wait for the other
+        ranks."""
         if self._ranks is not None:
             raise error
         if self._optimizer is not None:
@@ -324,7 +327,7 @@ class OptimizedStep:
         raise_as_eager(error, partial(self._eager, batch), holders, self._device, late=late)
 
     def _eager(self, batch: Batch) -> Tensor:
-        """Forward, loss and backward as the loop's own."""
+        """Run forward, loss and backward in eager mode, as the user's loop would; return the loss, detached."""
         loss_fn = with_targets(self._loss_fn, batch) or own_loss
         with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
             loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
@@ -333,5 +336,5 @@ class OptimizedStep:
 
 
 def _read(plan: Path | str | None) -> SavedPlan | None:
-    """The plan of a file; none without a file."""
+    """Read a plan from a file; return None without a file."""
     return None if plan is None else read_plan(Path(plan))

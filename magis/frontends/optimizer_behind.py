@@ -1,4 +1,4 @@
-"""Count the memory of an optimizer that runs by itself behind a planned step."""
+"""Count the memory of an optimizer that is called after a planned step, not part of it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from magis.simulate.simulator import replay, rounded
 
 @dataclass(frozen=True)
 class Behind:
-    """Memory that an optimizer running by itself behind a step adds: its state, and the peak of its own step with
-    all that stays and every gradient."""
+    """Memory of an optimizer that is called after a planned step: its state, and the peak of its own `step()` with all
+    persistent tensors and gradients, in bytes."""
 
     state_bytes: int = 0
     step_bytes: int = 0
     note: str = ""
 
     def peak(self, of_step: int) -> int:
-        """The peak of both, one after the other."""
+        """Return the peak bytes of the planned step followed by the optimizer's, given that of the planned step."""
         return max(of_step + self.state_bytes, self.step_bytes)
 
 
 def behind_step(subject: Subject, optimizer: Optimizer | None, own: Mapping[str, nn.Parameter]) -> Behind:
-    """Count what an optimizer adds to a step that stops at gradients; `own` are the module's parameters by name."""
+    """Count the bytes of an optimizer called after a step that ends with gradients; `own` are parameters by name."""
     if optimizer is None:
         return Behind()
     captured = subject.captured

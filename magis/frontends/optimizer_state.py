@@ -1,4 +1,4 @@
-"""Watch what a planned step rests on: the module, the loss, torch's settings, and the optimizer's own state."""
+"""Guards of a planned step, on module, loss and torch's settings; and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from magis.planner.bench import check_device
 
 @dataclass(eq=False)
 class OptimizerState:
-    """The tensors of an optimizer, by their names in the graph ("exp_avg:layer.weight")."""
+    """The state tensors of an optimizer, by their names in the graph ("exp_avg:layer.weight")."""
 
     optimizer: Optimizer
     update: Update
     trained: Mapping[str, nn.Parameter]
     members: tuple[tuple[nn.Parameter, ...], ...]
-    """Parameters of each rule of the update: they are of one age."""
+    """Parameters by rule of the update; all parameters of a rule have done equally many steps."""
     first: list[bool]
-    """True for each rule for whose parameters the step to come is the first."""
+    """True for each rule whose parameters have done no step yet."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _adopted: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
-    """State that the optimizer did not have before the step to come, and whether it had an entry of None."""
+    """State entries that the optimizer did not have before the next step, and True if the entry existed as None."""
 
     def is_current(self) -> bool:
-        """Return True if the optimizer still has these tensors (loading a state puts others in their place), and
-        parameters of one rule are of one age."""
+        """Return True if the optimizer still holds these tensors (`load_state_dict` replaces them), and all parameters
+        of a rule have done equally many steps."""
         state = self.optimizer.state
         if any(state[parameter].get(kind) is not tensor for parameter, kind, tensor in self._adopted):
             return False
@@ -56,7 +56,7 @@ class OptimizerState:
 
     @contextmanager
     def step_to_come(self) -> Iterator[tuple[float, ...]]:
-        """The number of the step to come, rule by rule; Adam's counters are one further, unless the step raises."""
+        """Yield the number of the next step for each rule; advance Adam's step counters, but not if the step raises."""
         rules = self._counters()
         counters = [counter for some in rules for counter in some]
         if counters:
@@ -74,26 +74,26 @@ class OptimizerState:
         self.made.clear()
 
     def adopt(self) -> None:
-        """Take over the optimizer's tensors; what it lacks is made as its own first step would make it."""
+        """Take the optimizer's state tensors, and create missing ones as its own first step would."""
         rule, names = self.update.spec, {id(parameter): name for name, parameter in self.trained.items()}
         kinds = state_names(rule)
         parameters = (each for group in self.optimizer.param_groups for each in group["params"] if id(each) in names)
-        for parameter in parameters if kinds else ():  # in which torch makes states, and `state_dict` has them
+        for parameter in parameters if kinds else ():  # the order of torch's states and of `state_dict`
             name, state = names[id(parameter)], self.optimizer.state[parameter]
             if rule.kind in ("adam", "adamw") and "step" not in state:
                 state["step"] = new_state("step", parameter) if rule.fused else torch.tensor(0.0, dtype=torch.float32)
                 self.made.append((parameter, "step", False))
             for kind in kinds:
-                if state.get(kind) is None:  # SGD without a step so far has an entry of None
+                if state.get(kind) is None:  # before its first step, SGD has None here
                     self.made.append((parameter, kind, kind in state))
                     state[kind] = new_state(kind, parameter)
-                    if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
+                    if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 + x is x
                         state[kind].neg_()
                 self.tensors[f"{kind}:{name}"] = state[kind]
                 self._adopted.append((parameter, kind, state[kind]))
 
     def forget(self) -> None:
-        """Let the optimizer have no state that it would make in its first step, which has failed."""
+        """Remove state entries that were created for a first step that failed."""
         for parameter, kind, known in self.made:
             state = self.optimizer.state[parameter]
             state[kind] = None
@@ -104,14 +104,14 @@ class OptimizerState:
         self.made.clear()
 
     def _counters(self) -> list[list[Tensor]]:
-        if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves
+        if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # kernels count
             return []
         state = self.optimizer.state
         return [[state[parameter]["step"] for parameter in some] for some in self.members]
 
 
 def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """The state of an optimizer, with what its own first step would make."""
+    """Return the state of an optimizer, with missing entries created as its own first step would create them."""
     home = {name: number for number, group in enumerate(update.spec.groups, 1) for name in group.parameters}
     members = tuple(
         tuple(parameter for name, parameter in trained.items() if home.get(name, 0) == number)
@@ -121,26 +121,24 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
     state = OptimizerState(optimizer, update, trained, members, first)
     try:
         state.adopt()
-    except BaseException:  # it may be here that memory runs out
+    except BaseException:  # out of memory, say
         state.forget()
         raise
     return state
 
 
-# What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.
+# Guards of a plan besides its batch: module, loss and torch's settings, checked before every step.
 
 _KERNELS = frozenset(_impls)
-"""Those of torch itself that are written in Python."""
+"""Kernels written in Python that torch itself registers."""
 _KERNEL = re.compile("aten/.*/(CPU|CUDA|Autograd.*|Composite.*)")
 OUTSIDE = "leave that out around the step"
 
 
 class Guards:
-    """All that forward and loss read, as it was when the step was captured.
-
-    `contents` are tensors, by their names in the graph, that Python read numbers off: these numbers are part of it;
-    `kept` those to which no path leads. Raises CaptureError for what cannot be watched.
-    """
+    """All that forward and loss read, as it was when the step was captured. `contents` are names of tensors off which
+    Python read numbers, which are constants of the step; `kept` are tensors that no path leads to. Raises CaptureError
+    for what cannot be guarded."""
 
     def __init__(
         self,
@@ -168,11 +166,11 @@ class Guards:
             raise CaptureError(f"another kernel was registered for {kernel}, of which no plan knows", hint=OUTSIDE)
 
     def hold(self, batch: Batch) -> bool:
-        """Return True if all of it is as it was; some microseconds a sub-module."""
+        """Return True if nothing guarded has changed; takes some microseconds per sub-module."""
         return next(self.changes(batch), None) is None
 
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
-        """Yield what is no longer as it was: its path, what it was, what it is."""
+        """Yield path, old value and new value of everything guarded that has changed."""
         yield from self.watched.changes()
         for path, then in self._state.items():
             found = found_at(self._roots, path)
@@ -184,19 +182,19 @@ class Guards:
         yield from ((name, t, now[name]) for name, t in self._contents.items() if not torch.equal(t, now[name]))
 
     def of_contents(self, names: Collection[str]) -> Guards:
-        """The same, without numbers that are read off other tensors."""
+        """Return the guards with the contents of the tensors of these names only."""
         made = copy.copy(self)
         vars(made)["_contents"] = {name: tensor for name, tensor in self._contents.items() if name in names}
         return made
 
     def of_reads(self, reads: Reads) -> Guards:
-        """The same, with further names that are watched."""
+        """Return the guards with another set of watched names."""
         made = copy.copy(self)
         made.watched = Snapshot({**self._roots, **self._hooks}, reads)
         return made
 
     def tensors(self, batch: Batch, names: Iterable[str]) -> dict[str, Tensor]:
-        """The live tensors of these names."""
+        """Return the live tensors of these names, detached."""
         found = {}
         module = with_keywords(self._module, batch)
         for name in names:
@@ -214,7 +212,7 @@ class Guards:
 
 
 class MemoryGuard:
-    """Where the module's parameters and buffers lie; other places need other bindings, other overlaps other plans."""
+    """Addresses of a module's parameters and buffers. A new address needs a new binding, a new overlap a new plan."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
@@ -230,10 +228,10 @@ class MemoryGuard:
             for (start, number), (later, other) in pairwise(order)
             if later < start + _extent(self._tensors[number])
         )
-        """Tensors that lie on the bytes of another one, and how far behind its first byte."""
+        """Pairs of tensors that overlap in memory, by index, with the distance of their first bytes."""
 
     def holds(self) -> bool:
-        """Return True if all of them lie where they did."""
+        """Return True if all tensors have the addresses that they had."""
         return [tensor.data_ptr() for tensor in self._tensors] == self._places
 
 
@@ -245,7 +243,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def check_mode(device: str) -> None:
-    """Raise UsageError where the step is called in a context in which eager's would compute something else."""
+    """Raise UsageError if the step is called in a context that eager's numbers depend on: autocast, no_grad, modes."""
     if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
         raise UsageError(
             "the step was called under torch.autocast", hint="leave that out, and pass autocast= to magis.optimize"
@@ -266,7 +264,7 @@ def check_mode(device: str) -> None:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Return torch's settings that decide which operators a step runs, or on which types."""
+    """Return torch's global settings that decide which operators and dtypes a step runs."""
     backends = torch.backends
     return (
         torch.get_default_dtype(), torch.get_default_device(), len(_impls),
@@ -280,12 +278,12 @@ def _settings() -> tuple[Any, ...]:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the step trains, by name."""
+    """Return the trainable parameters of a module, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raise UsageError for an optimizer that calls the loop itself, or that has none of the parameters."""
+    """Raise UsageError for an optimizer whose `step` needs a closure, or that has none of the trained parameters."""
     if needs_closure(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__}.step calls the loop's forward and backward itself, several times a step",
@@ -299,7 +297,7 @@ def check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -
 
 
 def check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
-    """Raise UsageError for hooks on gradients, which a planned step would not run."""
+    """Raise UsageError for hooks on gradients, which a planned step would not call."""
     for name, parameter in trained.items():
         if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             raise UsageError(
@@ -309,9 +307,8 @@ def check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """The one device that a model lies on; one without tensors is for the CPU, where nothing else was asked for.
-
-    Raises UsageError where there are several, or another was asked for."""
+    """Return the one device type of a model's tensors; without tensors `asked`, or "cpu". Raises UsageError if the
+    tensors are on several devices, or not on `asked`."""
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {asked or "cpu"}
     if len(kinds) != 1:
         raise UsageError(f"the model lies on {' and '.join(sorted(kinds))}", hint="move it to one device")

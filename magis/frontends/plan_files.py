@@ -1,4 +1,4 @@
-"""Plans as files, of which nothing runs that is not proven to compute the step that they are for."""
+"""Plan files: a plan is proven to compute the step at hand before it runs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from magis.report.text_store import UNSOUND
 #     magis graph 1
 #     ...
 #
-# Reading one runs no code, and what the file says of itself is not believed: the checksum tells damage, the digest
-# another step, in words, and `magis.planner.plan_proof` proves that the graph computes the step at hand.
+# Reading a file runs no code, and the file is not trusted: the checksum detects damage, the digest another step, and
+# `magis.planner.plan_proof` proves that the graph computes the step at hand.
 
 HEADER = "magis plan 2"
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan, the digest of its step, and the limit that it was made for, by the name of the setting."""
+    """A plan, the digest of its step, and the limit for which it was made, by the name of the argument."""
 
     graph: Graph
     digest: str
     limit: Mapping[str, float]
 
     def check_limit(self, asked: Mapping[str, float]) -> None:
-        """UsageError where another limit is asked for."""
+        """Raise UsageError if the plan was made for another limit."""
         if self.limit != asked:
             raise UsageError(
                 f"the saved plan was made for {in_words(self.limit)}, asked for is {in_words(asked)}",
@@ -44,19 +44,19 @@ class SavedPlan:
 
 
 def in_words(limit: Mapping[str, float]) -> str:
-    """A limit as a caller writes it."""
+    """Return a limit as a caller writes it."""
     return ", ".join(f"{name}={number}" for name, number in limit.items()) or "no limit"
 
 
 def write_plan(path: Path, plan: SavedPlan) -> None:
-    """Write the file in one step."""
+    """Write a plan file atomically."""
     body = dump(plan.graph)
     head = {"checksum": _checksum(body), "digest": plan.digest, "limit": dict(plan.limit)}
     write_text_atomically(path, f"{HEADER}\n{json.dumps(head, sort_keys=True)}\n{body}")
 
 
 def read_plan(path: Path) -> SavedPlan:
-    """The plan of a file, a legal graph. Raises UsageError in one line."""
+    """Read a plan file and verify its graph. Raises UsageError for files that cannot be read, or that are corrupt."""
     try:
         text = read_regular(path)
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def read_plan(path: Path) -> SavedPlan:
 
 
 def corrupt(path: Path | str, error: BaseException) -> UsageError:
-    """The one line for a file that is no plan."""
+    """Return the error for a corrupt plan file."""
     said = str(error) if not isinstance(error, (KeyError, RecursionError)) else type(error).__name__
     return UsageError(f"the plan {path} is corrupt: {' '.join(said.split())[:300]}", hint="save it again")
 

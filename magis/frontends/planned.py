@@ -1,4 +1,4 @@
-"""From a module, an example batch and a limit to a plan: the inside of `magis.optimize`."""
+"""From module, example batch and limit to a plan: the implementation of `magis.optimize`."""
 
 from __future__ import annotations
 
@@ -44,57 +44,57 @@ from magis.units import format_bytes, share_of
 
 T = TypeVar("T")
 OTHER = 20261123
-"""Seeds the generators for another draw, to see what drawing changes."""
+"""Seed for a second draw from the generators, which shows what depends on random numbers."""
 STALE = "keeps results of the step that was planned, not of the last one: leave tensors in attributes of modules"
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan for batches like one."""
+    """A plan for batches of one kind."""
 
     graph: Graph
     graded: tuple[str, ...]
-    """Parameters with a gradient, in the order in which the graph returns them (where it does)."""
+    """Names of parameters with a gradient, in the order of the graph's outputs if it returns gradients."""
     digest: str
-    """Digest of the captured step: a plan holds for it alone (of the outline, where its forward draws on the host)."""
+    """Digest of the captured step for which the plan is valid; of its outline if the forward draws on the host."""
     rule: OptimizerSpec
     report: PlanReport
     guards: Guards
     cached: Mapping[str, Tensor]
-    """Tensors that caches of functions hold, by their names in the graph."""
+    """Tensors that function caches hold, by their names in the graph."""
     counted: tuple[tuple[str, int], ...]
-    """Numbers that the forward counts on: path from its module (`model`) or loss (`loss`), and by how much."""
+    """Numbers that the forward increments: path from its module (`model`) or loss (`loss`), and the increment."""
     results: tuple[str, ...]
-    """Paths to where the forward leaves tensors: results of the graph, behind the loss."""
+    """Paths at which the forward stores tensors: outputs of the graph after the loss."""
     state: frozenset[str]
-    """Those of attributes and buffers that the next step looks at."""
+    """Paths of those attributes and buffers that the next step reads."""
     drawn: bool
-    """True if another step may be another graph, by what its forward draws on the host."""
+    """True if the graph may differ from step to step, as the forward draws random numbers on the host."""
     captured: Graph
-    """The captured step: a saved plan has its number inputs as constants, and audits compare with it."""
+    """The captured step, with which audits compare; a saved plan has its number inputs as constants."""
     heard: Heard | None
-    """Layouts and branches that eager's run told it."""
+    """Layouts and branches recorded from eager's run; None if the capture needed none."""
     capture_seconds: float
     decisions: Decisions | None = None
-    """For steps that differ in sizes or numbers alone; None where a part of the step runs as a loop."""
+    """Order and flags of the search, for steps that differ in sizes or numbers only; None if the plan has a loop."""
     inputs: NumberInputs | None = None
-    """The user's own numbers that are inputs of the graph; None where all are constants of it."""
+    """Python numbers that are inputs of the graph; None if all are constants."""
 
     def constant(self, numbers: Mapping[str, float]) -> tuple[Graph, str]:
-        """The plan with these numbers as constants, and the digest of its step."""
+        """Return the plan with these numbers as constants, and the digest of its step."""
         if self.inputs is None:
             return self.graph, self.digest
         return with_numbers(self.graph, numbers), digest(with_numbers(self.captured, numbers))
 
 
 class Together(Protocol):
-    """Ranks that make and plan their steps together."""
+    """Ranks that capture and plan their steps together."""
 
     def all_or_none(self, what: str, make: Callable[[], T]) -> T:
-        """Return what `make` makes on this rank; an error of one rank is raised on all."""
+        """Return the result of `make` on this rank; raise on all ranks if `make` raises on one."""
 
     def agreed(self, subject: Callable[[], ComparedStep], planned: Callable[[ComparedStep], Planned]) -> Graph:
-        """Return the plan that one of the ranks with this step makes."""
+        """Return the plan that one of the ranks with an equal step makes."""
 
 
 def planned(
@@ -114,14 +114,14 @@ def planned(
     numbers: Collection[str] = (),
     ranks: Together | None = None,
 ) -> Planned | None:
-    """Capture the step and plan it; or take `saved`, a plan made earlier.
+    """Capture the step and plan it, or use `saved`, a plan that was made earlier.
 
-    `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
-    digest: one of the same graph holds again; `decided` is what others were planned to do. The user's own numbers at
-    the paths `numbers` become inputs of the graph, where they can. `ranks` agree on one plan. None where the
-    forward draws on the host and the update is part of the step, which parameters of layers that are left out would
-    miss.
-    Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
+    `optimizer` is called after the planned step: peaks are those of both. `known` are plans by digest, to use again for
+    an equal graph; `decided` are decisions for similar steps, to try first. The Python numbers at the paths `numbers`
+    become graph inputs if possible. `ranks` agree on one plan. Returns None if the forward draws on the host and the
+    update is part of the step: an update would miss that torch skips parameters of layers that are left out.
+
+    Raises CaptureError for a step that is no single static graph, UsageError if no plan is found within the limit.
     """
     look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
@@ -148,8 +148,8 @@ def _planned_together(
     saved: SavedPlan | None,
     decided: Collection[Decisions],
 ) -> Planned:
-    """The plan that all ranks run: that of the first one, or of the file that all of them read."""
-    # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
+    """Return the plan that all ranks run: that of the first rank, or of the file that all ranks read."""
+    # the eager step for the comparison has collectives: all ranks must run it, or none
     captured = ranks.all_or_none("step", capture)
     plans: list[Planned] = []
 
@@ -164,7 +164,7 @@ def _planned_together(
 
 @dataclass(frozen=True, eq=False)
 class ComparedStep:
-    """A step as it was captured, and all of it that a plan goes by."""
+    """A captured step that agrees with eager, and all that planning needs of it."""
 
     subject: Subject
     reads: Reads
@@ -174,14 +174,14 @@ class ComparedStep:
     limits: Limits
     update: str
     digest: str
-    """Digest of the step; of its outline, where its forward draws on the host."""
+    """Digest of the step; of its outline if the forward draws on the host."""
     batch: Batch
     inputs: NumberInputs | None = None
 
     def with_inputs(self, look: Callable[[], Subject], paths: Collection[str]) -> ComparedStep:
-        """The same with the numbers at these paths as inputs; where that is not possible, as it is."""
+        """Return the step with the numbers at these paths as graph inputs; unchanged if that is not possible."""
         paths = [*paths, *(f"{OFF}{name}" for name in self.subject.captured.moved)]
-        # The summands of what is only counted may be computed of such numbers: it is watched, too.
+        # Increments of counters may depend on these numbers: watch the counters, too.
         counted = frozenset(path for path, _ in self.reads.counted if paths)
         reads = self.reads.more({path.rpartition(".")[2] for path in counted}) if counted else self.reads
         guards = self.guards.of_reads(reads) if counted else self.guards
@@ -197,7 +197,7 @@ class ComparedStep:
         return replace(self, subject=subject, digest=subject.digest, inputs=inputs, guards=guards, reads=reads)
 
     def check_repeats(self, look: Callable[[], Subject]) -> None:
-        """Raise CaptureError where every step would have other numbers, which could not become inputs."""
+        """Raise CaptureError if numbers change at every step and cannot become graph inputs."""
         check_contents(self.subject.captured.moved)
         if self.inputs is None and self.reads.moved:
             raise CaptureError(
@@ -210,16 +210,16 @@ class ComparedStep:
 
     @property
     def drawn(self) -> bool:
-        """True if its forward draws on the host."""
+        """True if the forward draws random numbers on the host."""
         return self.subject.captured.drawn
 
     @property
     def original_bytes(self) -> int:
-        """Eager's peak, with that of the optimizer behind the step."""
+        """Peak bytes of eager's step, and of the optimizer after it."""
         return self.behind.peak(self.subject.original.peak_bytes)
 
     def planned(self, graph: Graph, report: PlanReport, decisions: Decisions | None = None) -> Planned:
-        """The plan with what it rests on."""
+        """Return the plan with the guards and records of this step."""
         captured = self.subject.captured
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
@@ -228,8 +228,8 @@ class ComparedStep:
         )  # fmt: skip
 
     def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
-        """The best plan found within the limits, without a search where those `decided` for a step like it keep them;
-        or the one saved, if it is one of this step within this limit. UsageError."""
+        """Return the best plan within the limits: that of `decided` without a search if it meets them, or `saved`.
+        Raises UsageError if no plan is found, or `saved` is of another step or exceeds the limit here."""
         if saved is None:
             return self._search_plan(decided)
         again = "leave out plan= to search anew"
@@ -250,7 +250,7 @@ class ComparedStep:
         return found
 
     def taken(self, graph: Graph, fission: str) -> Planned:
-        """A plan that somebody else has made."""
+        """Return a plan that another rank or an earlier run made, with its figures on this step."""
         subject = self.subject
         peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
@@ -292,21 +292,22 @@ class ComparedStep:
         return self.planned(graph, report, found.decisions)
 
     def _at_the_end(self, graph: Graph, peak: int, limit: int) -> tuple[Graph, int]:
-        """The plan and its peak, with all updates behind everything else where that keeps the limit: then even a step
-        that runs out of memory has updated nothing."""
+        """Move all updates behind everything else, if the plan then still meets the limit: a step that runs out of
+        memory then has updated nothing. Returns the plan and its peak bytes."""
         if not torn_by(graph) or peak > limit:
             return graph, peak
         late = updates_last(graph)
         try:
             verify(late)
-        except VerifyError:  # something takes over the memory of a gradient, say
+        except VerifyError:  # a result may reuse the memory of a gradient
             return graph, peak
         highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late))
         return (late, highest) if highest <= limit else (graph, peak)
 
 
 def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool) -> tuple[Subject, Reads]:
-    """The step, and what its forward reads. CaptureError where it is no single static graph."""
+    """Capture the step and observe what its forward reads. Raises CaptureError for a step that is no single static
+    graph."""
     subject = look()
     reads = _observed(subject, cast)
     step = subject.captured
@@ -336,7 +337,7 @@ def compared_step(
     update: str,
     optimizer: Optimizer | None,
 ) -> ComparedStep:
-    """The same, once it was compared with eager's. CaptureError where that is another one."""
+    """Compare a captured step with eager's, and collect what planning needs. Raises CaptureError if they differ."""
     subject, reads = captured
     _ = subject.conformance
     found = subject.captured
@@ -364,7 +365,7 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
 
 
 def _kept_bytes(graph: Graph) -> int:
-    """Bytes of copies of what a step writes besides weights, where something of it may raise."""
+    """Return the bytes of the copies with which a step that raises can be undone; 0 if nothing in it may raise."""
     return sum((undone(graph) or {}).values())
 
 
@@ -377,17 +378,17 @@ def subject_now(
     autocast: torch.dtype | None,
     slack: float = Case.slack,
 ) -> Subject:
-    """The step as eager would run it now, with the generators as they are."""
+    """Return the step as eager would run it with the current state of the generators."""
     name = f"{type(module).__module__}:{type(module).__qualname__}"
     loss = loss_fn if loss_fn is not None else own_loss
     here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)
-    if device != "cpu":  # steps are traced on the CPU, whatever they are for
+    if device != "cpu":  # steps for any device are traced on the CPU
         here = replace(
             here,
             module=deep_copy(here.module).cpu(),
             inputs=tuple(tensor.cpu() for tensor in here.inputs),
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
-    # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
+    # Do not time a copy of the module: closures of its patched methods would change the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
     return Subject(replace(source, running_seconds=math.inf), slack=slack)

@@ -1,4 +1,4 @@
-"""Records an operator profile: every distinct operator of some models, measured on the device at hand."""
+"""Record an operator profile: time every distinct operator of some models on the device at hand."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ from magis.search.fission_pareto import numbers_of_parts
 from magis.simulate.compiled_problem import reusable, take_over_form
 from magis.strategies.single_device import local
 
-# Every distinct operator that the plans of a model can hold, as signatures: what a profile must know.
+# Signatures of every distinct operator that plans of a model can contain: a profile must have their times.
 
 
 def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, ...]:
-    """The signatures in the order in which they are met: of the step as eager runs it and under checkpointing, of the
-    forms that the search works on, and with `parts` at all sizes that fission asks for."""
+    """Return the distinct signatures of all operators in plans of a model, in program order. They are those of eager's
+    step, of the step under checkpointing, of plans from the search, and with `parts` of all sizes of parts that fission
+    may choose."""
     steps = [subject.captured]
     if subject.blocks:
         steps.append(subject.captured_as(local("checkpoint", subject.kind))[0])
@@ -63,7 +64,8 @@ def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, .
 
 
 def _signatures_in_plans(graph: Graph) -> Iterator[str]:
-    """Signatures of operators as they stand, as they are recomputed, and as they take over the memory of an input."""
+    """Yield signatures of the operators as they are, when recomputed, and when their output reuses an input's
+    memory."""
     for form in (graph, redo_graph(graph)):
         yield from signatures_of(form)
         for level in _levels(form):
@@ -73,7 +75,7 @@ def _signatures_in_plans(graph: Graph) -> Iterator[str]:
 
 
 def _levels(graph: Graph) -> Iterator[Graph]:
-    """The graph and the bodies of its loops."""
+    """Yield a graph and the bodies of its loops."""
     yield graph
     for op in graph.ops:
         if op.body is not None:
@@ -81,7 +83,7 @@ def _levels(graph: Graph) -> Iterator[Graph]:
 
 
 def _loops(graph: Graph) -> Iterator[Graph]:
-    """The graph with each piece that may run in parts as a loop, in all numbers of parts."""
+    """Yield the graph with each region that may run in parts as a loop, for all numbers of parts."""
     for piece in pieces(graph):
         for parts in numbers_of_parts(most_parts(piece.cuts)):
             try:
@@ -91,21 +93,21 @@ def _loops(graph: Graph) -> Iterator[Graph]:
 
 
 GPU_SHARE = 4
-"""A batch takes at most this part (the reciprocal) of a GPU's free memory."""
+"""Reciprocal of the largest share of a GPU's free memory that one batch of operators takes."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Counts of a recording: operators in the file, those asked for, and those of them that are not measured."""
+    """Counts of a recording: operators in the profile, operators asked for, and those that were not measured."""
 
     operators: int
     wanted: int
     missing: tuple[str, ...]
-    """Signatures that were refused, too large, or not reached before the time was up."""
+    """Signatures that failed, are too large, or were not reached in time."""
     in_time: bool
-    """True if every operator had its turn."""
+    """True if no operator was left out for lack of time."""
 
 
 def record_profile(
@@ -120,11 +122,11 @@ def record_profile(
     seconds: float | None = None,
     progress: Progress = lambda _text: None,
 ) -> Recording:
-    """Measure every operator of the models that the profile at `path` lacks, and add it there.
+    """Measure every operator of the models that the profile at `path` lacks, and add the times to the file.
 
-    The file is replaced after every batch, so that a recording that is cut off goes on where it was. `dtypes` are data
-    types (None: each model's own), `parts` whether the sizes of fission are measured too, `seconds` a cap. Raises
-    ProfileError if the file is of another device or torch version, or corrupt; it stays as it is.
+    The file is written after every batch, so that an interrupted recording can be resumed. `dtypes` are names of dtypes
+    (None: each model's own), `parts` adds the sizes of fission, `seconds` is a time limit. Raises ProfileError if the
+    file is corrupt or of another device or torch version, and leaves the file unchanged.
     """
     started = time.perf_counter()
     every = tuple(dtypes)
@@ -133,7 +135,7 @@ def record_profile(
     identity = recording_identity(device, rounding)
     profile = _opened(path, identity)
     if not path.exists():
-        save(profile, path)  # a place that cannot be written is found out before the work
+        save(profile, path)  # fail before the work if the path is not writable
     wanted: dict[str, None] = {}
     over = False
     for model, keys in _asked(models, every, device, preset, parts, progress):
@@ -154,7 +156,7 @@ def record_profile(
 
 
 def _rounding_of_products(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
-    """Return the rounding of products: "tf32", or "" where they are in full. UsageError for what cannot be recorded."""
+    """Return "tf32" if matrix products are rounded to it, else "". Raises UsageError for an unknown preset or dtype."""
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=f"use one of {', '.join(PRESETS)}")
     for dtype in dtypes:
@@ -166,7 +168,7 @@ def _rounding_of_products(dtypes: tuple[str | None, ...], device: str, preset: s
 
 
 def _added(path: Path, found: Profile) -> Profile:
-    """The file with these entries, and those that others put there meanwhile: one recording at a time replaces it."""
+    """Merge entries into the profile file under a lock, and return the profile."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -191,7 +193,7 @@ def _opened(path: Path, identity: dict[str, str]) -> Profile:
     if not path.exists():
         return Profile(identity)
     known = load(path)
-    merge(known, Profile(identity))  # which refuses another device
+    merge(known, Profile(identity))  # raises for another device
     return known
 
 
@@ -209,7 +211,7 @@ def _measure_batch(batch: CallBatch, effort: ProfilingEffort, device: str) -> di
 
 
 def _copies(profile: Profile, device: str) -> tuple[int, int]:
-    """The link's speed, and what a copy takes besides; each is measured once in a file's life."""
+    """Return the link's speed and the overhead of a copy, measured if the profile lacks them; zeros for the CPU."""
     if device == "cpu":
         return 0, 0
     where = torch.device(device)

@@ -1,4 +1,4 @@
-"""Steps that raise in the middle: what they have changed is put back, and eager's own run leaves what eager leaves."""
+"""Undo of a planned step that raises: restore what it wrote, or run eager to raise eager's own error."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from magis.runtime.measure import is_out_of_memory
 from magis.runtime.steps import GraphStep
 
 NAMED = 3
-"""So many updated weights are named."""
+"""Number of updated weights that an error names."""
 LOAD = "load the state of model and optimizer from before it (load_state_dict)"
 
 
 @dataclass(frozen=True, eq=False)
 class Undo:
-    """Memory and generators that a planned step writes besides weights and their state, where it may raise."""
+    """Storages and generators that a planned step writes besides weights and optimizer state, if it may raise."""
 
     step: GraphStep
     positions: tuple[int, ...]
-    """Positions of the tensors among the step's: each batch brings others."""
+    """Indices into the step's tensors, which each batch replaces."""
     generators: tuple[torch.Generator, ...]
     expects: bool = False
-    """True if batches may take another way than the one that was planned."""
+    """True if batches may take another branch on data than planned."""
 
     def now(self) -> ContentsBefore:
-        """All of it as it is now."""
+        """Copy the current contents of these storages and generators."""
         tensors = self.step.tensors
         memory = [tensors[position].untyped_storage() for position in self.positions]
         return ContentsBefore(
             [(storage, storage.clone()) for storage in memory],
-            [(generator, generator.clone_state()) for generator in self.generators],  # no tensor, unlike its state
+            [(generator, generator.clone_state()) for generator in self.generators],  # no tensor, unlike get_state
         )
 
 
 @dataclass(frozen=True, eq=False)
 class ContentsBefore:
-    """Memory and generators, with what they held."""
+    """Copies of the contents of storages and of the states of generators."""
 
     memory: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]
     generators: Sequence[tuple[torch.Generator, torch.Generator]]
 
     def put_back(self) -> None:
-        """Leave them as they were."""
+        """Restore the contents of the storages and generators."""
         for storage, contents in self.memory:
             storage.copy_(contents)
         for generator, before in self.generators:
@@ -64,7 +64,7 @@ class ContentsBefore:
 
 
 def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo:
-    """For a step that runs a graph; nothing of one of which nothing may raise."""
+    """Return what must be restored if the step of a graph raises; empty if no operator may raise."""
     names = undone(graph)
     if names is None:
         return Undo(step, (), ())
@@ -82,12 +82,10 @@ def raise_as_eager(
     *,
     late: bool = False,
 ) -> NoReturn:
-    """Run eager's forward and backward, which raise eager's own error and leave what eager leaves.
-
-    Where they raise nothing, gradients (and all else, but of an error as `late` as the backward) are put back, and
-    `error` is raised.
-    """
-    traceback.clear_frames(error.__traceback__)  # which hold the tensors of the step that raised
+    """Run eager's forward and backward, which raise eager's own error and leave the state that eager leaves. If they
+    raise nothing, restore gradients, and unless the error came as `late` as the backward also buffers, generators and
+    Python objects, then raise `error`."""
+    traceback.clear_frames(error.__traceback__)  # frames hold the step's tensors
     module, loss_fn = holders
     generators = (generator_of(device), *held_generators(module, loss_fn).values())
     before = ContentsBefore(
@@ -115,25 +113,25 @@ def raise_as_eager(
 
 
 def raises_again(error: BaseException, target: str) -> bool:
-    """Return True if eager is to show what an operator's error leaves: not if memory ran out, as eager needs more."""
+    """Return True if eager should run to raise an operator's error itself; not after running out of memory."""
     return isinstance(error, Exception) and not (target.startswith("aten.") and is_out_of_memory(error))
 
 
 class PartialUpdate:
-    """Weights and states of an optimizer that a step has updated before it raised."""
+    """Weights and optimizer states that a step had updated when it raised."""
 
     def __init__(self, updated: Mapping[str, Tensor]) -> None:
         self._versions = {name: (tensor, tensor._version) for name, tensor in updated.items()}  # noqa: SLF001
 
     def error(self, error: BaseException) -> PartialUpdateError:
-        """Return the error to raise from the error of the step."""
+        """Return the error to raise for a step that raised `error`."""
         weights = [name.partition(":")[2] for name in self._versions if name.startswith("parameter:")]
         listed = ", ".join(weights[:NAMED]) + (f" and {len(weights) - NAMED} more" if len(weights) > NAMED else "")
         what = f"the step has updated {listed or 'the state of the optimizer'} before it raised"
         return PartialUpdateError(f"{what} {type(error).__name__}: {error}", hint=LOAD)
 
     def check(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Raise PartialUpdateError while some of them have not been loaded since."""
+        """Raise PartialUpdateError while a half-updated weight or state has not been loaded again."""
         parameters = dict(module.named_parameters())
         for name, (tensor, version) in self._versions.items():
             kind, _, path = name.partition(":")

@@ -1,1 +1,1 @@
-"""Running steps for real: generated code, eager baselines, measurement."""
+"""Running of steps: generated code, eager baselines, measurement."""

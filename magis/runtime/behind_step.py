@@ -1,4 +1,4 @@
-"""A planned step with an optimizer that runs by itself behind it."""
+"""A planned step followed by an optimizer that is not part of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class BehindStep:
-    """A planned step that stops at gradients, with the optimizer's own step behind it. The gradients lie where
-    autograd puts them, up to `prepare`. ``step`` returns the loss and the gradients of the parameters ``graded``."""
+    """A planned step that ends with gradients, followed by the optimizer's own `step()`. Gradients stay in `.grad`
+    until `prepare`. ``step`` returns the loss and the gradients of the parameters ``graded``."""
 
     def __init__(self, step: GraphStep, own: optimizers.OwnOptimizer, graded: Sequence[str]) -> None:
         self.module: nn.Module = step.module
@@ -52,7 +52,7 @@ class BehindStep:
         return loss
 
     def settle(self) -> None:
-        """Run the optimizer to the step at which its memory is measured."""
+        """Run the optimizer until the step at which its memory is measured."""
         if not self._steps:
             self.prepare()
             self.run()

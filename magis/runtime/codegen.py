@@ -1,8 +1,9 @@
-"""A graph as straight-line Python: one line per operator, every tensor deleted after its last use.
+"""Code generation: a graph as straight-line Python, one line per operator, with every tensor deleted after its last
+use.
 
-The source is meant to be read (``generate``), and runs below autograd: the graph holds the gradients already, so
-nothing is saved for a backward pass. Names in it are numbered, never spelled, since two names of users may be one when
-spelled; comments say what the numbers stand for.
+The source is readable (``generate``), and runs below autograd: the graph has the backward's operators, so nothing is
+saved for a backward. Its names are numbers, as two names of a user may become equal as identifiers; comments explain
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from magis.ops.fake_results import IN_TRAINING
 from magis.printable import printable
 from magis.runtime.swap_streams import AnyHost, make_host
 
-# Halo rows at run time: stretches with the rows around them, taken from a whole tensor and added to one.
+# Halo rows at run time: parts with surrounding rows, read from a whole tensor and added to one.
 
 
 def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Copy the rows of ``dim`` from ``first`` on to a tensor of this shape and stride; zeros outside of the whole."""
+    """Copy the rows of ``dim`` from ``first`` on to a tensor of this shape and stride; rows outside of `whole` are
+    zeros."""
     made = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
     low, high = _rows_inside(whole, dim, first, shape[dim])
     made.narrow(dim, 0, low - first).zero_()
@@ -40,7 +42,8 @@ def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], strid
 
 
 def add_rows(whole: Tensor, dim: int, first: int, part: Tensor, *, clear: bool) -> None:
-    """Add the part to the rows of ``dim`` from ``first`` on, as far as there are such; with ``clear``, to zeros."""
+    """Add a part to the rows of ``dim`` from ``first`` on, without rows outside of `whole`; ``clear`` zeroes `whole`
+    first."""
     if clear:
         whole.zero_()
     low, high = _rows_inside(whole, dim, first, part.shape[dim])
@@ -48,19 +51,19 @@ def add_rows(whole: Tensor, dim: int, first: int, part: Tensor, *, clear: bool) 
 
 
 def _rows_inside(whole: Tensor, dim: int, first: int, count: int) -> tuple[int, int]:
-    """Return the range of rows, at most ``count`` from ``first`` on, that the tensor has."""
+    """Return the range of those ``count`` rows from ``first`` on that the tensor has."""
     return max(first, 0), min(first + count, whole.shape[dim])
 
 
 Name: TypeAlias = Callable[[int], str]
-"""Return the name of a value in the source."""
+"""Returns the name of a value in the source."""
 
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
-"""Run the tensors of ``graph.inputs`` in order and the named scalars through the step; return those of
+"""Runs the step on the tensors of ``graph.inputs`` and values of named scalars; returns the tensors of
 ``graph.outputs``."""
 
 _ON_HOST = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
-"""Calls in the source for our own operators, which run on the host."""
+"""Names in the source of magis's own operators, which run on the host."""
 _FILE = "<magis step>"
 _REDUCTION = {
     "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
@@ -69,13 +72,12 @@ _REDUCTION = {
     "min": "minimum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
     "same": "{i} or {whole}.copy_({part})",
 }
-"""Statements that take the part of a tensor into the whole, by kind of reduction. There is no neutral element: the
-first part is copied."""
+"""Statements that merge a part's tensor into the whole, by kind of reduction; the first part is copied."""
 
 
 @dataclass
 class _ShortNames:
-    """Names in the source of operators (those that are waited for later apart), torch's constants and scalars."""
+    """Names in the source of operators (asynchronous collectives separately), torch's constants and scalars."""
 
     functions: dict[tuple[str, bool], str] = field(default_factory=dict)
     constants: dict[Const, str] = field(default_factory=dict)
@@ -92,13 +94,13 @@ class _ShortNames:
 
 
 def generate(graph: Graph) -> str:
-    """Return the Python source of the step."""
+    """Return the Python source of a graph's step."""
     return "\n".join(_generate_lines(graph)[0]) + "\n"
 
 
 def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
-    """Return the operator at which the step's code raised an error, and the storages that have been updated by then.
-    The operator is None where the code did not raise it. Storages are updated in full or in part."""
+    """Return the operator that raised an error, and the storages that were updated, fully or partly, before. The
+    operator is None if the step's code did not raise the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
@@ -108,7 +110,7 @@ def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
 
 
 def _generate_lines(graph: Graph) -> tuple[list[str], list[int], _ShortNames]:
-    """Return the step's lines, the number (from 1) of the first one of each operator, and the names in them."""
+    """Return the step's lines, the line number (from 1) of each operator, and the names in the lines."""
     numbered, body, begins = _ShortNames(), list[str](), list[int]()
     for line in _block_lines(graph, numbered, {}, "    ", 0, begin=lambda: begins.append(len(body) + 1)):
         body.append(line)
@@ -133,7 +135,7 @@ def _block_lines(
     parts: int = 1,
     begin: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """Yield the lines of a graph's operators. ``outside`` names the values that come from the graph around a body.
+    """Yield the lines of a graph's operators. ``outside`` names a loop body's values from the enclosing graph.
     ``begin`` is called before the lines of each operator."""
 
     def name(value: int) -> str:
@@ -141,10 +143,10 @@ def _block_lines(
 
     where = None
     beside = under_way(graph.ops)
-    arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
+    arriving: dict[int, int] = {}  # storage -> loaded value that no operator has used yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         begin()
-        here = printable(f"{op.phase} {op.module}").rstrip()  # a comment, whatever a module is called
+        here = printable(f"{op.phase} {op.module}").rstrip()  # safe in a comment for any module name
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
             where = here
@@ -160,18 +162,18 @@ def _block_lines(
         if op.target == "magis.load":
             arriving.update((graph.values[value].storage, value) for value in op.made())
         if forget:
-            # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
+            # Also for unused loads: their copies must end before the memory is reused.
             yield from _ready_lines(arriving, [graph.values[value].storage for value in forget], name, indent)
         gone = [name(value) for value in forget]
         if op.many and None in op.outputs:
-            gone.append("none")  # some kernels make what nobody asked for
+            gone.append("none")  # some kernels make unrequested results
         if gone:
             yield f"{indent}del {', '.join(gone)}"
     yield from _ready_lines(arriving, list(arriving), name, indent)
 
 
 def _ready_lines(arriving: dict[int, int], storages: Sequence[int], name: Name, indent: str) -> Iterator[str]:
-    """Yield lines that wait for what was loaded to these storages; once each."""
+    """Yield the lines that wait for loads to these storages, once for each load."""
     for storage in storages:
         value = arriving.pop(storage, None)
         if value is not None:
@@ -181,11 +183,11 @@ def _ready_lines(arriving: dict[int, int], storages: Sequence[int], name: Name, 
 def _loop_lines(
     op: Op, loop: Loop, graph: Graph, numbered: _ShortNames, name: Name, indent: str, depth: int
 ) -> Iterator[str]:
-    """Yield the lines of a loop over parts: whole results first, then one part after another."""
+    """Yield the lines of a loop over parts: allocation of whole results, then the loop with its body."""
     victims = {graph.values[value].storage: value for value in op.inputs()}
     for value in op.made():
         whole = graph.values[value]
-        if whole.storage in victims:  # in place, stretch by stretch
+        if whole.storage in victims:  # in-place, part by part
             yield f"{indent}{name(value)} = {name(victims[whole.storage])}"
             continue
         dtype = numbered.constant(Const("dtype", whole.dtype))
@@ -196,7 +198,7 @@ def _loop_lines(
 
 
 def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
-    """Return the line of our own operators at the border of a loop: stretches, joins, reductions."""
+    """Return the line of an operator at the border of a loop: slice of a part, write of a part, reduction."""
     whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
     if op.target == REDUCE:
         part_name = name(op.inputs()[1])
@@ -225,11 +227,9 @@ def compile_step(
     host: AnyHost | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> Step:
-    """Compile the step to a callable on ``device``; it runs without autograd and changes the weights in place.
-
-    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out. ``generators`` are the step's
-    own, by name.
-    """
+    """Compile a graph's step to a callable on ``device``; it runs without autograd and updates the weights in-place.
+    ``between`` is called after every operator of torch. ``host`` holds swapped tensors. ``generators`` are the step's
+    own generators, by name."""
     host = make_host(device) if host is None else host
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
@@ -239,7 +239,7 @@ def compile_step(
     trains = any(op.phase == "backward" for op in graph.ops)
     lines, _, numbered = _generate_lines(graph)
     for (target, beside), name in numbered.functions.items():
-        # The builtin behind the overload: one Python call less per operator.
+        # The builtin of the overload saves a Python call per operator.
         function = arrived if target == ARRIVED else resolve(target)._op
         if trains and target in IN_TRAINING:
             function = torch.enable_grad()(function)
@@ -257,7 +257,7 @@ def compile_step(
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 return body(tensors, scalars)  # type: ignore[no-any-return]
         except BaseException:
-            host.join()  # what a broken step leaves behind is freed now: no copy may still write there
+            host.join()  # memory of a step that raised is freed now: no copy may still write to it
             raise
 
     return step
@@ -273,7 +273,7 @@ def _followed_by(function: Callable[..., Any], between: Callable[[], None]) -> C
 
 
 def _call_line(op: Op, numbered: _ShortNames, name: Name, beside: Container[int]) -> str:
-    """Return the line of an operator; ``beside`` holds the results of messages that are waited for later."""
+    """Return the line of an operator; ``beside`` holds the results of asynchronous collectives."""
     args = [_arg_source(arg, numbered, name) for arg in op.args]
     for key, arg in op.kwargs:
         text = _arg_source(arg, numbered, name)

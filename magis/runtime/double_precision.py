@@ -1,8 +1,9 @@
-"""The step in double precision, to judge rounding by; the first operator at which the bytes of two runs differ.
+"""Runs of a step in double precision, as a reference for rounding errors; and the first operator at which measured and
+simulated bytes differ.
 
-A plan with fission sums in another order than eager: its numbers differ in the last bits. They are right if they are as
-close to the exact ones as eager's own. The exact ones come from running the captured operators one by one in float64,
-random numbers drawn in the step's own data type, so that all three see the same.
+A plan with fission sums in another order than eager, so that its numbers differ in the last bits. They are accepted if
+they are as close to the exact numbers as eager's. The exact numbers come from running the captured operators one by one
+in float64, with random numbers drawn in the step's own dtype, so that all three draw equal numbers.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from magis.simulate.simulator import MemoryProfile
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return True if all elements are equal, where nan equals nan; also shapes and data types must be equal."""
+    """Return True if shapes, dtypes and all elements of two tensors are equal; nan equals nan."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     return torch.equal(ours, theirs) or bool(agreeing(ours, theirs).all())
 
 
 def agreeing(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return where two tensors are equal, element by element; nan equals nan."""
+    """Return a boolean tensor that is True where two tensors are equal; nan equals nan."""
     return (ours == theirs) | (ours.isnan() & theirs.isnan())
 
 
 def furthest(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of two elements that do not agree; nan where one of them is nan."""
+    """Return the largest absolute difference of unequal elements; nan if one of them is nan."""
     wide = torch.complex128 if ours.is_complex() or theirs.is_complex() else torch.float64
     apart = ~agreeing(ours, theirs)
     difference = (ours[apart].to(wide) - theirs[apart].to(wide)).abs()
@@ -48,7 +49,7 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
 
 
 def off_by(ours: float, theirs: float) -> float:
-    """Return the difference of two numbers as a share of `theirs`; infinite where only one of them is finite."""
+    """Return the difference of two numbers as a share of `theirs`; infinity if only one of them is finite."""
     if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
         return 0.0
     difference = abs(ours - theirs) / max(abs(theirs), 1e-12)
@@ -60,16 +61,16 @@ RELATIVE = 1e-6
 
 
 def least_error(graph: Graph) -> float:
-    """Return the relative error that rounding to the least precise data type of a step may cost. Eager's own error
-    is no measure of that where there is one number only, a loss: it may be nought by chance."""
+    """Return the relative error of rounding to a step's lowest-precision dtype, at least `RELATIVE`. Eager's own error
+    cannot serve as measure for a single number, a loss: it may be 0 by chance."""
     types = {getattr(torch, value.dtype) for value in graph.values.values()}
     return max([RELATIVE, *(torch.finfo(each).eps for each in types if each in (torch.bfloat16, torch.float16))])
 
 
 def gradient_values(graph: Graph) -> dict[str, int]:
-    """Return parameter name -> value of its gradient, as the weight update takes it."""
+    """Return the value of each parameter's gradient, as the weight update reads it, by parameter name."""
     found = {}
-    # an update opens views (of complex tensors, as pairs of real numbers): each stands for what it is a view of
+    # an update makes views (of complex tensors as pairs of real numbers): map each to its base
     shown: dict[int, int] = {}
     for op in graph.ops:
         if op.phase == "update" and is_pure_view(graph, op):
@@ -81,7 +82,7 @@ def gradient_values(graph: Graph) -> dict[str, int]:
         written = {storage for op in block for storage, _ in op.writes}
         taken = [shown.get(value, value) for op in block for value in op.inputs()]
         looks = (graph.values[value] for value in taken if graph.values[value].storage in written)
-        names = {  # by where they lie: a forward that writes to a parameter makes another value of it
+        names = {  # by layout, as a forward that writes to a parameter makes a new value
             parameters[_where_it_lies(each)].removeprefix("parameter:")
             for each in looks
             if _where_it_lies(each) in parameters
@@ -101,10 +102,8 @@ def _where_it_lies(value: Value) -> tuple[object, ...]:
 
 
 def _update_groups(graph: Graph) -> list[list[Op]]:
-    """Return the operators that update each parameter, in groups that share its values and its state's.
-
-    Parameters, and gradients, may share a storage (``magis.rewrite.rules.merged_weights``): that makes no group.
-    """
+    """Return the operators that update each parameter, grouped by the values of parameter and optimizer state they
+    share. A shared storage of parameters or gradients (``magis.rewrite.rules.merged_weights``) does not join groups."""
     _, blocks = nodes_and_blocks(graph)
     links: rx.PyGraph[int, None] = rx.PyGraph()
     ops = [op for block in blocks for op in block]
@@ -119,7 +118,7 @@ def _update_groups(graph: Graph) -> list[list[Op]]:
 
 
 def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """Return the step that also returns its gradients, behind its own outputs, and the names of their parameters."""
+    """Return the step with its gradients as further outputs, and the names of their parameters."""
     gradients = gradient_values(graph)
     outputs = (*graph.outputs, *gradients.values())
     return replace(graph, outputs=outputs), tuple(gradients)
@@ -132,13 +131,12 @@ def exact(
     generators: Mapping[str, torch.Generator] | None = None,
     numbers: Mapping[str, float] | None = None,
 ) -> tuple[list[Tensor], list[float]]:
-    """Run the step up to its update in float64; return the values of ``outputs`` and how large their summands are.
+    """Run the step without its update in float64; return the values of ``outputs``, and a size of the terms of each.
 
-    ``tensors`` are those of ``graph.inputs``, left unchanged, and ``numbers`` those of its named scalars. The second
-    list holds, for each output, the root of the sum of squares of what was summed up for it, at most; 0 for what is no
-    sum. Roundings of these terms add up so, whatever is left of the sum.
-
-    It draws from the default generator and from ``generators``, the step's own.
+    ``tensors`` are those of ``graph.inputs``, left unchanged, and ``numbers`` the values of its named scalars. The
+    second list holds, for each output, the largest root of a sum of squares among the sums that made it; 0 if no sum
+    did. The rounding error of a sum is proportional to this root, however small the sum. Random numbers come from the
+    default generator and from ``generators``, the step's own.
     """
     drawn_from = {**made_generators(graph), **(generators or {})}
     storages = [graph.values[number].storage for number in graph.inputs]
@@ -166,7 +164,7 @@ def exact(
 
 
 def _largest_sum(op: Op, known: Mapping[int, Tensor]) -> float:
-    """Return the largest root of a sum of squares among the sums that a call makes."""
+    """Return the largest root of a sum of squares among the sums that an operator computes; 0 if it computes none."""
     given, labels = op.inputs(), op_info(op.target).product
     if op.target == "aten.sum.dim_IntList":
         total = _squares(known[given[0]]).sum(op.args[1])  # type: ignore[arg-type]
@@ -183,7 +181,7 @@ def _squares(tensor: Tensor) -> Tensor:
 
 
 def _wide_copies(storages: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield copies in double precision; those of one storage share memory as the tensors do."""
+    """Yield copies in double precision; copies share storages where the tensors do."""
     counts = Counter(storages)
     memory: dict[tuple[int, torch.dtype], Tensor] = {}
     for storage, tensor in zip(storages, tensors, strict=True):
@@ -204,14 +202,15 @@ _WIDE = {
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in double precision."""
+    """Return a tensor in double precision."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def widened(op: Op) -> Op:
-    """Return the call with float64 wherever it names a floating-point type, and complex128 wherever a complex one."""
+    """Return an operator call with float64 and complex128 in place of the floating-point and complex dtypes it
+    names."""
 
     def wide_arg(arg: Arg) -> Arg:
         if isinstance(arg, Const) and arg.kind == "dtype":
@@ -229,8 +228,8 @@ def _call_wide(
     generators: Mapping[str, torch.Generator],
     numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
-    """Call an operator in double precision. It runs in the step's own data type where it draws random numbers, or
-    has no kernel for doubles. What it writes goes back into the wide tensor then."""
+    """Call an operator in double precision; in the step's own dtype if it draws random numbers, or has no kernel for
+    doubles. In-place writes are then copied back to the wide tensor."""
     if not op.random:
         with suppress(NotImplementedError, RuntimeError):  # a product of groups of rows, say
             return call(widened(op), known, numbers)
@@ -245,7 +244,7 @@ def _call_wide(
 
 @dataclass(frozen=True)
 class Closeness:
-    """Error of a tensor as a ``share`` of what is allowed (1 is the limit)."""
+    """Error of a tensor as a ``share`` of the allowed error."""
 
     name: str
     share: float
@@ -259,11 +258,9 @@ def closeness(
     relative: float = RELATIVE,
     terms: float = 0.0,
 ) -> Closeness:
-    """Compare |ours - exact| with 2 |eager - exact|, or 2 eps `terms` if that is more, + `relative` max |exact|.
-
-    Where terms cancel, as in the gradient of a bias of attention's keys, all that there is is their rounding, and
-    eager's may be small by chance.
-    """
+    """Compare |ours - exact| with 2 |eager - exact|, or 2 eps `terms` if that is more, + `relative` max |exact|. If
+    terms cancel, as in the gradient of the bias of attention's keys, the result is their rounding error only, and
+    eager's may be small by chance."""
     if ours.is_floating_point() or ours.is_complex():
         terms *= torch.finfo(ours.dtype).eps
     numbers = theirs.isfinite() | ~agreeing(ours, theirs)  # overflow is eager's, too
@@ -277,23 +274,22 @@ def closeness(
     return Closeness(name, error / limit if limit else 0.0)
 
 
-# Where a step's measured bytes part from its simulated ones: the first operator at which they differ.
-# The profiler logs operators and allocations of the step as it is, with no dispatch mode around it. Operators of
-# the graph are found in the log by name and order; kernels that call others, and calls that a graph leaves out, lie
-# between.
+# The first operator at which a step's measured and simulated bytes differ.
+# The profiler logs operators and allocations of the step without a dispatch mode. Operators of the graph are matched
+# with the log by name and order; the log also has nested calls, and calls that the graph leaves out.
 
 _WITHIN = 60
-"""Number of logged calls among which the next operator is looked for."""
+"""Number of logged calls among which the next operator is searched."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """An operator, the first one whose bytes are not as simulated."""
+    """The first operator whose measured bytes differ from the simulated ones."""
 
     op: Op
     simulated: int
     measured: int
-    """Peak bytes above the step's start while it runs."""
+    """Peak bytes above the step's start while the operator runs."""
 
     def __str__(self) -> str:
         module = f"module {self.op.module!r}" if self.op.module else "the loss or the root module"
@@ -305,7 +301,7 @@ class FirstDifference:
 
 
 def first_difference(run: Callable[[], object], graph: Graph, profile: MemoryProfile) -> FirstDifference | None:
-    """Run the step and return the first operator whose bytes differ from `profile`, None if no logged one does."""
+    """Run the step and return the first logged operator whose bytes differ from `profile`; None if all are equal."""
     with memory_profile() as log:
         kept = run()
     moments, levels = _levels(allocations(log))
@@ -321,7 +317,7 @@ def first_difference(run: Callable[[], object], graph: Graph, profile: MemoryPro
 
 
 def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
-    """Return moments, and the bytes allocated from each on; frees of what is older than the log do not count."""
+    """Return times of allocator events, and the bytes allocated after each; frees of older memory do not count."""
     live: dict[int, int] = {}
     moments, levels = [-1], [0]
     for event in events:
@@ -334,12 +330,12 @@ def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
 
 
 def _positions_in_log(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, int]]:
-    """Yield position, start and end of the graph's operators that make or write something and are in the log."""
+    """Yield position, start and end of the graph's operators that make or write tensors and are in the log."""
     at, free = 0, 0
     for position, op in enumerate(graph.ops):
         given = {graph.values[value].storage for value in op.inputs()}
         if not op.writes and all(graph.values[value].storage in given for value in op.made()):
-            continue  # a window, which an operator may open in other ways
+            continue  # a view, which may be logged under another operator
         name = "::".join(op.target.split(".")[:2])
         for here in range(at, min(at + _WITHIN, len(calls))):
             start, end, called = calls[here]

@@ -1,16 +1,16 @@
-"""Exact peak memory of a callable, and what the device is.
+"""Exact peak memory of a callable, and the identity of the device.
 
-On the CPU the truth is the allocator's own event log, which `torch.profiler` keeps: every allocation and
-every free with its address, scratch inside operators included. Resident-set sizes are no substitute (the C
-library keeps freed pages). Three traps, seen on torch 2.13:
+On the CPU, peaks come from the allocator's event log, which `torch.profiler` keeps: every allocation and every free
+with its address, workspaces of operators included. Resident-set sizes are no substitute (the C library keeps freed
+pages). Three traps, seen on torch 2.13:
 
 * A free of a tensor that is older than the window may or may not be logged (the allocator remembers addresses
-  from earlier profiles only), so frees of addresses that the window did not allocate itself are left out: the
+  from earlier profiles only), so frees of addresses that were not allocated in the window are ignored: the
   result is the peak *above the window's start* as if older tensors stayed.
 * The log is a tree of operators with a branch per thread: it is flattened and ordered by time.
 * Starting and stopping the profiler prints `USDT:` lines from C++, out of reach of `sys.stderr`.
 
-Tensors alone are followed by a dispatch mode with weak references on storages, in a run of its own.
+Tensors without workspaces are tracked by a dispatch mode with weak references to storages, in a separate run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOISE = (
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One event of the allocator, `time_ns` nanoseconds after an arbitrary start; `nbytes` < 0 is a free."""
+    """An allocator event at `time_ns` nanoseconds after an arbitrary start; negative `nbytes` are a free."""
 
     time_ns: int
     address: int
@@ -56,20 +56,20 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class WindowPeak:
-    """Bytes allocated in a window above its start: at the worst moment, and those still there at its end."""
+    """Bytes allocated in a window above its start: at the peak, and at the end."""
 
     peak_bytes: int
     kept_bytes: int
     reserved_bytes: int | None = None
-    """Peak that a GPU's caching allocator held, above what was allocated at the start; None on a CPU."""
+    """Peak reserved by CUDA's caching allocator, above the bytes allocated at the start; None on a CPU."""
 
 
 def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> WindowPeak:
-    """Run `fn` once and return its peak of allocated bytes above the start, scratch inside operators included.
+    """Run `fn` once and return its peak of allocated bytes above the start, workspaces of operators included.
 
-    What `fn` returns stays alive until the window ends. On CUDA the caching allocator's own counters are read
-    after a reset (blocks rounded to 512 bytes), with nothing cached at the start; there, a tensor that is older
-    than the window and freed inside it lowers the peak, which it does not on the CPU: free none.
+    The result of `fn` stays alive until the window ends. On CUDA the caching allocator's own counters are read after a
+    reset (blocks rounded to 512 bytes), with nothing cached at the start; there, freeing a tensor that is older than
+    the window lowers the peak, which it does not on the CPU: free none.
     """
     where = torch.device(device)
     if where.type == "cuda":
@@ -77,12 +77,12 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
     with memory_profile() as window:
         kept = fn()
     peak = replay(allocations(window))
-    del kept  # only now: the log was closed while it was alive
+    del kept  # alive until the log is closed
     return peak
 
 
 def replay(events: Iterable[Allocation]) -> WindowPeak:
-    """Return the highest sum of live bytes over `events` in the order given, and the sum at the end. A free of an
+    """Return the peak of live bytes over `events` in the order given, and the live bytes at the end. A free of an
     address that no earlier event allocated is older than the window and does not count."""
     live: dict[int, int] = {}
     now = peak = 0
@@ -90,7 +90,7 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
         if event.nbytes < 0:
             now -= live.pop(event.address, 0)
         else:
-            # an address that comes twice was freed in between where the log does not reach
+            # an address that occurs twice was freed in between, outside of the log
             now += event.nbytes - live.get(event.address, 0)
             live[event.address] = event.nbytes
             peak = max(peak, now)
@@ -99,12 +99,10 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
 
 @contextmanager
 def collector_spared(*, collect: bool = True) -> Iterator[None]:
-    """Keep the garbage collector from looking through what exists before the block: modules, graphs, a whole torch.
-
-    Measuring collects before every window; most of its time would go into objects that live as long as the process.
-    Where garbage that is there already harms nothing, nobody need ``collect`` it first.
-    """
-    if gc.get_freeze_count():  # somebody else's decision, which cannot be told apart from ours afterwards
+    """Exclude objects that exist before the block (modules, graphs, torch itself) from garbage collection in the block.
+    Measuring collects before every window, and would spend most time on objects that live as long as the process.
+    Existing garbage is collected first, unless ``collect`` is False."""
+    if gc.get_freeze_count():  # frozen by other code: unfreeze would undo that, too
         yield
         return
     if collect:
@@ -118,7 +116,7 @@ def collector_spared(*, collect: bool = True) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now, and in the block only if asked: else cycles die depending on what ran earlier."""
+    """Collect garbage now, and in the block only on request: otherwise the death of cycles depends on earlier code."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -131,17 +129,14 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def memory_profile() -> Iterator[profile]:
-    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`.
-
-    The garbage collector runs before the block and not inside it: when cycles die depends on what ran
-    earlier, and the peak must not.
-    """
+    """Log the CPU allocator's events in the block, without the profiler's output; read the log with `allocations`. The
+    garbage collector runs before the block and is off inside it, so that the peak does not depend on earlier code."""
     with no_collection(), quiet_profiler(), profile(profile_memory=True) as log:
         yield log
 
 
 def logged(log: profile) -> Iterator[Any]:
-    """Yield all nodes of a finished `memory_profile`: depth first, in order."""
+    """Yield all nodes of a finished `memory_profile`, depth first."""
     results: Any = log.kineto_results
     pending = list(reversed(results.experimental_event_tree()))
     while pending:
@@ -151,7 +146,7 @@ def logged(log: profile) -> Iterator[Any]:
 
 
 def allocations(log: profile) -> list[Allocation]:
-    """Return the CPU allocator's events in a finished `memory_profile`, ordered by time; of equal times as logged."""
+    """Return the CPU allocator's events in a finished `memory_profile`, sorted by time, then by order in the log."""
     found = [
         Allocation(node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size)
         for node in logged(log)
@@ -162,8 +157,8 @@ def allocations(log: profile) -> list[Allocation]:
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the end. The
-    lines are written by C++ to the descriptors themselves, hence the detour over temporary files."""
+    """Filter the profiler's own lines from stdout and stderr; all other output appears at the end of the block. C++
+    writes these lines to the file descriptors, which are therefore redirected to temporary files."""
     saved: dict[int, tuple[int, Any]] = {}
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -195,7 +190,7 @@ def quiet_profiler() -> Iterator[None]:
 def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
     gc.collect()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what earlier steps left would count as reserved by this one
+    torch.cuda.empty_cache()  # cached blocks of earlier steps would count as reserved
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
     kept = fn()
@@ -210,14 +205,14 @@ def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
 
 
 def tensor_peak(fn: Callable[[], object]) -> int:
-    """Run `fn` once and return the peak bytes of tensors alone that it makes, above the start.
+    """Run `fn` once and return the peak bytes of the tensors that it makes, above the start, without workspaces.
 
-    Counted after every operator, with its inputs and outputs alive: the sum of the storages (each once,
-    however many views it has) that were made since the start. The same on every device, where kernels keep to
-    the shapes and strides that they declare. Tensors without a storage (sparse ones) are not counted.
+    After every operator, with its inputs and outputs alive, the bytes of all storages made since the start are summed,
+    each storage once. The peak is equal on all devices whose kernels keep to declared shapes and strides. Tensors
+    without a storage (sparse ones) are not counted.
     """
     ledger = StorageLedger()
-    # A GPU's states lie in memory of the host, which is not counted.
+    # A GPU generator's states are in host memory, which is not counted.
     states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
     with no_collection():
         with formulas_as_eager(), states, ledger:
@@ -227,12 +222,9 @@ def tensor_peak(fn: Callable[[], object]) -> int:
 
 
 def device_identity(device: str) -> dict[str, str]:
-    """Return the conditions under which workspaces and times of `device` hold; only figures of equal ones are compared.
-
-    "cpu": instruction set that the kernels use, threads in force, torch version, and what oneDNN is told, if anything.
-    "cuda": GPU, torch and CUDA version. "sim:<name>": the version of the devices' constants. Raises UnknownDevice for
-    other names.
-    """
+    """Return the conditions for which workspaces and times of `device` are valid; figures are compared if these are
+    equal. "cpu": instruction set of the kernels, number of threads, torch version, and oneDNN settings, if any. "cuda":
+    GPU, torch and CUDA version. "sim:<name>": version of the device constants. Raises UnknownDevice for other names."""
     if device == "cpu":
         return {
             "device": "cpu",
@@ -252,12 +244,12 @@ def device_identity(device: str) -> dict[str, str]:
 
 
 _ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
-"""Variables that choose oneDNN's kernels, and with them scratch bytes. Each has an older name, too."""
+"""Environment variables that select oneDNN's kernels, and so their workspaces; each has an older name, too."""
 
 
 def _onednn_settings() -> dict[str, str]:
-    """Return settings that make oneDNN take other kernels than it would, as one entry, if there are any."""
-    backend: Any = torch.backends.mkldnn  # torch's stubs lack some of what it holds
+    """Return the settings that change oneDNN's choice of kernels, as one entry; empty if there are none."""
+    backend: Any = torch.backends.mkldnn  # torch's stubs lack some attributes
     told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
     found = [each for each in told if not each.endswith("=None")]
     found += [] if backend.enabled else ["off"]
@@ -276,7 +268,7 @@ def device_memory(device: str) -> int:
 
 
 def free_device_memory(device: str) -> int:
-    """Return the bytes that a step may still allocate on `device`; a simulated device is empty."""
+    """Return the bytes that a step can allocate on `device`; a simulated device is empty."""
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + cached
@@ -287,7 +279,7 @@ def free_device_memory(device: str) -> int:
 
 
 def others_memory(device: str) -> int:
-    """Return the bytes of a GPU that other processes and CUDA itself hold, neither free nor our allocator's. Else 0."""
+    """Return the bytes of a GPU that other processes and CUDA itself use; 0 for other devices."""
     if device != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -295,12 +287,13 @@ def others_memory(device: str) -> int:
 
 
 _SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""Texts of errors that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
+"""Texts of out-of-memory errors that are no `torch.OutOfMemoryError`: of the CPU, CUDA (pinned memory), its
+libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that memory has run out. A GPU's allocator says so by the error's type; CUDA, its
-    libraries and the CPU's allocator in words."""
+    """Return True for an out-of-memory error: by its type if a GPU's allocator raised it, by its text if CUDA, its
+    libraries or the CPU's allocator did."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
@@ -321,8 +314,8 @@ def _meminfo(field: str) -> int:
 
 
 def _container_limit() -> tuple[int, int]:
-    """Return the control group's memory limit and how much of it is taken (page cache that can go left out), in
-    bytes. The limit is unbounded (2**62) outside of a container."""
+    """Return the control group's memory limit and its used bytes without reclaimable page cache; the limit is 2**62
+    bytes outside of a container."""
     for limit_file, used_file, stat_file, inactive in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -340,7 +333,7 @@ def _container_limit() -> tuple[int, int]:
 
 
 def trim() -> None:
-    """Hand unused memory back to the system, with the C library's free pages where that is glibc."""
+    """Return unused memory to the system, with the C library's free pages if it is glibc."""
     gc.collect()
     free_pages = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if free_pages is not None:

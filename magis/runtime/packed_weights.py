@@ -1,8 +1,6 @@
-"""Weights that a graph wants side by side (``magis.rewrite.rules.merged_weights``), laid out so once, before a step.
-
-The parameters keep their identity, shape and values; their memory becomes a window on a common storage, as after
-``torch.nn.utils.rnn``'s flattening of weights. Saving, loading and optimizing them works as before.
-"""
+"""Packing of weights that a graph needs adjacent in memory (``magis.rewrite.rules.merged_weights``), before a step. The
+parameters keep their identity, shape and values; their data becomes a view of a common storage, as after
+`flatten_parameters` of torch's RNNs. Saving, loading and optimizing them works as before."""
 
 from __future__ import annotations
 
@@ -15,15 +13,13 @@ from magis.errors import MagisError
 from magis.graph import Graph, Value
 
 MERGED = "merged"
-"""Kind of the graph's inputs (what stands before the colon in their names) that are several parameters in one."""
+"""Prefix, up to the colon, of the names of graph inputs that merge several parameters."""
 
 
 def pack_weights(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Lay parameters that a graph wants side by side in one storage, and return the merged weights by name.
-
-    ``known`` holds the parameters by name. Those that lie side by side already stay where they are; else memory is
-    needed for one merged weight at a time besides.
-    """
+    """Move parameters that a graph needs adjacent into one storage; return the merged weights by name. ``known`` holds
+    the parameters by name. Parameters that are adjacent already are not moved; moving takes additional memory for one
+    merged weight at a time."""
     found = {}
     for merged in merged_inputs(graph):
         parts = _parts(graph, merged)
@@ -41,8 +37,8 @@ def pack_weights(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
-    """Raise MagisError if a parameter has left the merged weight: moved to a device, say, or packed by another step.
-    ``tensors`` are those of ``graph.inputs``."""
+    """Raise MagisError if a parameter is no longer part of its merged weight: after a move to a device, or to the
+    storage of another step. ``tensors`` are those of ``graph.inputs``."""
     known = {graph.values[number].name: tensor for number, tensor in zip(graph.inputs, tensors, strict=True)}
     for merged in merged_inputs(graph):
         whole = known[merged.name]
@@ -55,7 +51,7 @@ def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
 
 
 def merged_inputs(graph: Graph) -> list[Value]:
-    """Return the inputs of a graph that are several weights in one storage."""
+    """Return the inputs of a graph that merge several weights in one storage."""
     inputs = (graph.values[number] for number in graph.inputs)
     return [value for value in inputs if value.name.partition(":")[0] == MERGED]
 
@@ -66,7 +62,7 @@ def _parts(graph: Graph, merged: Value) -> dict[str, Value]:
 
 
 def _already_packed(merged: Value, known: Mapping[str, Tensor], parts: Mapping[str, Value]) -> Tensor | None:
-    """Return the merged weight if another step has packed its parts already, else None."""
+    """Return the merged weight if another step has packed its parts already; else None."""
     name, part = next(iter(parts.items()))
     first = known[name]
     start = first.storage_offset() - part.offset

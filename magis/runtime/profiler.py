@@ -1,12 +1,12 @@
-"""Times of operators by signature: each measured alone, as a step meets it, on the CPU's or the GPU's clock.
+"""Profiling of operators by signature: each is timed alone, with cold caches as in a step, on CPU or GPU.
 
-A kernel that is called again and again finds its arguments, its results and its own code in the caches; in a step it
-does not. So operators are timed in batches that are larger than any cache, in rounds: every round runs each operator
-of the batch once, on arguments that all the others have pushed out since, and keeps the results until the next round,
-so that memory for new ones is not the block that was freed a moment ago. The time is the median of the rounds.
+A kernel that is called repeatedly finds its arguments, its results and its own code in the caches; in a step it does
+not. So operators are timed in batches that are larger than any cache, in rounds: every round runs each operator of the
+batch once, on arguments that all others have evicted since, and keeps the results until the next round, so that new
+results do not reuse memory that was just freed. The time is the median of the rounds.
 
-Arguments are made up (`magis.runtime.scratch`): harmless numbers of the same shapes, strides and types. What a
-call writes in place is filled anew before every round, or it would drift into overflow and denormal numbers.
+Arguments are made up (`magis.runtime.scratch`): harmless numbers in tensors of equal shapes, strides and dtypes.
+Tensors that a call writes in-place are refilled before every round, or numbers would drift into overflow and denormals.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FILLING = 0.75
 
 @dataclass(frozen=True)
 class ProfilingEffort:
-    """Effort of measuring: bytes of arguments and results at once, rounds, and seconds after which LEAST rounds will
-    do."""
+    """Effort of a profile: bytes of arguments and results per batch, rounds, and the seconds after which LEAST rounds
+    are enough."""
 
     batch_bytes: int = 256 * MIB
     rounds: int = 15
@@ -46,17 +46,17 @@ LEAST = 5
 
 
 class Stopwatch(Protocol):
-    """Times calls; may answer later than they return."""
+    """Timer of calls, whose times may be available only later."""
 
     def time(self, call: Callable[[], object]) -> object:
-        """Run `call` and return its result."""
+        """Run and time `call`; return its result."""
 
     def times(self) -> Sequence[int]:
-        """Return the nanoseconds of the calls since this was last asked, in their order."""
+        """Return the nanoseconds of the calls since the last query, in call order."""
 
 
 class Wall:
-    """The clock of the host: for a device whose calls return when they are done."""
+    """Timer that uses the host's clock, for a device whose calls are synchronous."""
 
     def __init__(self) -> None:
         self._times: list[int] = []
@@ -74,15 +74,15 @@ class Wall:
 
 @dataclass(frozen=True)
 class CallBatch:
-    """Signatures that are timed together, and the bytes that they hold."""
+    """Signatures that are timed together, and the bytes of their arguments and results."""
 
     keys: tuple[str, ...]
     nbytes: int
 
 
 def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
-    """Yield the signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
-    Those that this torch refuses, or that are larger than the limit by themselves, are left out."""
+    """Yield the signatures in batches that fit into `limit` bytes with arguments and results, in their order.
+    Signatures that this torch refuses, or that are larger than the limit, are left out."""
     held: list[str] = []
     total = 0
     for key in keys:
@@ -99,8 +99,8 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
 
 
 def _call_bytes(key: str) -> int | None:
-    """Return the bytes of a call's arguments and results, or None if torch refuses it. Results count twice, since
-    those of two rounds are alive at once."""
+    """Return the bytes of a call's arguments and results, with results of two rounds; None if torch refuses the
+    call."""
     try:
         op, values = parse_with_outputs(key)
     except MagisError:
@@ -117,11 +117,12 @@ def record(
     watch: Stopwatch,
     workspace: Callable[[str], int] | None = None,
 ) -> dict[str, Entry]:
-    """Measure the costs of a batch's operators; those that refuse made-up arguments are left out."""
+    """Measure times and workspaces of a batch's operators, by signature, without operators that refuse made-up
+    arguments."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
-        # written over in every round: as much memory as the batch lacks to be larger than the caches
+        # overwritten in every round: the memory that a small batch needs in addition to exceed the caches
         lacking = torch.empty(max(0, effort.batch_bytes // 4 - batch.nbytes), dtype=torch.uint8, device=device)
         started = time.perf_counter()
         samples: list[Sequence[int]] = []
@@ -146,7 +147,7 @@ def record(
 
 @dataclass(eq=False)
 class PreparedCall:
-    """An operator with made-up arguments, and what it returned last."""
+    """An operator with made-up arguments, and its last result."""
 
     key: str
     run: Callable[[], object]
@@ -159,10 +160,10 @@ class PreparedCall:
 
 
 def prepared(key: str, device: torch.device) -> PreparedCall | None:
-    """Make a call ready and run it once; None if the operator refuses the arguments."""
+    """Prepare a call and run it once; return None if the operator refuses the arguments."""
     try:
         op, values = parse(key)
-        if only_acts(op.target):  # what it checks or tells is nothing made up
+        if only_acts(op.target):  # it only acts: made-up arguments would fail its check
             return None
         tensors = make_tensors(op, values, device)
         scalars = dict.fromkeys(op.scalars(), 1.0)
@@ -189,31 +190,31 @@ def _written_tensors(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def schemas(keys: Iterable[str]) -> dict[str, str]:
-    """Return the schemas of signatures' operators in this torch, by name; unknown ones are left out."""
+    """Return the schemas of the signatures' operators in this torch, by name; unknown operators are left out."""
     targets = {target_of(key) for key in keys}
     return {target: text for target in targets if (text := schema_of(target)) is not None}
 
 
 def schema_of(target: str) -> str | None:
-    """Return an operator's schema in this torch: name, arguments and results; None if it knows no such operator."""
+    """Return an operator's schema in this torch (name, arguments and results); None for an unknown operator."""
     try:
         return str(resolve(target)._schema)
     except MagisError:
         return None
 
 
-# The profiler's clock and scratch counter for a GPU.
-# A call returns before its kernels have run, so each is enclosed by two events on the stream. What a step pays for
-# an operator is the larger of two times: the kernels' between the events, and the host's for issuing the call,
-# which PyTorch does operator by operator; short kernels cost their launch.
+# The profiler's timer and workspace counter for a GPU.
+# A call returns before its kernels have run, so two events on the stream enclose it. The cost of an operator in a step
+# is the larger of two times: that of the kernels between the events, and that of the host to enqueue the call; short
+# kernels cost their launch.
 
 LINK_BYTES, FEW_BYTES, COPIES = 256 * MIB, 512, 7
 TOGETHER = 128
-"""Calls that are issued without waiting. A stream that is full would make the host wait for other calls' kernels."""
+"""Calls that are enqueued between synchronizations: with a full stream the host would wait for other calls' kernels."""
 
 
 class EventWatch:
-    """Times calls by events; `cuda` is `torch.cuda`, or stands in for it."""
+    """Timer by CUDA events; `cuda` is `torch.cuda`, or a substitute in tests."""
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
@@ -238,8 +239,8 @@ class EventWatch:
 
 
 def cuda_workspace(key: str, device: torch.device) -> int:
-    """Return the bytes that a call allocates at its peak beyond its fresh outputs, in the allocator's own steps. It
-    has run before: libraries allocate their own workspace once, which lives on."""
+    """Return the peak bytes that a call allocates beyond its new outputs, as rounded by the allocator. The call runs
+    before, as libraries allocate a workspace of their own once and keep it."""
     call = prepared(key, device)
     if call is None:
         return 0
@@ -255,18 +256,18 @@ def cuda_workspace(key: str, device: torch.device) -> int:
 
 
 def link_speed(device: torch.device) -> int:
-    """Return the bytes a second between pinned host memory and the device, in the slower direction; median of a few
+    """Return the bytes per second between pinned host memory and the device, in the slower direction; median of
     copies."""
     return LINK_BYTES * 1_000_000_000 // max(1, _copy_ns(device, LINK_BYTES))
 
 
 def copy_overhead(device: torch.device) -> int:
-    """Return the nanoseconds that a copy between pinned host memory and the device takes besides its bytes."""
+    """Return the nanoseconds that a copy of a few bytes between pinned host memory and the device takes."""
     return _copy_ns(device, FEW_BYTES)
 
 
 def _copy_ns(device: torch.device, nbytes: int) -> int:
-    """Return the nanoseconds of a copy in the slower direction, the median of a few."""
+    """Return the nanoseconds of a copy in the slower direction, the median of several."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     medians = []

@@ -1,15 +1,15 @@
 """Workspaces: the scratch bytes that each operator allocates, by signature.
 
-Each distinct signature is called on made-up tensors of the same shapes, strides and types, under one profile of the CPU
-allocator for all of them. Workspaces depend on the instruction set, on the number of threads and on the torch version
-(the device identity), and mostly not on the numbers in the tensors. The made-up numbers only have to be harmless:
-floats in [0.5, 1) (valid variances and probabilities), whole numbers 0 (valid indices), scalars 1. One call before the
-measured one lets kernels fill their caches, which are no scratch.
+Each distinct signature is called on made-up tensors of equal shapes, strides and dtypes, under one profile of the CPU
+allocator. Workspaces depend on the instruction set, the number of threads and the torch version (the device identity),
+and mostly not on the numbers in the tensors. The made-up numbers must only be harmless: floats in [0.5, 1) (valid
+variances and probabilities), integers 0 (valid indices), scalars 1. A first call, which is not measured, lets kernels
+fill their caches.
 
-That is exact where a kernel allocates by shapes alone, as dense arithmetic does. It is not where whole numbers say how
-much there is to do (bags, segments, places to scatter to); and it can end the process where a tensor holds another
-kernel's bytes, which only that one can write. There a whole step is run on its own tensors (`record_workspaces`), else
-a process of its own tries made-up ones.
+That is exact for kernels that allocate by shapes alone, as dense arithmetic does. It is not where integers determine
+the amount of work (bags, segments, scatter indices); and it can crash the process if a tensor must hold another
+kernel's packed bytes. Such operators are measured in a whole step on its own tensors (`record_workspaces`), else on
+made-up tensors in a child process.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from magis.runtime.steps import GraphStep
 
 
 class Needs(Enum):
-    """Contents that a call's tensors must have for its scratch to be that of the step."""
+    """Contents that a call's tensors must have for its workspace to equal that in the step."""
 
     ANYTHING = "anything harmless"
     NUMBERS = "the step's own numbers"
-    """Made-up ones are an estimate, and tried where a crash takes nobody else along."""
+    """Made-up numbers give an estimate, and are tried in a child process, which they may crash."""
     BYTES = "the bytes that another operator wrote"
-    """Never made up."""
+    """Packed bytes of another operator, which are never made up."""
 
 
 _PRIVATE = (
     "mkldnn", "cudnn", "miopen", "onednn", "fbgemm", "quantize", "qlinear", "qconv", "_thnn_fused", "_sparse", "_cslt",
     "_weight_int", "_dyn_quant", "_nested", "_jagged", "_pack_padded", "_prepack", "_packed",
 )  # fmt: skip
-"""In names of operators that hand packed bytes to each other."""
+"""Parts of the names of operators that exchange packed bytes."""
 
 _BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "random")
-"""Kinds of operators whose scratch depends on shapes alone, unless their row says otherwise. So does that of the
-operators that torch calls pointwise."""
+"""Kinds of operators whose workspace depends on shapes alone, unless their row says otherwise; pointwise ones do,
+too."""
 
 
 def needs(op: Op, values: Mapping[int, Value]) -> Needs:
-    """Return the contents that the tensors of `op` need when its scratch is measured."""
+    """Return the contents that the tensors of `op` must have when its workspace is measured."""
     space, name = (*op.target.split("."), "")[:2]
     if space != "aten" or any(part in name for part in _PRIVATE):
-        # packed bytes may be made up for nobody but the operator that makes them, of floats alone
+        # packed bytes cannot be made up; only operators that pack floats can be called
         floats = all(not _is_whole(values[number].dtype) and values[number].dtype != "bool" for number in op.inputs())
         packs = space == "aten" and "backward" not in name and "quant" not in name and floats
         return Needs.ANYTHING if packs else Needs.BYTES
@@ -90,12 +90,9 @@ def _is_pointwise(target: str) -> bool:
 def measure_workspaces(
     items: Iterable[tuple[Op, Mapping[int, Value]]], limit_bytes: int | None = None
 ) -> dict[str, int]:
-    """Return the bytes that each operator allocates at its peak beyond its fresh outputs, by signature; on the CPU.
-
-    Left out of the answer: operators that refuse made-up arguments (they raise) or that must not be given any, those
-    whose process ended over them, and, with `limit_bytes`, those whose arguments and outputs alone are larger than
-    that. The result repeats exactly.
-    """
+    """Return the peak bytes that each operator allocates on the CPU beyond its new outputs, by signature. Left out are
+    operators that refuse made-up arguments or must not get any, operators that crash their process, and, with
+    `limit_bytes`, operators whose arguments and outputs are larger than the limit. The result is reproducible."""
     here: list[tuple[Op, Mapping[int, Value]]] = []
     aside: dict[str, None] = {}
     for op, values in items:
@@ -115,14 +112,14 @@ def measure_workspaces(
 
 
 def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
-    """Make tensors for the inputs of `op` by value id: exact shapes, strides and types, in storages of their own.
-    The numbers come from a fixed seed and are the same for every call."""
+    """Make tensors for the inputs of `op`, by value id: exact shapes, strides and dtypes, each with its own storage.
+    The numbers come from a fixed seed and are equal for every call."""
     generator = torch.Generator(device).manual_seed(0)
     return {number: _make_tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
 
 
 def _make_tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Make a tensor as `value` describes it, at offset 0 of a storage that is just large enough."""
+    """Make a tensor with the layout of `value`, at offset 0 of a storage of the least size."""
     dtype: torch.dtype = getattr(torch, value.dtype)
     length = reach(value.shape, value.stride)
     flat: torch.Tensor
@@ -137,11 +134,9 @@ def _make_tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
 
 
 def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, int]:
-    """Return the bytes that each operator allocates in this process, on made-up arguments, by signature.
-
-    Runs every distinct signature of `items` (operator, values of the graph) twice with the thread count in force; never
-    more than one signature's arguments are alive. The global random-number generator is left as it was.
-    """
+    """Return the bytes that each operator allocates in this process, on made-up arguments, by signature. Runs every
+    distinct signature of `items` (operator, values of the graph) twice with the current number of threads; only one
+    signature's arguments are alive at a time. The global random-number generator is restored."""
     distinct: dict[str, tuple[Op, Mapping[int, Value]]] = {}
     for op, values in items:
         distinct.setdefault(signature(op, values), (op, values))
@@ -158,7 +153,7 @@ def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, i
 
 
 def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
-    """Call `op` between two marks; return the bytes of the new storages in its results, or None if it refuses."""
+    """Call `op` between two profiler marks; return the bytes of new storages in its results, or None if it raises."""
     tensors = make_tensors(op, values)
     scalars = dict.fromkeys(op.scalars(), 1.0)
     made = [values[number] for number in op.made()]
@@ -172,7 +167,7 @@ def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
         _mark()
         results = call(op, tensors, scalars)
         _mark()
-    # without what some kernels make although nobody asked for it
+    # without results that kernels make although they are masked out
     wanted: tuple[torch.Tensor | None, ...] = masked(resolve(op.target), op.args, results)
     fresh: dict[int, int] = {
         storage.data_ptr(): storage.nbytes()
@@ -191,7 +186,7 @@ def _mark() -> None:
 
 
 def _between_marks(log: Any) -> Iterator[list[Allocation]]:
-    """Yield the allocator's events up to each mark, from the one before it on."""
+    """Yield the allocator's events between successive profiler marks."""
     events = allocations(log)
     at = 0
     for moment in sorted(node.start_time_ns for node in logged(log) if node.name == _MARK):
@@ -201,15 +196,15 @@ def _between_marks(log: Any) -> Iterator[list[Allocation]]:
         yield events[first:at]
 
 
-# Operators within a step that runs on its own tensors.
+# Workspaces of operators in a step that runs on its own tensors.
 
 
 def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str, int]:
-    """Return the bytes that each operator of a step allocates on the step's own numbers, by signature; on the CPU.
+    """Return the CPU workspace of each operator of a step on the step's own numbers, by signature, in bytes.
 
-    The step runs twice, as generated code does, each time on the tensors of a new one that `ready` makes, and with the
-    generators as they are now, so that it branches alike. Where calls of one signature differ, the most that any takes.
-    All generators are left as they were.
+    The step runs twice as generated code, each time on the tensors of a new step made by `ready`, and with the current
+    state of the generators, so that branches on data go alike. If calls of one signature differ, the largest workspace
+    counts. All generators are restored.
     """
 
     def run(log: AbstractContextManager[Any]) -> Any:
@@ -227,12 +222,12 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
     found: dict[str, int] = {}
     calls, windows = [*_calls_in_order(graph)], [*_between_marks(log)]
     if len(calls) != len(windows):
-        return {}  # it is not known which window is whose
+        return {}  # windows cannot be matched with calls
     for (op, inside), events in zip(calls, windows, strict=True):
         window = replay(events)
         key = signature(op, inside.values)
         stays = window.kept_bytes
-        if None in op.outputs:  # some kernels make what nobody asked for, which is scratch
+        if None in op.outputs:  # unrequested results of a kernel count as workspace
             given = {inside.values[value].storage for value in op.inputs()}
             fresh = {inside.values[value].storage for value in op.made()} - given
             stays = min(stays, sum(inside.storages[storage].nbytes for storage in fresh))
@@ -241,7 +236,7 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
 
 
 def _calls_in_order(graph: Graph) -> Iterator[tuple[Op, Graph]]:
-    """Yield calls of torch's operators with their graph, in the order in which generated code makes them."""
+    """Yield the calls of torch's operators with their graph, in the order of generated code."""
     for op in graph.ops:
         if op.body is not None:
             for _ in range(op.body.parts):
@@ -250,25 +245,24 @@ def _calls_in_order(graph: Graph) -> Iterator[tuple[Op, Graph]]:
             yield op, graph
 
 
-# Operators that a process of its own tries out, which may die of it.
-# Run as ``python -m magis.runtime.scratch``: signatures come as lines on standard input, answers leave as lines on
-# standard output, one each, `null` for a call that raises. Whoever asks sees from the end of the answers which call
-# ended the process, leaves that one out and goes on with the next in a process of its own. Starting one takes seconds,
-# so only operators that need it are tried this way.
+# Operators that are measured in a child process, as they may crash it.
+# Run as ``python -m magis.runtime.scratch``: it reads signatures as lines from standard input and writes one line for
+# each to standard output, `null` for a call that raises. The number of answers tells which call crashed the child; the
+# next child continues behind that call. Starting a child takes seconds, so only operators that need one get it.
 
 PATIENCE_SECONDS = 120
-"""Limit for all calls of one process together: it ends a kernel that made-up numbers send into an endless loop."""
+"""Time limit for all calls of a child process together: it ends kernels that made-up numbers send into endless
+loops."""
 
 
 def measure_aside(keys: Sequence[str]) -> dict[str, int]:
-    """Measure workspaces in processes of their own; return bytes by signature. Left out are calls that raised, ended
-    their process, or never came back."""
+    """Measure workspaces in child processes; return bytes by signature, without calls that raise, crash or time out."""
     found: dict[str, int] = {}
     pending = list(keys)
     while pending:
         answers = list(_answers_of_child(pending))
         found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
-        pending = pending[len(answers) + 1 :]  # without the one that it died of
+        pending = pending[len(answers) + 1 :]  # skip the call that crashed the child
     return found
 
 
@@ -281,7 +275,7 @@ def _answers_of_child(keys: Sequence[str]) -> Iterator[int | None]:
             input="".join(f"{key}\n" for key in keys).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the one who asks
+            start_new_session=True,  # Ctrl-C reaches the parent only
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             timeout=PATIENCE_SECONDS,
             check=False,
@@ -293,10 +287,10 @@ def _answers_of_child(keys: Sequence[str]) -> Iterator[int | None]:
 
 
 def main() -> None:
-    """Answer line by line until the input ends."""
+    """Read signatures line by line from stdin, and write each workspace as a line to stdout."""
     torch.set_num_threads(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # kernels and profilers that print
+    os.dup2(2, 1)  # output of kernels and profilers
     for line in sys.stdin.read().splitlines():
         nbytes = measure_here([parse(line)]).get(line)
         answers.write(f"{json.dumps(nbytes)}\n")

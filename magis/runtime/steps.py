@@ -1,8 +1,6 @@
-"""Steps that really run: eager's, and generated ones, on the same kind of state.
-
-A step owns its module and optimizer state. ``run`` is what is measured: from before the forward to after the update,
-gradients None at its start. Both kinds update weights and statistics in place.
-"""
+"""Steps that run: eager's, and generated ones, with state of the same kind. A step has its module and optimizer state.
+Measured is ``run``: from before the forward to after the update, with gradients None at its start. Both kinds of step
+update weights and statistics in-place."""
 
 from __future__ import annotations
 
@@ -31,30 +29,31 @@ from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class Step(Protocol):
-    """A training or inference step as measurement runs it."""
+    """A training or inference step, as it is measured."""
 
     module: nn.Module
     generators: Mapping[str, torch.Generator]
-    """Generators of the step's own, beside the default one of its device."""
+    """The step's own generators, besides the default generator of its device."""
 
     def prepare(self) -> None:
-        """Do what happens before the window: set gradients to None."""
+        """Prepare the next step before it is measured: set gradients to None."""
 
     def run(self) -> Tensor:
         """Run one step; return the loss (or the first output in inference)."""
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
-        """Run the same step; `turn` is called between its operators."""
+        """Run one step, calling `turn` between its operators; return the loss."""
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return all that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
+        """Return the outputs of the last step: the loss and, if they are kept, the gradients; or the outputs of
+        inference."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
+        """Return the optimizer's state tensors by their names in the graph: "exp_avg:layer.weight"."""
 
 
 def whole_step(step: Step) -> Callable[[], object]:
-    """Return a call of the whole step, as it is timed, measured and traced: from the last one's gradients on."""
+    """Return a function that prepares and runs a whole step, as it is timed, measured and traced."""
 
     def once() -> object:
         step.prepare()
@@ -64,7 +63,8 @@ def whole_step(step: Step) -> Callable[[], object]:
 
 
 class EagerStep:
-    """The original: eager mode, autograd, and ``torch.optim``, by lists or fused where torch or the user says so."""
+    """The original step: eager mode, autograd, and ``torch.optim``, with foreach or fused updates as torch or the user
+    chooses."""
 
     def __init__(
         self,
@@ -80,12 +80,9 @@ class EagerStep:
         transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
         seed: int | None = None,
     ) -> None:
-        """Set the step up.
-
-        ``around`` makes the context of forward and loss: autocast, say. ``scaler`` scales the loss. ``transform`` takes
-        the function that computes forward and loss and returns what is called: compiled code, say. With a ``seed``
-        every step draws the same random numbers.
-        """
+        """Set up a step in eager mode. ``around`` makes a context for forward and loss, such as autocast. ``scaler``
+        scales the loss. ``transform`` takes the function that computes forward and loss, and returns the function to
+        call, such as compiled code. With a ``seed`` every step draws equal random numbers."""
         self.module = module
         self._seed = seed
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
@@ -132,7 +129,7 @@ class EagerStep:
             return self.run()
 
     def settle(self) -> None:
-        """Run an optimizer that runs by itself to the step at which its memory is measured."""
+        """Run an optimizer of another class until the step at which its memory is measured."""
         if self._rule.kind == "apart" and self._optimizer is not None:
             if not self._steps:
                 self.prepare()
@@ -140,7 +137,7 @@ class EagerStep:
             self._steps = settle(self._optimizer, self._steps)
 
     def forward(self) -> Any:
-        """Run forward and loss alone, with gradients as in the whole step; this may change weights, too."""
+        """Run forward and loss only, with autograd as in the whole step; this may change weights, too."""
         with self._around():
             return self._call()
 
@@ -159,7 +156,7 @@ class EagerStep:
         return {name: p.grad for name, p in self._trained if p.grad is not None}
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights by the given gradients."""
+        """Update the weights with the given gradients."""
         for name, parameter in self._trained:
             parameter.grad = gradients.get(name)
         if self._optimizer is not None:
@@ -174,19 +171,19 @@ class EagerStep:
 
 
 def settle(optimizer: Optimizer, steps: int) -> int:
-    """Run an optimizer, by the present gradients, up to the step at which its memory is measured; return its steps."""
+    """Run an optimizer, with the current gradients, until the step at which its memory is measured; return its step
+    count."""
     for _ in range(steps, AHEAD):
         optimizer.step()
     return max(steps, AHEAD)
 
 
 class GraphStep:
-    """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers.
+    """A graph bound to a module: the generated code, its input tensors, and the optimizer's numbers on the host.
 
-    ``loss_fn`` is where tensors and generators are looked up that only the loss holds. With a ``seed`` every step draws
-    the same random numbers. ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by
-    name, where it has some already ("exp_avg:layer.weight"); the others are zeros. ``cached`` are those that caches
-    of functions hold.
+    ``loss_fn`` holds tensors and generators that only the loss uses. With a ``seed`` every step draws equal random
+    numbers. ``runtime`` replaces the device's streams. ``states`` are existing state tensors of the optimizer by name
+    ("exp_avg:layer.weight"); missing ones are zeros. ``cached`` are tensors that function caches hold.
     """
 
     def __init__(
@@ -266,12 +263,12 @@ class GraphStep:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that the step works on, in the order of the graph's inputs: the module's own among them."""
+        """Tensors of the step in the order of the graph's inputs, including the module's own."""
         return tuple(self._tensors)
 
     def prepare(self) -> None:
-        """Forget what the last step returned; it leaves no gradients behind. Raises MagisError if weights that the
-        graph wants side by side lie elsewhere by now."""
+        """Drop the outputs of the last step; a planned step leaves no gradients. Raises MagisError if packed weights
+        have been moved."""
         self._outputs = ()
         if self._seed is not None:
             seed_all(self._seed)
@@ -284,7 +281,7 @@ class GraphStep:
         return self.run_with(optimizers.scalars(self._rule, self._steps))
 
     def numbers(self) -> dict[str, float]:
-        """Return the values of the named scalars, at the first step if none has run."""
+        """Return the values of the named scalars, those of the first step if none has run."""
         return self._with_own_numbers(optimizers.scalars(self._rule, max(1, self._steps)))
 
     def _with_own_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -298,8 +295,8 @@ class GraphStep:
         return self._outputs[0]
 
     def feed(self, batch: Mapping[str, Tensor]) -> None:
-        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data
-        types. One with other strides or bits is copied, since kernels were planned for those of the example."""
+        """Set the batch, by the names of the graph's inputs ("input:0", "target:0"), with unchanged shapes and dtypes.
+        A tensor with other strides or conjugate bits is copied, as the plan's kernels depend on them."""
         for name, given in batch.items():
             tensor, position = given, self._places.get(name)
             if position is None:
@@ -315,22 +312,19 @@ class GraphStep:
             self._tensors[position] = tensor
 
     def raised(self, error: BaseException) -> tuple[Op | None, dict[str, Tensor]]:
-        """Return the operator that raised this error, and the tensors that have been updated by then.
-
-        The operator is None where none raised it. The tensors are parameters and states of the optimizer, by their
-        names in the graph.
-        """
+        """Return the operator that raised this error, and the tensors that were updated before. The operator is None if
+        no operator raised. The tensors are parameters and optimizer state, by their names in the graph."""
         op, done = raised_by(self._graph, error) if self._broken else (None, set())
         values = map(self._graph.values.__getitem__, self._graph.inputs)
         return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
 
     def release(self) -> None:
-        """Let go of the batch and of what Python holds elsewhere: both are fed again before the next step."""
+        """Drop the batch and tensors held elsewhere in Python, which are set again before the next step."""
         for position in self._fed:
             self._tensors[position] = self._nothing
 
     def finish(self) -> None:
-        """Let whatever comes next wait for every copy of the step."""
+        """Make later work on the compute stream wait for every copy of the step."""
         self._host.join()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:

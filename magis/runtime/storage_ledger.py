@@ -1,4 +1,4 @@
-"""Tensors alive, followed by a dispatch mode that keeps weak references on their storages."""
+"""Dispatch mode that tracks live tensors by weak references to their storages."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ from magis.ops.eager_only import unwatched
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """A storage in a ledger: a weak reference, which keeps its address from being used again but not its bytes."""
+    """A storage in a ledger: a weak reference, which keeps its address from reuse but does not keep its bytes."""
 
     reference: StorageWeakRef
     nbytes: int
     serial: int
-    """Unlike addresses, never used again."""
+    """Number of the storage that, unlike its address, is never reused."""
 
 
 class StorageLedger(TorchDispatchMode):
-    """Count the bytes of all storages that operators make under this mode, and their peak.
-
-    The inputs and outputs of the running operator count as alive. The sum of those alive is an upper bound until it
-    exceeds the peak; only then are dead storages looked for, so that long loops cost little.
-    """
+    """Dispatch mode that counts the bytes of all storages that operators make, and their peak. Inputs and outputs of
+    the running operator count as alive. The sum of live bytes is an upper bound until it exceeds the peak; only then
+    are dead storages searched, so that long loops run fast."""
 
     supports_higher_order_operators = True
     """Lets `torch.cond`, scans and loops come to `__torch_dispatch__`, too."""
@@ -54,12 +52,12 @@ class StorageLedger(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: code is compiled under this mode as it is without it."""
+        """Return True: code is compiled under this mode as without it."""
         return True
 
     @property
     def alive_bytes(self) -> int:
-        """Bytes that are alive now."""
+        """Bytes of the storages that are alive now."""
         self._purge()
         return self._most
 
@@ -69,7 +67,7 @@ class StorageLedger(TorchDispatchMode):
         higher = isinstance(func, HigherOrderOperator)
         if not higher:
             func = self._unwatched.form(func, args, kwargs or {})
-        # torch.tensor(...) makes its storage out of sight and announces it by this operator
+        # torch.tensor(...) makes its storage unseen, then calls this operator
         if func is not torch.ops.aten.lift_fresh.default:
             for reference, _ in self._storages((args, kwargs)):
                 if reference.cdata not in self._alive:
@@ -79,14 +77,14 @@ class StorageLedger(TorchDispatchMode):
         return result
 
     def _run_higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a higher-order operator so that this mode sees what its functions run, too."""
+        """Run a higher-order operator so that this mode also sees the operators inside its functions."""
         kinds = {type(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         if not kinds <= {Tensor, torch.nn.Parameter}:
-            return func(*args, **kwargs)  # a subclass runs it in a way of its own
+            return func(*args, **kwargs)  # a tensor subclass has its own implementation
 
         def seen(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*given: Any, **named: Any) -> Any:
-                with self:  # which torch has left for the call
+                with self:  # torch exits the mode for the call
                     return function(*given, **named)
 
             return run
@@ -99,7 +97,7 @@ class StorageLedger(TorchDispatchMode):
 
     def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
         more = False
-        for reference, nbytes in storages:  # sizes again each time: resize_ changes them
+        for reference, nbytes in storages:  # check sizes each time: resize_ changes them
             known = self._alive.get(reference.cdata)
             if reference.cdata in self._older or (known is not None and known.nbytes == nbytes):
                 continue
@@ -121,7 +119,7 @@ class StorageLedger(TorchDispatchMode):
 
     def _purge(self) -> None:
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
-            gone = self._alive.pop(key)  # with the reference, the address may be used again
+            gone = self._alive.pop(key)  # without the reference, the address may be reused
             self._most -= gone.nbytes
             self._on_freed(gone.serial)
 
@@ -141,11 +139,12 @@ class StorageLedger(TorchDispatchMode):
 
 
 class OverrunError(CaptureError):
-    """Raised where code needs more memory or time than it is given."""
+    """Error: code needs more memory or time than allowed."""
 
 
 class BoundedLedger(StorageLedger):
-    """Raise OverrunError before an operator would keep more than `most_bytes` alive, or after `most_seconds`."""
+    """Dispatch mode that raises OverrunError before an operator would have more than `most_bytes` alive, or after
+    `most_seconds`."""
 
     def __init__(self, most_bytes: int, most_seconds: float) -> None:
         super().__init__()
@@ -161,9 +160,9 @@ class BoundedLedger(StorageLedger):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _bytes_after(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return the bytes that are alive once the operator has run."""
+        """Return the bytes that will be alive after an operator call."""
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        most = sum(map(_nbytes, given))  # where the results hang on contents: as much as is given
+        most = sum(map(_nbytes, given))  # for data-dependent results: as large as the inputs
         with suppress(Exception), self._fakes:
             made = func(*args, **kwargs)
             most = sum(_nbytes(tensor) for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
@@ -175,14 +174,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
-    """Return weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
+    """Return weak references to the storages of all tensors in `tree`, with their sizes in bytes."""
     found: list[tuple[StorageWeakRef, int]] = []
     _add_storages(tree, found)
     return found
 
 
 def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None:
-    """Collect the storages in `tree` by hand: pytree takes several times as long, and this runs at every operator."""
+    """Collect the storages in `tree` without pytree, which is several times slower, as this runs at every operator."""
     if isinstance(tree, torch.Tensor):
         if tree.layout == torch.strided:
             storage = tree.untyped_storage()
@@ -205,9 +204,9 @@ _ALLOCATES = "empty_strided_"
 
 @contextmanager
 def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Call ``note`` with each buffer that inductor's generated Python code makes. It allocates by functions of
-    torch's C++ that no dispatch mode sees, and every generated module keeps them under names of its own."""
-    source: Any = torch._C._dynamo.guards  # where generated code takes them from
+    """Call ``note`` with each buffer that inductor's generated Python code allocates. It allocates by C++ functions of
+    torch that no dispatch mode sees, and that every generated module holds under its own names."""
+    source: Any = torch._C._dynamo.guards  # the module that generated code imports from
     told: dict[Any, Any] = {}
 
     def telling(name: str, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -227,11 +226,11 @@ def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        _replace_allocators(told)  # in modules that were compiled meanwhile, too
+        _replace_allocators(told)  # also in modules compiled meanwhile
 
 
 def _replace_allocators(others: Mapping[Any, Any]) -> None:
-    """Replace the functions by which compiled code allocates, in all modules that hold them."""
+    """Replace the allocation functions of compiled code, in all modules that hold them."""
     loaded = sys.modules.get("torch._inductor.codecache")
     for module in (torch._C._dynamo.guards, *(loaded.PyCodeCache.modules if loaded else ())):
         for name, held in list(vars(module).items()):

@@ -1,16 +1,16 @@
-"""Two steps that go on in turn, some milliseconds each, so that the machine is the same for both.
+"""Two steps that run in turns of some milliseconds each, so that a machine's changing speed affects both alike.
 
-A shared machine's speed drifts by a tenth and more within tenths of a second. Steps that run one after the other meet
-different machines, and their ratio varies as much; of two steps that take turns every few milliseconds each meets the
-same. Seen on such a machine with a step of 0.3 s (`docs/notes/timing.md`): the standard deviation of one pair's ratio
+A shared machine's speed drifts by a tenth and more within tenths of a second. Steps that run one after the other run at
+different speeds, and their ratio varies as much; steps that take turns every few milliseconds run at equal speed.
+Measured on such a machine with a step of 0.3 s (`docs/notes/timing.md`): the standard deviation of one pair's ratio
 falls from 10% to 2%, which is worth twenty times as many pairs.
 
-The first step runs in the calling thread and the second in one of its own; either calls ``turn`` between operators, and
-hands over there when its slice is used up. Only one of them runs at any time, and only that one's clock. Generated code
-calls after every operator; eager mode after every call of a torch function and before every node of the backward pass
-(``Watched``), which leaves what it executes as it is: under a *dispatch* mode, for instance, backward would copy the
-gradients that it otherwise passes on. Caches that the other one filled cost both alike, so the *ratio* is meant to be
-used and the times are not: they are somewhat longer than those of undisturbed steps.
+The first step runs in the calling thread and the second in another thread; both call ``turn`` between operators, and
+hand over when their slice is used up. Only one of them runs at any time, and only its clock. Generated code calls
+``turn`` after every operator; eager mode after every torch function and before every node of the backward
+(``Watched``), which does not change what runs: under a *dispatch* mode, for instance, the backward would copy gradients
+that it otherwise passes on. Caches filled by the other step slow down both alike, so only the *ratio* is meaningful:
+the times are somewhat longer than those of undisturbed steps.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 from magis.ops.eager_only import layers_as_eager
 
 _FRAME_SLOTS = 1 << 15
-"""Stack size of a frame that gets a piece of memory of its own. Half of that, 256 KiB, is left to the calls inside."""
+"""Stack slots of a frame that gets a memory chunk of its own; half of the chunk, 256 KiB, is left to calls inside."""
 
 
 class TimeSlice:
-    """A step's turns: called between its operators, it returns when it is the step's turn again, and keeps its time."""
+    """The turns of one step: a call between operators waits for the step's next turn once the slice is used up."""
 
     def __init__(self, baton: _Baton, which: int, slice_ns: float) -> None:
         self.total_ns = 0
@@ -51,7 +51,7 @@ class TimeSlice:
 
     @property
     def spent_ns(self) -> int:
-        """Nanoseconds of the step so far, without the other one's turns. To be asked during a turn."""
+        """Nanoseconds that the step has run, without the other step's turns; valid during a turn only."""
         return self.total_ns + time.perf_counter_ns() - self._since
 
     @contextmanager
@@ -62,7 +62,7 @@ class TimeSlice:
         self._since = time.perf_counter_ns()
 
     def run(self, step: Step) -> None:
-        """Run the whole step, from its first turn on."""
+        """Run the whole step, starting with its first turn."""
         try:
             self._baton.wait(self._which)
             self._since = time.perf_counter_ns()
@@ -76,11 +76,11 @@ class TimeSlice:
 
 
 Step = Callable[[TimeSlice], object]
-"""Run a step that calls the turn between its operators."""
+"""Runs a step that calls the turn between its operators."""
 
 
 class TimeSlices:
-    """Runs pairs of the two steps; a context manager, since it owns a thread."""
+    """Context manager that runs pairs of two steps in turns; it owns a thread."""
 
     def __init__(self, first: Step, second: Step, slice_ms: float) -> None:
         self._steps = (first, second)
@@ -95,13 +95,13 @@ class TimeSlices:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._baton.finish(0)  # an interrupt may have struck where the pair itself could not say so
+        self._baton.finish(0)  # an interrupt may have kept the pair from doing so
         self._worker.close()
 
     def pair(self, leader: int) -> tuple[float, float]:
-        """Run each step once, the `leader` (0 or 1) first; return milliseconds of both. Whatever a step raises is
-        raised."""
-        # turns in the proportion of the steps' times so far, so that both end at about once
+        """Run each step once, the `leader` (0 or 1) first; return the milliseconds of both. Raises what a step
+        raises."""
+        # turns in proportion to the steps' times so far, so that both end at about the same time
         first, second = self._total_ns
         share = second / (first + second) if first and second else 0.5
         slices = 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
@@ -110,7 +110,7 @@ class TimeSlices:
         self._worker.start(partial(turns[1].run, self._steps[1]))
         try:
             turns[0].run(self._steps[0])
-        finally:  # wherever an interrupt has struck, the other thread goes on to its end and is waited for
+        finally:  # also after an interrupt, the other thread runs to its end
             baton.finish(0)
             error = self._worker.end()
         if error is not None:
@@ -121,16 +121,16 @@ class TimeSlices:
 
 
 class Between(Protocol):
-    """A callable that runs between operators: a turn, say."""
+    """A callable that runs between operators, such as a turn."""
 
     def __call__(self, _gradients: object = None) -> None: ...
 
     def rest(self) -> AbstractContextManager[None]:
-        """Leave the block out of the step."""
+        """Exclude the block from the step's time."""
 
 
 class Watched(TorchFunctionMode):
-    """Eager mode that calls ``turn`` after every torch function and before every node of a backward pass."""
+    """Function mode that calls ``turn`` after every torch function and before every node of a backward."""
 
     def __init__(self, turn: Between) -> None:
         super().__init__()
@@ -157,11 +157,9 @@ class Watched(TorchFunctionMode):
 
 
 class _Worker:
-    """One thread that lives as long as the pairs do, with what OpenMP and the operators keep by thread.
-
-    An interrupt may strike the main thread anywhere, also inside of what Python's own locks, futures and executors do
-    when they are entered, which leaves them locked for good. Hence a daemon, and queues that are one call each.
-    """
+    """A thread that lives as long as the pairs, with the thread-local state of OpenMP and operators. An interrupt may
+    hit the main thread anywhere, also inside of Python's own locks, futures and executors, which then stay locked for
+    good. Hence a daemon thread, and queues whose operations are single calls."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -172,7 +170,7 @@ class _Worker:
         self._jobs.put(job)
 
     def end(self) -> BaseException | None:
-        """Wait for the job; return what it raised."""
+        """Wait for the job to end; return the exception that it raised, or None."""
         return self._ends.get()
 
     def close(self) -> None:
@@ -191,7 +189,7 @@ class _Worker:
 
 
 class _Baton:
-    """The right to run: one of two threads has it, until it hands over or is done."""
+    """The right to run: one of two threads has it, until it hands over or ends."""
 
     def __init__(self, leader: int) -> None:
         self._turns: tuple[SimpleQueue[None], SimpleQueue[None]] = (SimpleQueue(), SimpleQueue())
@@ -207,13 +205,13 @@ class _Baton:
             self._turns[which].get()
 
     def finish(self, which: int) -> None:
-        """Let the other one go on, for good; may be called again."""
+        """Let the other thread run to its end; may be called again."""
         self._done[which] = True
         self._turns[1 - which].put(None)
 
 
 def _inner_nodes(result: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the backward pass, but for its leaves, which outlive the step."""
+    """Yield the nodes of the backward except its leaves, which outlive the step."""
     seen = set()
     stack = [result.grad_fn]
     while stack:
@@ -227,11 +225,9 @@ def _inner_nodes(result: Tensor) -> Iterator[Any]:
 
 
 def _with_room(step: Step, turn: TimeSlice) -> object:
-    """Call `step` with room for Python's own frames.
-
-    They lie in pieces of 16 KiB that are mapped when a call does not fit any more and unmapped when it returns: a step
-    that happens to stand at the end of a piece maps and unmaps memory for every operator, tens of milliseconds in all.
-    """
+    """Call `step` with stack memory for Python's own frames. Python maps frame memory in chunks of 16 KiB when a call
+    does not fit any more, and unmaps them when the call returns: a step at the end of a chunk maps and unmaps memory
+    for every operator, tens of milliseconds in all."""
     return step(turn)
 
 

@@ -1,10 +1,10 @@
-"""Latency ratio of two steps, with an interval that noise cannot move much, on a machine that may be busy.
+"""Latency ratio of two steps, with an interval that is robust to noise, on a machine that may be busy.
 
-Both steps run alternately in one process, whole (`interleave`) or a few milliseconds each (`in_turns`), so that what
-slows the machine down slows both; which one goes first alternates too. The ratio is the *median of the pairs' ratios*
-with a distribution-free interval from order statistics (a sign-test interval): it assumes nothing but independent
-pairs, and a few pairs that were interrupted do not move it. Compared on 31 runs of a 75 ms step (25 pairs of whole
-steps each, two busy cores): standard deviation of the estimate over the 23 calmer runs, and over all:
+Both steps run alternately in one process, whole (`interleave`) or a few milliseconds each (`in_turns`), so that a
+slowdown of the machine affects both; the first one alternates, too. The ratio is the *median of the pairs' ratios*
+with a distribution-free interval from order statistics (a sign-test interval): it only assumes independent pairs, and
+a few interrupted pairs hardly change it. Compared on 31 runs of a 75 ms step (25 pairs of whole steps each, two busy
+cores): standard deviation of the estimate over the 23 calmer runs, and over all:
 
     median of the pairs' ratios   0.014   0.037
     ratio of medians              0.017   0.194
@@ -12,10 +12,9 @@ steps each, two busy cores): standard deviation of the estimate over the 23 calm
     ratio of lower quartiles      0.022   0.092
     Hodges-Lehmann of the pairs   0.016   0.075
 
-Pairs during which a thread of ours waited for a core are no pairs of equals (`magis.runtime.timing`): only the others
-count. And one look is not believed: what makes a process's ratio differ from another's (where buffers lie, on which
-cores threads stay) holds for all its pairs alike. `agreed` makes one ratio of two looks at steps made anew, or says why
-there is none.
+Pairs during which a thread of this process waited for a core are *disturbed*, and do not count. A single *look* (a
+series of pairs) is not enough either: the addresses of buffers and the cores of threads shift all its ratios alike.
+`agreed` combines two looks at newly made steps into one ratio, or says why the ratio is in doubt.
 
 See docs/notes/timing.md for how many pairs a verdict needs, and why OpenMP should wait passively.
 """
@@ -39,68 +38,69 @@ from magis.runtime.measure import no_collection
 from magis.runtime.time_slices import Step as TurningStep
 from magis.runtime.time_slices import TimeSlices
 
-# How long threads of this process waited for a core: what tells a busy machine from a quiet one.
-# Linux counts for every thread the nanoseconds in which it could have run and did not. On a quiet machine the
-# thread that waits most does so for 0.1% of a step's time, beside one other busy process for 40%, at load 8 for 60%
-# and more. From there on wall times tell little of a step: an operator of two threads ends when the later one got
-# its core, so a step takes as long as it has parallel operators to wait for; and the threads of two steps in turn
-# are placed each by itself, those of one on two cores, say, and those of the other on one, for seconds on end:
-# ratios of 0.1 and 10 were seen.
+# Time for which threads of this process waited for a core: it distinguishes a busy machine from a quiet one.
+# Linux counts for every thread the nanoseconds in which it was ready and did not run. On a quiet machine the longest
+# wait of a thread is 0.1% of a step's time, with one other busy process 40%, at load 8 60% and more. At such loads
+# wall times are meaningless: an operator of two threads ends when the later thread got its core; and the scheduler
+# may place the threads of one step on two cores and those of the other on one, for seconds: ratios of 0.1 and 10 were
+# seen.
 
 _THREADS = Path("/proc/self/task")
 
 
 def waits(threads: Path = _THREADS) -> dict[str, int]:
-    """Return the nanoseconds that each thread has been ready without a core so far. Empty where the system does not
-    count them."""
+    """Return the nanoseconds that each thread has been ready without a core so far; empty if the system does not count
+    them."""
     found = {}
     if not threads.is_dir():
         return {}
     for thread in threads.iterdir():
         try:
             found[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended, or nothing is counted
+        except (OSError, ValueError, IndexError):  # the thread ended, or the system does not count
             continue
     return found
 
 
 def longest_wait(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return the nanoseconds of the thread that waited most; 0 where nothing is known."""
+    """Return the nanoseconds of the thread that waited longest; 0 if none is known."""
     return max((waited - before.get(name, 0) for name, waited in after.items()), default=0)
 
 
 Clock: TypeAlias = Callable[[Callable[[], object]], float]
-"""Call something once; return its milliseconds."""
+"""Calls a function once; returns its milliseconds."""
 
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
 STEADY, SETTLING_GROUPS, SETTLING_SECONDS = 0.02, 15, 10.0
-"""Largest difference of medians under a steady clock, and the limits of waiting for it."""
+"""Largest relative difference of medians under a steady clock, and the limits of waiting for a steady clock."""
 MEASURING, DECIDING = (6, 8.0), (12, 20.0)
-"""Limits, as a multiple of the rounds and as seconds. The first pair is to know a ratio, the second to decide by it."""
+"""Limits, as a multiple of the rounds and in seconds: for a ratio that is only shown, and for one with `bounds`."""
 BRISK_SECONDS = 1.5
-"""Time for which short steps may be timed, however many pairs that makes."""
+"""Seconds for which short steps may be timed, however many pairs that makes."""
 BUSY = 0.1
-"""Share of a pair's time for which a thread of ours may wait for a core (quiet: 0.001; one busy neighbour: 0.4)."""
+"""Share of a pair's time for which a thread of the process may wait for a core (quiet: 0.001; one busy neighbour:
+0.4)."""
 HOPELESS, HOPE = 0.1, 1 / 3
-"""A machine is given up that leaves fewer pairs undisturbed than the first share, in the second of the seconds."""
+"""Timing ends early if fewer than the first share of the pairs are undisturbed after the second share of the
+seconds."""
 WIDEST = 0.1
-"""Width, as a share of the ratio, of the widest interval that two looks may agree on; wider ones tell nothing."""
+"""Largest width, as a share of the ratio, of an interval on which two looks may agree."""
 FEWEST = 8
-"""Number of pairs that give an interval at 0.99."""
+"""Least number of pairs that give an interval at confidence 0.99."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of each step by round; equal positions ran next to each other."""
+    """Milliseconds of each step by round; equal positions belong to one pair."""
 
     first_ms: tuple[float, ...]
     second_ms: tuple[float, ...]
     waited: tuple[float, ...] = field(default=(), compare=False)
-    """Share of each pair's time for which one of our threads waited for a core; empty: not known."""
+    """Share of each pair's time for which a thread of the process waited for a core; empty if not known."""
 
     def undisturbed(self) -> Timing:
-        """Return the pairs during which no thread of ours waited long for a core."""
+        """Return the pairs during which no thread of the process waited long for a core."""
         if not self.waited:
             return self
         kept = [index for index, share in enumerate(self.waited) if share <= BUSY]
@@ -115,9 +115,9 @@ class Timing:
 class StoppingRule:
     """Rule by which timing ends: `rounds` undisturbed pairs, then a third of that at a time until the ratio is certain.
 
-    With `bounds` the ratio is certain enough when none of them lies in its interval, without when the interval is at
-    most the share `width` of the ratio. There are at most `most` pairs, and no more after `seconds`; with bounds, where
-    something is decided, the limits are higher. A machine that stays busy is given up before.
+    With `bounds` the ratio is certain if no bound lies in its interval, without bounds if the interval is at most the
+    share `width` of the ratio. There are at most `most` pairs, and none after `seconds`; with bounds, which decide a
+    verdict, default limits are higher. Timing ends early on a machine that stays busy.
     """
 
     rounds: int
@@ -131,7 +131,7 @@ class StoppingRule:
             raise ValueError(f"rounds must be at least 1, not {self.rounds}")
 
     def ends(self, timing: Timing, seconds: float) -> bool:
-        """Return True if these pairs, which took so many seconds, are enough."""
+        """Return True if the pairs of `timing`, which took `seconds` in all, are enough."""
         most, longest = DECIDING if self.bounds else MEASURING
         longest = longest if self.seconds is None else self.seconds
         undisturbed = timing.undisturbed()
@@ -162,7 +162,7 @@ def interleave(
     device: torch.device | str = "cpu",
 ) -> Timing:
     """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each. The garbage
-    collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady."""
+    collector is off meanwhile; on CUDA, calls are timed by events, once the GPU's clock rate is steady."""
     clock = clock_of(torch.device(device))
     for _ in range(warmup):
         first()
@@ -175,11 +175,9 @@ def interleave(
 
 
 def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *, slice_ms: float = SLICE_MS) -> Timing:
-    """Time pairs like `interleave`, but the steps go on in turn, about `slice_ms` milliseconds each: CPU only.
-
-    What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
-    themselves are those of steps that share caches with each other. One pair is run before the timed ones.
-    """
+    """Time pairs like `interleave`, but in turns of about `slice_ms` milliseconds, on the CPU only. A slowdown of the
+    machine that is longer than a turn affects both steps alike: the *ratio* varies several times less. The times are
+    those of steps that share caches with each other. One untimed pair runs first."""
     with no_collection(), TimeSlices(first, second, slice_ms) as pairs:
         pairs.pair(0)
         return _time_pairs(pairs.pair, patience, waits)
@@ -188,7 +186,7 @@ def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *,
 def _time_pairs(
     pair: Callable[[int], tuple[float, float]], patience: StoppingRule, waits: Callable[[], dict[str, int]]
 ) -> Timing:
-    """Time pairs until patience ends, the leader alternating."""
+    """Time pairs until the stopping rule ends, with alternating leaders."""
     pairs: list[tuple[float, float]] = []
     waited: list[float] = []
     begun = time.perf_counter_ns()
@@ -218,7 +216,7 @@ def alone(step: Callable[[], object], rounds: int, device: torch.device | str = 
 def _time_pair(
     first: Callable[[], object], second: Callable[[], object], clock: Clock, leader: int
 ) -> tuple[float, float]:
-    """Return the milliseconds of one run of each, the `leader` (0 or 1) first."""
+    """Return the milliseconds of one run of each step, the `leader` (0 or 1) first."""
     if leader == 0:
         return clock(first), clock(second)
     after = clock(second)
@@ -233,11 +231,9 @@ def host_clock(step: Callable[[], object]) -> float:
 
 
 def event_clock(make_event: Callable[[], Any], synchronize: Callable[[], object]) -> Clock:
-    """Return a clock of the milliseconds between two events on the device's current stream, around a call.
-
-    Nothing else is on the device when the first event is recorded. What the host takes to hand out work counts only
-    where the device has to wait for it. Other streams count as far as the current one waits for them.
-    """
+    """Return a clock that measures the milliseconds between two events on the device's current stream, around a call.
+    The device is idle when the first event is recorded. Time of the host to enqueue work counts only if the device
+    waits for it. Other streams count as far as the current stream waits for them."""
 
     def clock(step: Callable[[], object]) -> float:
         start, end = make_event(), make_event()
@@ -252,18 +248,16 @@ def event_clock(make_event: Callable[[], Any], synchronize: Callable[[], object]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock that steps on the device are timed by."""
+    """Return the clock by which steps on the device are timed."""
     if device.type != "cuda":
         return host_clock
     return event_clock(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.synchronize, device))
 
 
 def settle(once: Callable[[], float], seconds: float = SETTLING_SECONDS) -> int:
-    """Call `once` (which returns milliseconds) until the medians of two successive threes differ by 2% at most.
-
-    A GPU that was idle raises its clock over its first steps. There are at most 15 threes, and no more after `seconds`
-    (of the calls' own time); returns how many there were.
-    """
+    """Call `once` (which returns milliseconds) until the medians of two successive groups of three differ by at most
+    2%. An idle GPU raises its clock rate over its first steps. There are at most 15 groups, and none after `seconds`
+    (of the calls' own time); returns their number."""
     before, spent = -1.0, 0.0
     for count in range(1, SETTLING_GROUPS + 1):
         times = [once() for _ in range(3)]
@@ -276,11 +270,11 @@ def settle(once: Callable[[], float], seconds: float = SETTLING_SECONDS) -> int:
 
 
 def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInterval:
-    """Return the median of the pairs' ratios second / first, and an interval that holds it with `confidence`.
+    """Return the median of the pairs' ratios second / first, and an interval that contains it with `confidence`.
 
-    The interval runs from the k-th smallest to the k-th largest ratio, k as large as the sign test allows. Where
-    even the extremes do not reach the confidence (fewer than 8 pairs at 0.99), nothing is known: 0 to infinity.
-    The same samples give the same answer. Raises ValueError without a pair or for a confidence outside (0, 1).
+    The interval runs from the k-th smallest to the k-th largest ratio, k as large as the sign test allows; from 0 to
+    infinity if there are too few pairs (fewer than 8 at 0.99). The result is deterministic. Raises ValueError without a
+    pair or for a confidence outside (0, 1).
     """
     if not timing.first_ms or len(timing.first_ms) != len(timing.second_ms):
         raise ValueError(f"pairs wanted, not {len(timing.first_ms)} and {len(timing.second_ms)} samples")
@@ -294,12 +288,12 @@ def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInter
 
 
 def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ()) -> RatioInterval:
-    """Return the ratio that two looks agree on: between their medians, with an interval that holds both of theirs.
+    """Return the ratio on which two looks agree: the mean of their medians, with an interval that contains both
+    intervals.
 
-    What makes a process's ratio differ from another's makes all pairs of a look alike: more pairs would not tell.
-
-    ``second`` is None where there was no use for one. A ratio is in ``doubt`` if the machine left too few pairs
-    undisturbed, or if the looks do not repeat each other closely enough, unless both lie above every bound.
+    Effects that differ between processes are equal in all pairs of a look: more pairs would not reveal them. ``second``
+    is None if a second look was not needed. A ratio is in ``doubt`` if the machine left too few pairs undisturbed, or
+    if the two intervals differ too much, unless both lie above every bound.
     """
     looks = [look for look in (first, second) if look is not None]
     for look in looks:
@@ -319,15 +313,13 @@ def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ())
 
 
 def is_too_busy(timing: Timing) -> bool:
-    """Return True if enough pairs were timed, but too few were undisturbed to know a ratio."""
+    """Return True if enough pairs were timed, but too few of them undisturbed to know a ratio."""
     return len(timing.first_ms) >= FEWEST > len(timing.undisturbed().first_ms)
 
 
 def _rank(count: int, confidence: float) -> int:
     """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
-
-    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`.
-    """
+    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`."""
     allowed = (1 - Fraction(str(confidence))) * 2**count
     tail, rank = 0, 0
     while rank < (count + 1) // 2:
