@@ -199,8 +199,10 @@ class Recorder(TorchDispatchMode):
             known = self._value_of.get(key)
             if known is None:
                 storage = self._storage_of.get(tensor.untyped_storage()._cdata)
-                if storage is None or (self._storages[storage].kind == "buffer" and not self._versions[storage]):
-                    self._held(tensor)  # a storage may have several such tensors
+                if storage is not None and self._versions[storage]:
+                    what = f"a view of shape {tuple(tensor.shape)}, made outside of the forward, of a written tensor"
+                    raise CaptureError(f"{what} is read", hint="slice the written tensor within the forward")
+                self._held(tensor)  # a storage may have several such tensors
                 known = self.value_of(tensor)
             found[id(tensor)] = known
         return found

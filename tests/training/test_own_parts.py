@@ -78,6 +78,22 @@ def test_windows_of_one_plain_tensor_are_read_as_in_eager_mode(
     loops.agree()
 
 
+class WritesAWindow(OfOneTensor):
+    """Writes one window of a plain tensor and reads another one behind that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.windows
+        first.add_(1)
+        return self.layer(x) * last.sum()
+
+
+def test_a_window_of_what_the_step_wrote_is_refused_in_one_line() -> None:
+    module = WritesAWindow(lambda whole: (whole.flatten()[:32], whole.flatten()[9:41]))
+    with pytest.raises(CaptureError, match="of a written tensor is read; slice") as caught:
+        optimize(module, batch(), loss_of, None, memory_ratio=1.0, budget=BUDGET)
+    assert "\n" not in str(caught.value)
+
+
 class AveragedAndCounted(Averaged):
     """Its first call leaves something behind, so that the gate calls it once before it captures it."""
 
