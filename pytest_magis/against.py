@@ -81,10 +81,10 @@ def _say(config: pytest.Config, text: str) -> None:
 
 
 class Guard:
-    """Plugin of the child process that runs the other version: writes its results into the folder of its `VersionRun`."""
+    """Plugin of the child process on the other version: writes results into the folder of its `VersionRun`."""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the outcome of each case, and the files of modules that were imported from the working tree by mistake."""
+        """Write the outcome of each case, and the files of modules imported from the working tree by mistake."""
         run = current_version_run()
         if run is None:
             return

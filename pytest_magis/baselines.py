@@ -101,8 +101,7 @@ def configuration_key(case: Case) -> str:
 
 
 def case_key(label: str, case: Case) -> str:
-    """Return the key of a case in its configuration: its label, and each of budget, seed and slack that is not the
-    default.
+    """Return the key of a case in its configuration: its label, and budget, seed and slack unless default.
 
     Another budget finds another plan, so it is another case. A cap in seconds is not part of the key: a result that the
     cap did not stop is the same without it.
@@ -130,8 +129,7 @@ def stored_case(baseline: ModelBaseline | None, label: str, case: Case) -> CaseB
 
 
 def planning_inputs(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
-    """Return the stored workspaces (operator signature -> bytes) and graph digest to plan a case with; else (None,
-    None).
+    """Return the stored workspaces (operator signature -> bytes) and graph digest to plan a case with, or Nones.
 
     Each case has its own table: tables of other cases lack the operators of this case's plan.
     """
@@ -143,8 +141,7 @@ def planning_inputs(baseline: ModelBaseline | None, label: str, case: Case) -> t
 
 
 def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, result: CaseResult) -> ModelBaseline:
-    """Return the baseline with a case's entry replaced by one made from a result; `name` is the model's, for a new
-    file.
+    """Return the baseline with a case's entry replaced by a result; `name` is the model's, for a new baseline.
 
     Figures of other device identities are kept while the tensor bytes stay the same.
     """
@@ -186,8 +183,7 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
 
 
 def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
-    """Return the stored tables of tensors alive at the peaks of the original and the optimized step; None where
-    missing."""
+    """Return the stored tables of tensors alive at the peaks of original and optimized step; None if missing."""
     stored = stored_case(baseline, label, case)
     if baseline is None or stored is None:
         return None, None
@@ -196,8 +192,7 @@ def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple
 
 
 def lacks_held(result: CaseResult, stored: CaseBaseline | None) -> bool:
-    """Return True if the result has a table of tensors alive at its peak and the baseline, from an older version, has
-    none."""
+    """Return True if the result has a table of tensors alive at its peak, and the older baseline has none."""
     return stored is not None and stored.original_held is None and result.original.at_peak is not None
 
 

@@ -69,7 +69,7 @@ def growths(now: Peak, before: Table) -> list[Growth]:
 
 
 def _group_rows(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> dict[tuple[str, str], list[ModuleBytes]]:
-    """Group rows by kind and module; a module that the other side has only within a summed row ("layers.3.*") joins it."""
+    """Group rows by kind and module, or by the other side's summed row ("layers.3.*") that contains the module."""
     rests: dict[str, list[str]] = {}
     for other in others:
         if other.module == REST or other.module.endswith(f".{REST}"):

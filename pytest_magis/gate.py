@@ -95,8 +95,7 @@ class Gate:
     """Number of workers of pytest-xdist that have finished collecting."""
 
     def baseline(self, model: str, case: Case) -> ModelBaseline | None:
-        """Return the baseline of a case's model as it was at the start of the run; None without a file. Raises
-        BaselineError."""
+        """Return the baseline of a case's model at the start of the run; None without a file. Raises BaselineError."""
         path = self.path(model, case)
         if path not in self.baselines:
             self.baselines[path] = read_baseline(path, model, case.device)
@@ -125,7 +124,7 @@ class Gate:
                 self.written[front.model] = front
 
     def _write_rows(self, path: Path) -> str:
-        """Replace the csv with the rows of this run, and return a line for the summary. Raises UsageError on failure."""
+        """Replace the csv with this run's rows, and return a line for the summary. Raises UsageError on failure."""
         outcomes = self.ordered()
         for outcome in outcomes:
             if outcome.name not in self.rows:

@@ -24,7 +24,7 @@ from pytest_magis.live.gated_tests import claimed_names, is_live, is_marked, nam
 
 
 def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]) -> str:
-    """Return why a run cannot tell which tests were deleted; "" if it can. ``unfinished``: node ids that did not pass."""
+    """Return why a run cannot tell which tests were deleted; "" if it can. ``unfinished``: ids of unpassed nodes."""
     config, settings = session.config, gate.settings
     if config.pluginmanager.has_plugin("dsession"):
         return "tests were collected by several processes (-n)"
@@ -97,7 +97,7 @@ def _files_of_tests(config: pytest.Config) -> Iterator[tuple[str, Path]]:
 
 
 def gone_baselines(session: pytest.Session, gate: Gate, unfinished: Collection[str], *, prune: bool) -> list[str]:
-    """Return lines for the summary, and with ``prune`` remove the files. Raises BaselineError if the run is incomplete."""
+    """Return lines for the summary; with ``prune`` remove the files. Raises BaselineError for a partial run."""
     unknown = why_unknown(session, gate, unfinished)
     if unknown and prune:
         raise BaselineError(f"--magis-prune removes nothing: {unknown}", hint="give it to a run of all tests")

@@ -56,8 +56,7 @@ def refused_in_one_line() -> Iterator[None]:
 
 
 def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
-    """Run an item's case, or write its Pareto front, and add the outcome to its report. Fails the test if the case is
-    red."""
+    """Run an item's case, or write its Pareto front, and report the outcome. Fails the test if the case is red."""
     __tracebackhide__ = True
     if planned.label == FRONT:
         with refused_in_one_line():
@@ -70,7 +69,7 @@ def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
 
 
 def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> Iterator[Outcome]:
-    """Run a case and yield its outcome. An exception other than MagisError is re-raised after the outcome is yielded."""
+    """Run a case and yield its outcome. An exception other than MagisError is re-raised after that."""
     make, tolerances = planned.make, planned.tolerances
 
     def failed(error: str) -> Outcome:

@@ -104,8 +104,7 @@ def _comparable(result: CaseResult, measured: Measured) -> bool:
 
 
 def _step(step: str, seen: int | None, before: int | None, tolerance: float) -> Iterator[Part]:
-    """Compare the simulated latency of one step with its baseline, both in nanoseconds; yield nothing if either is
-    None."""
+    """Compare the simulated latency of one step with its baseline, in nanoseconds; skip if either is None."""
     if seen is None or before is None:
         return
     slack = int(before * Fraction(str(tolerance)))  # the decimal that was written: 0.03 allows 3% to the nanosecond

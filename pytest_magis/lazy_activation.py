@@ -29,8 +29,7 @@ NO_CASES = (
 REFUSED = "magis_refused"
 """Key in the output of a pytest-xdist worker: the message of a refused option."""
 OUTCOMES = ("magis", "magis-front")
-"""`PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, repeated here since importing that module loads the gate.
-"""
+"""`PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, repeated since its import loads the gate."""
 
 
 class LazyActivation:

@@ -29,8 +29,7 @@ AGAINST: pytest.StashKey[Path] = pytest.StashKey()
 WORKER_AGAINST = "magis_against"
 """Key in the input of a pytest-xdist worker: folder of the results to compare with."""
 OF_PROJECT = ("baselines", "profile")
-"""Path options that are relative to rootdir if the ini file sets them; all others are relative to the working
-directory."""
+"""Path options that are relative to rootdir if set in the ini file; all others to the working directory."""
 DECISIONS = (BY_NAME["update"], BY_NAME["prune"])
 """Options allowed only on the command line, since they are decisions about one run."""
 

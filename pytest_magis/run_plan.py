@@ -66,7 +66,7 @@ class PlannedCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Finished case with its result or error, serialized into test reports (between processes, and into JUnit files)."""
+    """Finished case with its result or error, serialized into test reports and so into JUnit files."""
 
     model: str
     label: str
@@ -235,7 +235,7 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
-    """Select cases by node ids ("magis::bert[eager]", or "magis::bert" for a whole model); all cases without node ids."""
+    """Select cases by node ids ("magis::bert[eager]", or "magis::bert" for a model); without node ids, all."""
     wanted: set[str] = set()
     for node_id in node_ids:
         asked = node_id.removeprefix(PREFIX)

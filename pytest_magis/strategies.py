@@ -39,8 +39,7 @@ class Named:
 class Ranked:
     """Distributed strategy: one case on the given number of ranks (`ddp-x4`).
 
-    If its ranks run a plan: one case per memory limit (`magis+fsdp-x2-mem0.8`), a share of a rank's peak without a
-    plan.
+    If its ranks run a plan: one case per limit (`magis+fsdp-x2-mem0.8`), a share of a rank's peak without a plan.
     """
 
     name: str

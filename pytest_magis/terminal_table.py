@@ -60,8 +60,7 @@ SHORTEST = 24
 def summary(
     outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int | None = 80
 ) -> Iterator[str]:
-    """Yield the summary: tables, findings and notes of passed cases, a command that accepts the red ones, then
-    ``lines``.
+    """Yield the summary: tables, findings and notes of passed cases, a command to accept red ones, ``lines``.
 
     The table fits ``width`` columns; None: any width.
     """
@@ -104,8 +103,7 @@ def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
     """Yield the header and one line per outcome, columns aligned.
 
-    Names of models and strategies are shortened if that saves a line on a terminal of ``width`` columns; None: any
-    width.
+    Names are shortened if that saves a line on a terminal of ``width`` columns; None: any width.
     """
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     if width is not None:

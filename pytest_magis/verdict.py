@@ -209,8 +209,7 @@ def _compared(
 
 
 def _mover(result: CaseResult, stored: CaseBaseline) -> str:
-    """Return the cause of changes in a plan whose step is the baseline's: the planner if its code changed, else the
-    machine.
+    """Return the cause of changes in a plan of the baseline's step: the planner if its code changed, else the machine.
 
     Empty if the step may have changed, or nothing was planned. A baseline without a digest of the planner is of an
     older planner. A new planner may write the same step as another graph; the digest of its operators shows that.

@@ -89,7 +89,7 @@ def _asked(item: pytest.Item) -> AskedOptions:
 
 
 def _maker(item: pytest.Function, name: str, asked: AskedOptions) -> Callable[[int], Workload]:
-    """Return the builder (seed -> workload) of a test's network, shared by all its cases so that they share a capture."""
+    """Return the builder (seed -> workload) of a test's network; all its cases share it, and so share a capture."""
     maker = item.config.stash.get(_MAKER, None)
     if maker is None or maker.name != name:
         maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)

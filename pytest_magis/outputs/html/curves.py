@@ -34,7 +34,7 @@ class Curves:
 
     @cached_property
     def calls(self) -> dict[str, list[Span]]:
-        """Return the calls on the compute stream by step; copies and collectives overlap with them and are not drawn."""
+        """Return the calls on the compute stream by step; overlapping copies and collectives are not drawn."""
         return {step: [span for span in spans if span.stream == "compute"] for step, spans in self.lines.items()}
 
     @cached_property
