@@ -49,10 +49,10 @@ from magis.extensions.ranks.strategies.uneven_heads import draw_alike, head_shar
 from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 
 PART, WHOLE = Shard(1), Replicate()
-"""Placements of the length of a hidden state [batch, length, width]."""
+"""Placements of a hidden state [batch, length, width]: sharded along its length, or replicated."""
 
 _PACKED = {"colwise": 1, "packed_colwise": 2, "qkv_colwise": 3}
-"""Style of a layer in front -> number of projections in it."""
+"""Styles of column-parallel layers -> number of projections in one layer."""
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _VOCABULARY = ("embedding_rowwise", "replicated_output")
 _NOTHING = ("replicate", "replicated", "rep")
@@ -68,9 +68,9 @@ _SEQUENCE = (
 
 
 def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
-    """Cut the network of ``work`` for the ranks of a group, its vocabulary and the ``sequence`` between layers, too.
+    """Shard the network of ``work`` over the ranks of a group, with vocabulary and ``sequence`` if asked for.
 
-    The loss then takes logits in parts. Raises UsageError if the network has no plan, or one that cannot be followed.
+    The loss then takes sharded logits. Raises UsageError if the network has no plan, or an unsupported one.
     """
     net, kind = work.module, type(work.module).__name__
     plan = plan_of(net, "tp_plan")
@@ -117,7 +117,7 @@ def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True,
 
 
 def _check_sequence(work: Workload, group: DeviceMesh, *, known: bool) -> None:
-    """Raise UsageError for a network that does not say where its sequence is cut, and for an odd length."""
+    """Raise UsageError for a network without a plan for its sequence, and for a length that does not divide evenly."""
     if not known:
         kind = type(work.module).__name__
         raise UsageError(
@@ -138,13 +138,13 @@ def _is_there(layer: nn.Module) -> bool:
 
 
 def _is_of_vocabulary(net: nn.Module, path: str) -> bool:
-    """Return True if a layer makes a number for each word of an embedding."""
+    """Return True if a layer's output size equals the vocabulary of an embedding."""
     words = {part.num_embeddings for part in net.modules() if isinstance(part, nn.Embedding)}
     return getattr(net.get_submodule(path), "out_features", None) in words
 
 
 def _share_words(work: Workload, group: DeviceMesh, path: str, style: str) -> bool:
-    """Cut what has the dimension of the vocabulary; return True if logits are in parts then."""
+    """Shard a layer or parameter along the vocabulary, and return True if the logits are then sharded."""
     net, ranks = work.module, group.size()
     owner, _, leaf = path.rpartition(".")
     parent = net.get_submodule(owner)
@@ -178,7 +178,7 @@ def _share_words(work: Workload, group: DeviceMesh, path: str, style: str) -> bo
 
 
 def _share_layers(work: Workload, group: DeviceMesh, parent: str, styles: dict[str, str], *, sequence: bool) -> None:
-    """Cut the layers of one module, by heads if it says how wide these are; raises UsageError if they are too few."""
+    """Shard the layers of one module, by heads if the module has a head width. Raises UsageError for too few heads."""
     net, ranks, what = work.module, group.size(), f"{work.name}: {parent}"
     module: Any = net.get_submodule(parent)
     last = RowwiseParallel(output_layouts=PART if sequence else WHOLE)
@@ -219,10 +219,10 @@ def _share_layers(work: Workload, group: DeviceMesh, parent: str, styles: dict[s
 
 
 def _cut_heads(work: Workload, group: DeviceMesh, parent: str, styles: dict[str, str]) -> list[int] | None:
-    """Share out the heads of an attention with these first projections, and cut its masks.
+    """Assign the heads of an attention to ranks, and register the cut of its masks.
 
-    Returns the width of each rank's heads if that differs, an empty list if not; None for a module without heads.
-    Raises UsageError if the heads are too few.
+    Returns the width of each rank's heads if the widths differ, [] if not; None for a module without heads. Raises
+    UsageError if there are fewer heads than ranks.
     """
     net, ranks, what = work.module, group.size(), f"{work.name}: {parent}"
     module: Any = net.get_submodule(parent)
@@ -246,7 +246,7 @@ def _cut_heads(work: Workload, group: DeviceMesh, parent: str, styles: dict[str,
 
 
 def _cut_masks(attention: nn.Module, heads: int, group: DeviceMesh) -> None:
-    """Have an attention cut a mask that differs from head to head (ALiBi's) like its heads."""
+    """Register a pre-hook that cuts a per-head attention mask (ALiBi's) to this rank's heads."""
     rank, shares = group.get_local_rank(), head_shares(heads, group.size())
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
 
@@ -261,7 +261,7 @@ def _cut_masks(attention: nn.Module, heads: int, group: DeviceMesh) -> None:
 
 
 def _group_rows(layer: nn.Module, ranks: int, packed: int) -> None:
-    """Order the rows of a packed projection by rank first: query, key and value of the first rank's heads, ..."""
+    """Reorder the rows of a packed projection by rank: query, key and value of the first rank's heads, ..."""
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
             rows = parameter.unflatten(0, (packed, ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -274,7 +274,7 @@ def _parallelize(module: nn.Module, group: DeviceMesh, style: ParallelStyle) -> 
 
 
 def _ties(named: dict[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():
         names.setdefault(id(parameter), []).append(name)
@@ -282,7 +282,7 @@ def _ties(named: dict[str, nn.Parameter]) -> list[list[str]]:
 
 
 def _tie_again(net: nn.Module, ties: list[list[str]]) -> None:
-    """Make parameters one again that were one before they were cut; a whole one is cut like the other."""
+    """Tie parameters again after sharding; a still unsharded one becomes the sharded one."""
     for names in ties:
         places = [(net.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         own: list[Any] = [module._parameters[leaf] for module, leaf in places]
@@ -296,14 +296,14 @@ def _tie_again(net: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _redistribute_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """Cut a gradient like its weight: an embedding's comes whole, that of a norm of parts as a partial sum."""
+    """Redistribute a gradient to the placements of its weight."""
     if isinstance(grad, DTensor) and grad.placements != placements:
         return grad.redistribute(placements=placements)
     return grad
 
 
 def _share_sequence(work: Workload, group: DeviceMesh, path: str, style: str) -> None:
-    """Have a module work on parts of the sequence, or make parts of whole sequences and the other way round."""
+    """Register hooks on a module that shard, gather or keep sharded its sequence, as the style says."""
     module = work.module.get_submodule(path)
     if style not in _SEQUENCE:
         raise UsageError(f"{work.name}: the sp_plan cuts {path} by {style!r}", hint=f"it knows {', '.join(_SEQUENCE)}")

@@ -34,7 +34,7 @@ def head_shares(heads: int, ranks: int) -> list[int]:
 
 
 def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, *, packed: int = 1) -> None:
-    """Reduce a linear layer to the rows of this rank's heads.
+    """Reduce a linear layer to the rows (output features) of this rank's heads.
 
     ``columns``: width of each rank's heads; ``packed``: number of projections in the layer, each of which is cut.
     """
@@ -45,7 +45,7 @@ def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, 
 
 
 def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: str) -> None:
-    """Reduce a linear layer to the columns of this rank's heads; its bias stays whole."""
+    """Reduce a linear layer to the columns (input features) of this rank's heads; its bias stays whole."""
     whole: Any = layer.weight
     part = whole.detach().split(list(columns), 1)[rank].contiguous().clone()
     layer.register_parameter("weight", nn.Parameter(part, whole.requires_grad))
@@ -53,7 +53,7 @@ def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: st
 
 
 def draw_alike(attention: nn.Module) -> None:
-    """Have all ranks draw the same numbers after an attention, whatever numbers it draws itself."""
+    """Make an attention draw from its own generator, so that all ranks draw the same numbers after it."""
     vars(attention)["forward"] = partial(_draw_apart, attention)  # a copy of the module gets one of its own
 
 
@@ -75,7 +75,7 @@ def _columns_forward(layer: Any, group: str, x: Tensor) -> Tensor:
 
 
 class _Entering(torch.autograd.Function):
-    """Identity; in the backward, the sum of all ranks' gradients."""
+    """Identity in the forward; all-reduce of gradients (sum) in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -88,7 +88,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """Sum of all ranks' tensors; in the backward, the identity."""
+    """All-reduce (sum) in the forward; identity in the backward."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: str) -> Tensor:
