@@ -1,5 +1,4 @@
-"""`torch.compile(model, backend="magis")` and checkpoint policies: plans for the forward and backward of a user's own
-loop."""
+"""`torch.compile(model, backend="magis")` and checkpoint policies: plans for a user's own training loop."""
 
 from __future__ import annotations
 

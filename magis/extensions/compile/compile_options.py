@@ -34,8 +34,7 @@ class CompileReport(PlanFigures):
     seconds: float
     """Duration of capture and search in seconds."""
     fallback: str = ""
-    """Reason why torch's default partitioner split the graph instead of a plan (all numbers are then 0); "" if planned.
-    """
+    """Reason why torch's default partitioner split the graph (all numbers are then 0); "" if it is planned."""
     outside: str = ""
     """Graph break at which dynamo ended the graph, as a line; later code runs eagerly or in another graph, and its
     bytes are not counted. "" without a graph break."""

@@ -115,8 +115,7 @@ class Partitioner(CustomPartitionerFn):
     options: Options
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
-        """Split a joint graph into forward and backward; if it cannot be planned, warn and use inductor's own
-        partitioner."""
+        """Split a joint graph into forward and backward; warn and split as inductor does if planning fails."""
         count: int = further["num_fwd_outputs"]
 
         def split(captured: Joint, planned: Graph) -> Halves:
@@ -150,7 +149,7 @@ def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
 
 
 def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes to save besides ``kept`` so that ``wanted`` can be computed: placeholders and random operators."""
+    """Yield the nodes to save besides ``kept`` to compute ``wanted``: placeholders and random operators."""
     known = set(kept)
     stack = list(wanted)
     while stack:

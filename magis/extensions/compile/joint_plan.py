@@ -125,8 +125,8 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
 
 
 def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Compiled:
-    """Compile a joint graph into arrays; the turn, values saved by the user and, without ``redraw``, random operators
-    cannot be recomputed."""
+    """Compile a joint graph into arrays, excluding from recomputation the turn, values saved by the user and, without
+    ``redraw``, random operators."""
     compiled = compile_problem(graph, costs)
     once = [
         any(op.target == TURN or (op.random and not redraw) or not joint.once.isdisjoint(op.made()) for op in group)

@@ -124,7 +124,7 @@ def tag_joint_graph(
 
 
 def _with_tangents(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
-    """Return the graph, or a copy in which tangent placeholders replace the `ones_like` nodes that begin its backward."""
+    """Return the graph, or a copy with tangent placeholders in place of the `ones_like` that begin its backward."""
     if placeholders(joint.graph)[1]:
         return joint
     graph: fx.Graph = copy.deepcopy(joint.graph)
@@ -181,8 +181,7 @@ class _Tags:
         self._written = {n.args[0] for n in self.joint.graph.nodes if n.op == "call_function" and _copies(n)}
 
     def save(self, kept: Iterable[fx.Node]) -> None:
-        """Choose the saved nodes, starting with ``kept``, until the backward can be computed from them and the
-        arguments."""
+        """Choose the saved nodes, starting with ``kept``, until they and the arguments suffice for the backward."""
         wanted = {base for node in kept for base in self._bases(node)}
         self.saved = {_maker(node) for node in wanted if node.op == "call_function"}
         while True:  # each round saves more values, or fewer operators, and neither is undone
@@ -274,7 +273,7 @@ class _Tags:
         return [user for user in maker.users if user.target is operator.getitem and user.args[1] not in spared]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Return True if an operator must not be recomputed: it is random, or reads an argument that is changed later."""
+        """Return True if an operator cannot be recomputed: it is random, or reads an argument that is changed later."""
         if draws(node) and (self.save_random or node.target in SEEDS):
             return True
         # Statistics that a batch norm in training only updates: its other results do not depend on them.

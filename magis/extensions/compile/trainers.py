@@ -68,8 +68,7 @@ class StepPeaks:
         return f"magis.{type(self).__name__}"
 
     def _training_begins(self, callbacks: Iterable[object]) -> None:
-        """Clear earlier peaks. Raises UsageError if the trainer has another such callback, since measurements cannot
-        overlap."""
+        """Clear earlier peaks. Raises UsageError for a second callback of this kind: measurements cannot overlap."""
         self._step_fails(None)
         self.peaks = {}
         self._begun = 0
@@ -214,8 +213,7 @@ class LightningCallback(StepPeaks):
 
 
 def _join(callback: Any, library: _Library) -> None:
-    """Add the library's callback class to the bases of an object, from an imported module if any, else an installed
-    one."""
+    """Add the library's callback class, from an imported module or else an installed one, to an object's bases."""
     found = [each for each in library.modules if sys.modules.get(each) is not None]
     found += [each for each in library.modules if find_spec(each.partition(".")[0]) is not None]
     if not found:
@@ -250,7 +248,7 @@ def _unpickled(cls: type[StepPeaks], library: _Library) -> StepPeaks:
 
 
 def _running_trainer() -> Any:
-    """Return the running `transformers.Trainer`, found on the call stack since callbacks do not receive it; else None."""
+    """Return the running `transformers.Trainer` from the call stack, since callbacks do not receive it; else None."""
     from transformers import Trainer
 
     frame = inspect.currentframe()

@@ -301,7 +301,7 @@ class _PolicySearch:
         return found
 
     def _no_repetition(self, error: Exception) -> UsageError:
-        """Return the error for a step that can be captured without checkpointing, but not with its blocks recomputed."""
+        """Return the error for a step that can be captured, but not with its blocks recomputed."""
         if getattr(getattr(self._module, "config", None), "use_cache", False):
             return UsageError(
                 "the blocks keep keys and values for later calls, and cannot be recomputed",

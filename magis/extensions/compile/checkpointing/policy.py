@@ -141,8 +141,7 @@ class _Sparing(TorchDispatchMode):
 
 
 def may_be_left_out(func: Any, args: tuple[Any, ...], written: Sequence[Tensor], buffers: set[int]) -> bool:
-    """Return True if a call only writes to its first argument, which is one of the ``buffers``, and returns that
-    argument."""
+    """Return True if a call writes only to its first argument, one of the ``buffers``, and returns that argument."""
     returns = func._schema.returns  # noqa: SLF001 (what it says of itself)
     alone = len(written) == 1 and bool(args) and written[0] is args[0] and len(returns) == 1
     return alone and returns[0].alias_info is not None and memory(args[0]) in buffers

@@ -75,8 +75,7 @@ def by_remat(
     preserve_rng_state: bool = True,
     seen: Callable[[str], object] | None = None,
 ) -> Forward:
-    """Return a block's forward under torch_remat; without grad mode it runs the plain forward. Buffers are updated
-    once.
+    """Return a block's forward under torch_remat; without grad mode the plain forward. Buffers are updated once.
 
     `kept` are paths of sub-modules below the block; `sparing` makes the mode that skips a recomputation's writes to
     buffers; `seen` receives the path of every leaf module that the forward, not the recomputation, calls.
@@ -139,8 +138,7 @@ def _saving_calls(remat: Any, part: nn.Module, name: str) -> Any:
 
 
 def _telling_calls(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
-    """Pass the name of a sub-module to ``seen`` at each call within a `with` block; "" if the result is not a tensor,
-    and so cannot be saved."""
+    """Pass a sub-module's name to ``seen`` at each call within a `with` block; "" if the result is no tensor."""
     own = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

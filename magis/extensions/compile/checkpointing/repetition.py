@@ -44,8 +44,7 @@ def _forwards(
 def under(
     module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, Runs] | None
 ) -> AbstractContextManager[None]:
-    """Checkpoint a module's blocks while a step is captured, without saving RNG states, since a capture draws no
-    numbers.
+    """Checkpoint a module's blocks while a step is captured, which draws no random numbers.
 
     ``seen`` records the calls of each block, and the operators that they run.
     """
@@ -142,7 +141,7 @@ class _Calls(TorchDispatchMode):
     """Dispatch mode that records operators with their arguments; numbers computed in Python are recorded by value."""
 
     def __init__(self, block: nn.Module | None, held: list[torch.UntypedStorage] | None = None) -> None:
-        """Record to ``held`` all storages met, which keeps their identities unique; None: storages are not kept alive."""
+        """Record to ``held`` all storages met, which keeps their identities unique; None: keep no storage alive."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = set() if block is None else {memory(each) for each in block.buffers()}
         self._held = held
