@@ -154,7 +154,7 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     )
     others = set(old.measured) - {identity_key(result)} if old is not None else ()
     if old is not None and not result.portable and same_step and others and old.feasible == result.search.feasible:
-        # a plan of this device alone, of a step that the baseline has other devices' figures of
+        # a plan for this device alone, while the baseline has figures of other devices
         entry = replace(old, measured={**old.measured, identity_key(result): _figures(result)})
         changed = replace(configuration, cases={**configuration.cases, key: entry})
         return replace(base, configurations={**base.configurations, config_key: changed})

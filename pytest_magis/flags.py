@@ -351,7 +351,7 @@ class Settings:
     memory_limits: tuple[int, ...] = ()
     """Memory limits in bytes, which only a mark or a call of the fixture can give."""
     required: bool | None = None
-    """True if a mark requires its limits to be met; None if the mark does not say."""
+    """True if a mark requires its limits to be met; None without a mark or its argument."""
 
 
 OPTIONS = tuple(Option(each.name, **each.metadata) for each in fields(Settings) if each.metadata)

@@ -167,7 +167,7 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
         case = planned.case
         if f"{PREFIX}{planned.name}" in chosen:
             priced.setdefault((case.device, case.dtype, case.preset, planned.model), case)
-            if is_factory(case.model):  # checkpointing has a capture of its own
+            if is_factory(case.model):  # strategies with checkpointing need a separate capture
                 made.setdefault((planned.model, "checkpoint" in case.strategy), planned)
     for case in priced.values():
         try:

@@ -55,7 +55,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
             if each.kind is DIR:
                 _check_directory(each.flag, value)
         asked[each.field] = value
-    # limits on the command line replace all those of the ini file, whichever kind they are
+    # limits on the command line replace all those of the ini file, of either kind
     limits = ("memory_ratios", "latency_ratios")
     for source in (on_command_line, in_ini):
         if named := {name for name in limits if source(config, name) is not None}:

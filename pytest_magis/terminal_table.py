@@ -208,7 +208,7 @@ def _stderr_of_session(config: pytest.Config, reporter: Any) -> ProgressPlace:
             together = False
 
     def write(text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # stderr was closed
             os.write(copy, text.encode(errors="replace"))
 
     if reporter is None:  # a worker does not know the column of the process that has the terminal

@@ -101,7 +101,7 @@ def judge(
     red = kinds - {MOVED} if tolerances.keeps_wins else kinds - {MOVED, BETTER}
     if red:
         return Verdict(False, f"FAIL {_words(red)}", findings, tuple(notes))
-    # nothing to accept, or an improvement nobody asked to keep
+    # nothing to accept, or only an improvement that need not be stored
     older = lacks_held(result, stored) or lacks_reserved(result, measured)
     lacks = foreign or older or lacks_latencies(result, measured)
     adopted = lacks and NEW in permissions and not kinds
@@ -184,7 +184,7 @@ def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_onl
                 f"{name} {what} are not as simulated: {text}",
                 why=f"report the operator that a note names; --magis-memory-tolerance={enough:g} lets it pass",
             )
-            return  # a wrong peak follows from wrong tensors: one line says it
+            return  # wrong tensor bytes imply a wrong peak: one finding is enough
 
 
 def _compared(
@@ -359,7 +359,7 @@ def _shortfall(result: CaseResult) -> str:
 def _limited_bytes(result: CaseResult) -> tuple[str, int]:
     """Return the name and the bytes of the optimized step's figure that a memory limit applies to."""
     what = result.case.memory_limit_of
-    if result.ranks:  # communication has scratch of its own, which differs from run to run
+    if result.ranks:  # workspaces of collectives differ from run to run
         return "tensor bytes", (result.optimized.measured or result.optimized.simulated).tensor_bytes
     return f"{what} bytes", result.optimized.needed_bytes(what)
 

@@ -94,7 +94,7 @@ def why_not(joint: fx.GraphModule) -> str:
             problem = "" if known else f"{node.target} is no ATen operator"
         elif node.op == "get_attr":
             held = type(getattr(joint, str(node.target), None))
-            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # for a call that is told
+            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # its call is refused
             problem = "" if known else f"{node.target} is no plain tensor"
         else:
             problem = "" if node.op == "output" else f"it holds a {node.op}"

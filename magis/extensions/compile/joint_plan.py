@@ -104,7 +104,7 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
 
     best = approached(goal, partial(_search_plan, compiled, scratch, options, written))
     if best.peak > (goal.memory_limit or original_bytes) and any(op.target in RNG for op in best.graph.ops):
-        # The generator's states alone exceed the limit: tiny graphs do better without.
+        # RNG states alone may exceed the limit of a tiny graph: plan without recomputing random operators.
         compiled = _compiled(source, costs, joint, redraw=False)
         written = _as_written(compiled, joint)
         other = approached(goal, partial(_search_plan, compiled, scratch, options, written))

@@ -44,7 +44,7 @@ class StepPeaks:
     _library: ClassVar[_Library]
 
     def __init__(self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2)) -> None:
-        asked: tuple[object, object] = steps, name  # whatever a script wrote
+        asked: tuple[object, object] = steps, name  # scripts may pass any type
         numbers = tuple(asked[0]) if isinstance(asked[0], Iterable) else ()
         if not numbers or any(type(step) is not int or step < 1 for step in numbers):
             raise UsageError(f"{self._shown}: steps={steps!r}", hint="number the steps from 1 on: steps=(1, 2)")
@@ -201,7 +201,7 @@ class LightningCallback(StepPeaks):
         self._step_fails(None, "has a validation in it")
 
     def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
-        self._step_fails(None)  # a batch that ends the epoch has no end of its own
+        self._step_fails(None)  # Lightning has no end hook for a batch that ends the epoch
 
     def on_exception(self, _trainer: Any, _module: Any, error: BaseException) -> None:
         self._step_fails(error)
@@ -262,7 +262,7 @@ def _running_trainer() -> Any:
 
 def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> Callable[[], None]:
     """Wrap a method of an object to report its errors to ``told``, and return a function that unwraps it."""
-    if not hasattr(owner, "__dict__"):  # with __slots__ it cannot be told
+    if not hasattr(owner, "__dict__"):  # with __slots__, methods cannot be replaced
         return lambda: None
     original = getattr(owner, method)
     own = method in vars(owner)

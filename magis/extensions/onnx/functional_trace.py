@@ -99,7 +99,7 @@ def _convolution_backward(
     stride, padding, dilation = (list(each) * (dims if len(each) == 1 else 1) for each in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
     if wanted[0]:
-        # what a stride cuts off at the end is part of the input all the same
+        # elements that the stride leaves over at the end still belong to the input
         missing = [
             0
             if transposed
@@ -204,7 +204,7 @@ def _run_graph(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float])
             # kernels keep the statistics of half-precision inputs in float32, torch's functions for fakes do not
             args[0] = args[0].float()
         if target == "aten.native_batch_norm.default" and args[3] is not None:
-            target = _LEGIT  # the same call; this one says what it writes
+            target = _LEGIT  # an equivalent operator whose schema declares its writes
         found = outputs(resolve(target)(*args, **kwargs))
         for value, made in zip(op.outputs, found, strict=True):
             if value is not None and made is not None:

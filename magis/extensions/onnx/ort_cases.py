@@ -80,7 +80,7 @@ class _OrtCase:
         numbers = self._compare_losses()
         asked = self.case.timing_rounds
         timing = TimingLooks(subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
-        looks: list[TimingLook] = []  # one look or two, each at steps made anew
+        looks: list[TimingLook] = []  # one timing or two, each with newly built steps
         while not looks or (len(looks) == 1 and timing.wants_another(looks[0])):
             looks.append(timing.look(subject.eager(), self._step(dropout=True)))
         figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)

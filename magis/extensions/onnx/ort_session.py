@@ -101,7 +101,7 @@ class OrtStep:
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in exported.scalars}
         self._changing = tuple(port.name for port in exported.outputs if port.name.startswith(NEW))
         self._returned = tuple(port.name for port in exported.outputs if not port.name.startswith(NEW))
-        # every other step reads what the one before has written, and writes what that one has read
+        # inputs and outputs are swapped after every step (double buffering)
         self._bindings = tuple(
             bind(self._session, {**now, **self._scalars}, made)
             for now, made in ((self._now, self._made), self._swapped())

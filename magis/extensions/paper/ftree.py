@@ -3,7 +3,7 @@
 A node is a sub-graph with a split of each operator (S, D) and a number of parts n: 1 for a candidate, more for an
 *enabled* node. Descendants of a node are subsets of it.
 
-Where we depart from the paper, or the paper does not say: candidates of different axes may overlap without one
+Deviations from the paper, and choices that it leaves open: candidates of different axes may overlap without one
 containing the other. The parent of a node is the smallest node that contains it, so siblings may overlap, but two
 enabled nodes are either ancestor and descendant or disjoint (``parts_problems``); mutations that would violate this are
 not offered. Nested enabled nodes along one axis multiply their parts. The legality of candidates is decided by

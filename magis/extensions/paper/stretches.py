@@ -72,7 +72,7 @@ class Steps:
         return touch + self.held_by(storage)
 
     def held_by(self, storage: int) -> list[int]:
-        """Return the nodes that the readers of a storage among the blocks wait for."""
+        """Return the nodes that all blocks which read a storage wait for."""
         return [node for block in self.holders(storage).tolist() for node in self.triggers[block]]
 
 

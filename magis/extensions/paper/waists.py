@@ -2,10 +2,11 @@
 
     nw(v) = |V| - |ancestors of v| - |descendants of v| - 1
 
-is the number of nodes that may run before v as well as behind it. Where it is 0, every order runs v's ancestors, v, and
-then its descendants. Weight gradients need v and nobody needs them; constants are needed by v's descendants and need
-nothing. They would hide every waist of a training step, so that only the *core* counts here: nodes between the ends of
-the step's longest path. Other nodes go with the part that they first can, or last must, run in.
+is the number of nodes that are incomparable to v: they may run before or after v. If it is 0, every order runs v's
+ancestors, v, and then its descendants. Weight gradients have no descendants and constants no ancestors, so they are
+incomparable to most nodes and would hide every waist of a training step. So only the *core* counts: nodes on paths
+between the ends of the step's longest path. Other nodes join the first part that they can run in, or the last part that
+they must run in.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _beside(needs: Rows, ancestors: Int64s, counted: Bools) -> Int64s:
             total += 1
     descendants = np.zeros((nodes, words), dtype=np.int64)
     beside = np.zeros(nodes, dtype=np.int64)
-    for node in range(nodes - 1, -1, -1):  # its own set is complete once all that come later are done
+    for node in range(nodes - 1, -1, -1):  # a node's set is complete once all later nodes are done
         related = 0
         for word in range(words):
             related += _ones((ancestors[node, word] | descendants[node, word]) & mask[word])

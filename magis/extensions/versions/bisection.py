@@ -128,7 +128,7 @@ def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
     `is_bad` returns None for a version that cannot be judged; its neighbours are then tried, and all candidates for the
     first bad one are returned, of which the last is known to be bad. The list is empty if none is known to be bad.
     """
-    good, bad = 0, count  # `count` stands for no bad one at all
+    good, bad = 0, count  # `count`: none is known to be bad
     unknown: set[int] = set()
     while True:
         middle = (good + bad) // 2

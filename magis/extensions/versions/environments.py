@@ -72,7 +72,7 @@ def _install(place: Path, requirements: Sequence[str]) -> None:
         (packages / "of_the_other_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
         _pip(str(place / "bin" / "python"), "install", "--quiet", *requirements)
         addresses = list(filter(_has_address, requirements))
-        if addresses:  # which pip leaves out where ours is of the same version
+        if addresses:  # pip skips them if the current package has the same version
             _pip(str(place / "bin" / "python"), "install", "--quiet", "--no-deps", "--force-reinstall", *addresses)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
@@ -159,7 +159,7 @@ def _folder() -> Path:
 
 def _name(requirements: Sequence[str]) -> str:
     """Return an environment's name: a digest of the interpreter, the installed packages and the requirements."""
-    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # pip takes those that satisfy
+    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # pip keeps those that satisfy
     what = "\n".join((sys.version, sys.prefix, *here, *sorted(requirements)))
     first = Requirement(requirements[0]).name
     return f"{first}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"

@@ -104,5 +104,5 @@ def forget_abandoned(root: Path) -> None:
 
 def _unregister(root: Path, path: Path) -> None:
     """Remove the worktree entry of a deleted checkout; `git worktree prune` could remove unmounted ones, too."""
-    with suppress(UsageError):  # it is not known, or somebody else was quicker
+    with suppress(UsageError):  # not registered, or another process removed it
         git(root, "worktree", "remove", "--force", "--force", str(path))

@@ -103,7 +103,7 @@ def checkpoint_policy(
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UsageError("checkpoint_policy was called under torch.autocast", hint="leave that out, and pass autocast=")
     if library == REMAT:
-        torch_remat()  # which says where it is missing
+        torch_remat()  # raises UsageError if it is not installed
     limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
     parts = live_parts("magis.checkpoint_policy", module, batch, loss, optimizer)
     check_parts(parts.module, parts.loss, parts.optimizer)
@@ -245,7 +245,7 @@ class _PolicySearch:
 
     def _judge(self, regions: tuple[CheckpointedRegion, ...], captured: Captured) -> _Judged:
         # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none.
-        # With torch_remat it keeps another one behind each saved call, and one while it runs again.
+        # torch_remat also saves a state after each saved call, and one during a recomputation.
         states = sum(1 + len(region.modules) for region in regions) + (self._library == REMAT and bool(regions))
         peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * states
         return _Judged(regions, peak, self._subject.latency_ns(captured.graph))

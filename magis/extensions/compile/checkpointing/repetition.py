@@ -165,7 +165,7 @@ class _Calls(TorchDispatchMode):
         spared = op_info(str(func)).undeclared_writes(args) or may_be_left_out(func, args, written, self._buffers)
         self.writes = self.writes or (not spared and any(memory(each) not in self._made for each in written))
         cast = is_weight_cast(func, args)
-        noted = func is not torch.ops.aten.detach.default and not cast  # those are checkpointing's own
+        noted = func is not torch.ops.aten.detach.default and not cast  # added by checkpointing itself
         if noted:
             fresh = func is torch.ops.aten.lift_fresh.default
             looks = (self._look(each, fresh=fresh) if isinstance(each, Tensor) else repr(each) for each in leaves)

@@ -83,7 +83,7 @@ def _itself(loss: Tensor) -> Tensor:
 
 @dataclass
 class Forward:
-    """Forward of a stage's module: runs the whole schedule, and hands its gradients to autograd for the backward."""
+    """Forward of a stage's module: runs the whole schedule, and passes its gradients to autograd for the backward."""
 
     net: nn.Module
     stage: Stage

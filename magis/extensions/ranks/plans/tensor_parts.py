@@ -32,7 +32,7 @@ def hold_parts(module: nn.Module) -> Wrappers:
             if whole not in parts:
                 own = whole.data.to_local().detach()
                 if not own.is_contiguous() or own.untyped_storage().nbytes() != own.nbytes:
-                    own = own.clone()  # in memory of its own
+                    own = own.clone()  # with its own storage
                 part = nn.Parameter(own, whole.requires_grad)
                 parts[whole] = part
                 wrappers[part] = partial(_distributed, whole.data._spec)

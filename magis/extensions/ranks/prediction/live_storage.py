@@ -120,7 +120,7 @@ class LiveStorage(StorageLedger):
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
         arguments = {reference.cdata for reference, _ in of_args}
-        # a wrapper (of a result that is waited for when it is used) has no bytes beside those of its parts
+        # a wrapper subclass (of an asynchronous result, for example) has no bytes beside its inner tensors'
         wraps = isinstance(result, torch.Tensor) and is_traceable_wrapper_subclass_type(type(result))
         made = [] if wraps else [each for each in storages_of(result) if each[0].cdata not in arguments]
         self._count((*given, *made))

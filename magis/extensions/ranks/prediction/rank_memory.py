@@ -176,7 +176,7 @@ def on_stand_ins(work: Workload) -> Workload:
     named |= {f"batch:{index}": each for index, each in enumerate((*work.inputs, *work.targets))}
     with _disable_current_modes():
         twins = hollow_like(named, is_readable)
-        made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor
+        made: dict[int, Tensor] = {}  # memo of deepcopy: replacements by id
         for name, each in named.items():
             weight = isinstance(each, nn.Parameter)
             made[id(each)] = nn.Parameter(twins[name], each.requires_grad) if weight else twins[name]
@@ -198,7 +198,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
             hint="predict before init_process_group, or in another process",
         )
     forget_meshes()
-    hook = sys.excepthook  # which torch wraps anew for every world
+    hook = sys.excepthook  # init_process_group wraps it each time
     with quiet():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:

@@ -108,7 +108,7 @@ class _Keeper:
                     for message in self._input.feed(data):
                         self._obey(message)
         except BrokenPipeError:
-            pass  # nobody listens any more
+            pass  # the reader is gone
         finally:
             self._kill()
 
@@ -135,7 +135,7 @@ class _Keeper:
         if child is None or message["generation"] != self._generation:
             return
         os.ftruncate(child.log, 0)  # what it prints from now on belongs to this command
-        with contextlib.suppress(BrokenPipeError):  # dead: the next look says so
+        with contextlib.suppress(BrokenPipeError):  # the rank died, which `_reap` reports
             write_line(child.commands, message["line"])
 
     def _hear(self, child: _Child) -> None:
@@ -222,7 +222,7 @@ class _Keeper:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
-            # above all other ranks' pipes: as long as a copy is open, they do not close
+            # mainly other ranks' pipes, which stay open while a copy is open
             for entry in list(Path("/proc/self/fd").iterdir()):
                 descriptor = int(entry.name)
                 if descriptor > 2 and descriptor not in (commands, events, log):
@@ -284,7 +284,7 @@ def main() -> None:
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # whatever a library prints while it is loaded
+    os.dup2(2, 1)  # redirects what libraries print at import
     parent = int(sys.argv[1])
     before_torch()
     for name in _PRELOADED:

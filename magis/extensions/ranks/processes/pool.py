@@ -45,7 +45,7 @@ class Rank:
     error: dict[str, Any] | None = None
     """Error that the rank raised; None if it raised none."""
     death: str = ""
-    """How the rank's process ended; "" while it runs."""
+    """Cause of the death of the rank's process, in words; "" while it runs."""
     words: str = ""
     """Last line that the rank printed before it died."""
     frames: tuple[str, ...] | None = None
@@ -212,7 +212,7 @@ class RankPool:
                 self._tell(rank, {"do": "run", "job": to_plain(job), "number": self._jobs, "path": sys.path})
             answers = self._gather("report", self._timeout_s)
         except _Refused as refused:
-            raise UsageError(str(refused)) from None  # by all of them: they are fit for the next job
+            raise UsageError(str(refused)) from None  # all ranks refused, so they can run the next job
         except BaseException:
             self._kill()
             raise
@@ -231,7 +231,7 @@ class RankPool:
                 self._hosts = self._agents.hosts(self.size)
             else:
                 self._hosts = dict.fromkeys(range(self.size), LocalHost(max(1, cores() // self.size)))
-        self._generation = time.monotonic_ns()  # no other pool's, of the same agents
+        self._generation = time.monotonic_ns()  # unique among pools that share the agents
         self._ranks = [Rank(number) for number in range(self.size)]
         for host in self._each_host():
             there = [number for number, its in self._hosts.items() if its is host]

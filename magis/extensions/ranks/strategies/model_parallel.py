@@ -184,7 +184,7 @@ class _Part(nn.Module):
         self.scaler: LossScaler | None = None
         self._cut, self._blocks, self.ends, self._casting = cut, blocks, ends, casting
         self._loss_fn: Callable[..., Tensor] = work.loss_fn
-        # what the stage reads of the batch besides what the schedule hands it, by micro-batch
+        # inputs and targets that the stage reads directly instead of from the schedule, by micro-batch
         self._inputs = [()] * len(inputs) if cut.in_methods or ends[0] else inputs
         self._targets = targets if ends[1] else [()] * len(inputs)
         self._next: Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = iter(())
@@ -280,7 +280,7 @@ def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
     if parameter.grad is None:
         return
     grad = local(parameter.grad)
-    whole = grad.contiguous()  # a gradient of weights alone may be a transposed view, which gloo refuses
+    whole = grad.contiguous()  # a gradient from the backward of weights may be a transposed view, which gloo refuses
     dist.all_reduce(whole, group=group)
     if whole is not grad:
         grad.copy_(whole)

@@ -1,25 +1,25 @@
-"""Cuts of networks for tensor parallelism (Shoeybi et al. 2019), by their own plans.
+"""Sharding of networks for tensor parallelism (Shoeybi et al. 2019), by the networks' own plans.
 
-Attention is cut by heads, feed-forward by inner width, each once: the first projections by rows of their weights
-("colwise"), the last one by columns ("rowwise"), so that each of the two needs one sum over the group in the forward
-and one in the backward. What no plan names is whole on every rank: norms, the biases behind a sum.
+Attention is sharded by heads, feed-forward networks by inner width: the first projections by rows of their weights
+("colwise"), the last by columns ("rowwise"), so that each needs one all-reduce in the forward and one in the backward.
+Modules that no plan names are replicated: norms, and biases added after an all-reduce.
 
     colwise, rowwise                a linear layer; "colwise" of a parameter: its first dimension
-    packed_colwise, qkv_colwise     two or three projections in one layer, each of which is cut
-    embedding_rowwise               an embedding by its vocabulary: zeros for other ranks' tokens, then one sum
+    packed_colwise, qkv_colwise     two or three projections in one layer, each of which is sharded
+    embedding_rowwise               an embedding by its vocabulary: zeros for other ranks' tokens, then one all-reduce
     colwise_gather_output           the output projection by its vocabulary (`vocabulary.py`); the output of any other
                                     layer is gathered
-    replicated_output               what a cut embedding's own weight projects: whole on every rank, its gradient summed
-    replicated_with_grad_allreduce  a norm of each head: a rank's own heads alone add to its gradient
+    replicated_output               the input of a tied output projection: replicated, its gradient all-reduced
+    replicated_with_grad_allreduce  a norm per head: only a rank's own heads contribute to its gradient
     a style of torch                as `parallelize_module` applies it
 
-`sp_plan` cuts the sequence between these layers as well (Korthikanti et al. 2022). Where tensor parallelism has the
-same hidden state on every rank, each rank has 1/N of its length; rowwise layers return parts. The numbers that ranks
-draw for dropout are the same, on other tokens.
+`sp_plan` also shards the sequence between these layers (Korthikanti et al. 2022): where tensor parallelism replicates a
+hidden state, each rank holds 1/N of its length, and rowwise layers reduce-scatter. Ranks draw equal random numbers for
+dropout, on different tokens.
 
-    sequence_parallel               a norm of parts; "_split_input" or "_gather_output" behind it adds one of these
-    split_input                     each rank takes its part of what the module is given
-    gather_input, gather_output     parts are gathered; in the backward sums, of which each rank gets its part
+    sequence_parallel               a norm of sharded tokens; suffixes "_split_input", "_gather_output" as below
+    split_input                     each rank takes its shard of the module's input
+    gather_input, gather_output     all-gather; in the backward reduce-scatter
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True,
         _check_sequence(work, group, known=bool(along) or any(isinstance(s, SequenceParallel) for s in torch_styles))
     named = dict(net.named_parameters(remove_duplicate=False))
     ties = _ties(named)
-    # the layers of each parent are cut together: those of an attention by its heads
+    # the layers of a module are sharded together, those of an attention by heads
     layers: dict[str, dict[str, str]] = {}
-    in_parts = bool(torch_styles)  # whatever they leave in parts, the loss takes
+    in_parts = bool(torch_styles)  # the loss accepts outputs that they leave sharded
     for path, style in plan.items():
         if isinstance(style, ParallelStyle):
             with quiet():

@@ -1,14 +1,14 @@
-"""Attention by heads on ranks that do not divide their number: the first ranks have one head more.
+"""Attention by heads if the ranks do not divide the number of heads: the first ranks have one head more.
 
-torch's distributed tensors cut a dimension into chunks of one size, the last one smaller: 3 heads of 16 rows on 2 ranks
-would be 24 and 24 rows, through the middle of a head. So here each rank holds plain parts, 32 and 16 rows, and the two
-messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
+Torch's DTensors chunk a dimension evenly, with a smaller last chunk: 3 heads of 16 rows on 2 ranks would be 24 and 24
+rows, which splits a head. So here each rank holds plain parts of 32 and 16 rows, with the two collectives of
+Megatron-LM at both ends (Shoeybi et al. 2019):
 
-    query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
-    out                  forward: products summed over the ranks   backward: own heads of a whole gradient
+    query, key, value    forward: own heads of a whole input       backward: all-reduce of the input's gradient
+    out                  forward: all-reduce of the products       backward: own heads of a whole gradient
 
-A rank with more heads draws more numbers for dropout in attention, after which the ranks' generators would differ. So
-attention draws from a generator of its own, whose seed comes from the common one; Megatron-LM has two generators, too.
+A rank with more heads draws more random numbers for dropout in attention, and then the ranks' generators would differ.
+So attention draws from its own generator, seeded from the common one; Megatron-LM has two generators, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: st
 
 def draw_alike(attention: nn.Module) -> None:
     """Make an attention draw from its own generator, so that all ranks draw the same numbers after it."""
-    vars(attention)["forward"] = partial(_draw_apart, attention)  # a copy of the module gets one of its own
+    vars(attention)["forward"] = partial(_draw_apart, attention)  # deepcopy rebinds the partial to the copy
 
 
 def _draw_apart(attention: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,22 +1,23 @@
-"""ZeRO (Rajbhandari et al. 2020) by DeepSpeed's data types, on the collectives of torch.distributed.
+"""ZeRO (Rajbhandari et al. 2020) with DeepSpeed's data types, on the collectives of torch.distributed.
 
-All parameters lie in one flat buffer, of which each rank owns a contiguous part, whatever parameters that cuts.
+All parameters are in one flat buffer; each rank owns a contiguous part, which may cut parameters anywhere.
 
 * Stage 1 shards the optimizer state. Gradients stay whole; buckets of them are averaged during the backward.
-* Stage 2 shards the gradients, too: they move into a bucket as they arrive, and from a full bucket to their owners.
-* Stage 3 shards the weights, too: each block is gathered before its forward and again before its backward, and freed
-  after both. Parameters below `PERSISTENT` elements stay whole (DeepSpeed's stage3_param_persistence_threshold), what
-  is in no block (embeddings, heads) is whole from the start of the forward to the end of the backward.
+* Stage 2 also shards gradients: they are copied to a bucket as they arrive, and reduced to their owners when it is
+full.
+* Stage 3 also shards weights: each block is gathered before its forward and again before its backward, and freed
+  after both. Parameters below `PERSISTENT` elements stay whole (DeepSpeed's stage3_param_persistence_threshold);
+  those outside all blocks (embeddings, heads) are whole from the start of the forward to the end of the backward.
 
-Mixed precision is not autocast: weights and gradients themselves are in the lower type, and the owner of a part keeps a
+Mixed precision does not use autocast: weights and gradients have the lower type, and the owner of a part keeps a
 float32 copy of it beside the optimizer state, and a float32 copy of its gradient during the update.
 
-Stage 3 and `fsdp` differ: under mixed precision fsdp shards float32 weights and casts them for the gather, stage 3
+Stage 3 and `fsdp` differ: under mixed precision, fsdp shards float32 weights and casts them for the all-gather, stage 3
 shards the lower type beside float32 masters; fsdp cuts every parameter along its first dimension, stage 3 cuts flat
 buffers anywhere; and stage 3 keeps small parameters whole.
 
-We depart from DeepSpeed in three ways: buffers hold parameters in the module's order, the update runs torch's
-optimizer on the piece of each parameter in the part, and a bucket is reduced before the backward goes on.
+Deviations from DeepSpeed: buffers hold parameters in the module's order, the optimizer is torch's and runs on the
+pieces of parameters in the part, and the reduction of a bucket blocks the backward.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Zero:
         """Return the step on this rank's share of the batch."""
         share = share_of_batch(work, world.rank, world.size)
         dtype = half(world) if self.amp else next(work.module.parameters()).dtype
-        flats = _cut(self, work, dtype)  # the masters, of the weights as they are
+        flats = _cut(self, work, dtype)  # masters are copied before weights are cast
         if self.amp:
             share = _lowered(share, dtype)
         return _Partitioned(self, share, flats).step(world)
@@ -180,7 +181,7 @@ class FlatBuffer:
             self._collect()
 
     def _collect(self) -> None:
-        # a tensor of its own version: autograd must not take this for a write to what it saved
+        # `.data` has its own version counter, so autograd sees no in-place write to saved tensors
         with quiet(), torch.no_grad():
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(self.whole.data, self.own)
@@ -245,7 +246,7 @@ class _Partitioned:
                     whole = part.to(flat.master.dtype)
                 for name, _, place, length in flat.pieces():
                     self._masters[name].grad = whole[place : place + length]
-            else:  # stage 1: they are the parameters' own
+            else:  # stage 1: gradients are in `parameter.grad`
                 for name, start, _, length in flat.pieces():
                     grad = flat.named[name].grad
                     if grad is not None:
