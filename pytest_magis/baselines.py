@@ -25,7 +25,7 @@ RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be nois
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures in bytes of one device identity (on a simulated device, of every machine); ratios are opt/ori.
+    """Figures of one device identity (for a simulated device, of every machine), in bytes; ratios are opt/ori.
 
     Simulated latencies are None on real devices; they and reserved bytes are None in older files.
     """

@@ -201,7 +201,7 @@ class LightningCallback(StepPeaks):
         self._step_fails(None, "has a validation in it")
 
     def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
-        self._step_fails(None)  # Lightning has no end hook for a batch that ends the epoch
+        self._step_fails(None)  # a batch that ends the epoch gets no on_train_batch_end
 
     def on_exception(self, _trainer: Any, _module: Any, error: BaseException) -> None:
         self._step_fails(error)
