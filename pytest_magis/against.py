@@ -1,7 +1,7 @@
-"""`--magis-against`: measures another version first and compares with its figures instead of stored baselines.
+"""`--magis-against`: run the tests on another version first, and compare with its figures instead of stored baselines.
 
-The version is a revision of the project, or this environment with other releases ("torch==2.12.0"). A child process
-runs the same tests there, on the same machine, and stores what it measures in a folder of this run.
+The version is a git revision of the project, or this environment with other releases ("torch==2.12.0"). A child process
+runs the same tests there, on the same machine, and stores its results in a folder of this run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLAG = BY_NAME["against"].flag
 
 
 def compare(config: pytest.Config, version: str) -> None:
-    """Measure a version now, and compare this run with it. Raises pytest.UsageError in one line."""
+    """Run the gate on another version, and compare this run with its figures. Raises pytest.UsageError in one line."""
     try:
         if anywhere(config).update:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
@@ -81,10 +81,10 @@ def _say(config: pytest.Config, text: str) -> None:
 
 
 class Guard:
-    """Plugin of the child process: writes what its parent reads, in the folder of its `VersionRun`."""
+    """Plugin of the child process on the other version: writes results into the folder of its `VersionRun`."""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the outcome of each case, and the modules that were imported from the working tree by mistake."""
+        """Write the outcome of each case, and the files of modules imported from the working tree by mistake."""
         run = current_version_run()
         if run is None:
             return
@@ -100,7 +100,7 @@ class Guard:
 
 
 def gated_cases(gate: Gate) -> Iterator[GatedCase]:
-    """Yield the outcome of each case of a run, for `GateRun`."""
+    """Yield the outcome of each case of a run as the `GatedCase` that the parent process reads."""
     for outcome in gate.ordered():
         verdict, result = outcome.verdict, outcome.result
         texts = [finding.text for finding in verdict.findings]
@@ -122,7 +122,7 @@ def gated_cases(gate: Gate) -> Iterator[GatedCase]:
 
 
 def strays(modules: Mapping[str, object], other: Path, prefix: Path) -> Iterator[str]:
-    """Yield the files of modules that lie in the folder `other`, but not in an environment inside of it."""
+    """Yield the files of modules below the folder `other` that do not belong to the environment `prefix` inside it."""
     for module in modules.values():
         file = getattr(module, "__file__", None)
         if isinstance(file, str):

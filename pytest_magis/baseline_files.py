@@ -1,7 +1,6 @@
-"""Baselines as files: `<directory>/<device>/<model>.json`, sorted, one value a line, so that a diff can be read.
+"""Baseline files: `<directory>/<device>/<model>.json`, with sorted keys and one value per line for readable diffs.
 
-A file is read as a whole or refused: anything outside the schema raises a BaselineError of one line, and the file
-stays as it is.
+A file with anything outside the schema raises a BaselineError of one line, and stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _ADVICE = "restore the file from version control, or delete it and create it ane
 
 
 def baseline_path(directory: Path, device: str, model: str) -> Path:
-    """Return the file of a model on a device. Different names never share a file, and no name leaves the directory."""
+    """Return the baseline file of a model on a device; unique for each name, and always inside the directory."""
     return directory / file_name(device.replace(":", "-")) / f"{file_name(model)}.json"
 
 
 def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
-    """Read the baseline in a file; None without the file. Raises BaselineError if it is not one of that model."""
+    """Read a baseline file; None if it does not exist. Raises BaselineError if it is invalid or of another model."""
     try:
         if not path.exists():
             return None
@@ -51,17 +50,17 @@ def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
 
 
 def write_baseline(path: Path, baseline: ModelBaseline) -> None:
-    """Replace the file atomically, and make its directory. Raises UsageError if it cannot be written."""
+    """Replace a baseline file atomically, and make its directory. Raises UsageError if it cannot be written."""
     _make_folder(path.parent)
     write_text_atomically(path, render(baseline))
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder of baselines, so that no other run changes a file between reading and writing it here.
+    """Hold an exclusive lock on a folder of baselines while this process reads, changes and writes a file in it.
 
-    The folder itself is locked, so that no lock file is left behind; a file system without locks has none. Raises
-    BaselineError if the folder cannot be made.
+    The lock is on the folder itself, so no lock file is left behind; on a file system without locks there is no lock.
+    Raises BaselineError if the folder cannot be made.
     """
     _make_folder(folder)
     with ExitStack() as stack:
@@ -80,7 +79,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def render(baseline: ModelBaseline) -> str:
-    """Write a baseline as text; `parse` is the inverse."""
+    """Serialize a baseline to JSON text, the inverse of `parse`."""
     data = _without_none(to_plain(baseline))
     for configuration in data["configurations"].values():
         if not configuration["held"]:
@@ -89,7 +88,7 @@ def render(baseline: ModelBaseline) -> str:
 
 
 def parse(text: str, path: Path) -> ModelBaseline:
-    """Read a baseline from text; `path` is for messages. Raises BaselineError for anything that is not one."""
+    """Parse the JSON text of a baseline; error messages name `path`. Raises BaselineError for invalid text."""
     try:
         record = read_json(text)
         schema = record.pop("schema", None) if isinstance(record, dict) else 1
@@ -127,7 +126,7 @@ def _refuse(path: Path, why: str, hint: str = _ADVICE) -> NoReturn:
 
 
 def file_name(name: str) -> str:
-    """Turn a name into a file's: bytes but letters, digits, "_", "-" and "." become %XX, so no two names collide."""
+    """Escape a name for use as a file name: every byte except letters, digits, "_", "-" and "." becomes %XX."""
     encoded = "".join(
         chr(byte) if re.fullmatch(r"[A-Za-z0-9_.-]", chr(byte)) else f"%{byte:02X}"
         for byte in name.encode("utf-8", errors="surrogatepass")

@@ -1,9 +1,9 @@
-"""Stored baselines: the figures of each case when somebody accepted it, as records and pure functions on them.
+"""Stored baselines: the accepted figures of each case, as records and pure functions on them.
 
-A file holds one model on one device; `pytest_magis.baseline_files` reads and writes it. In it, a *configuration* is a
-preset and a data type, such as "small" (the model's own data type) or "small bfloat16". Tensor bytes hold on every
-machine; a step's other figures are kept per device identity, since they hold for that one alone. Each case refers to
-the table of workspaces that it was planned with: given to the planner again, it leads to the same plan everywhere.
+A file holds one model on one device; `pytest_magis.baseline_files` reads and writes it. A *configuration* is a preset
+and a data type, such as "small" (the model's own data type) or "small bfloat16". Tensor bytes are the same on every
+machine; peaks and latencies are stored per device identity. Each case names the table of workspaces that it was planned
+with: the planner makes the same plan from it on every machine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be nois
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one device identity (of every machine for a simulated device). Bytes; ratios opt/ori.
+    """Figures of one device identity (for a simulated device, of every machine), in bytes; ratios are opt/ori.
 
-    Only simulated devices have simulated latencies. Older files lack these and reserved bytes.
+    Simulated latencies are None on real devices; they and reserved bytes are None in older files.
     """
 
     lower_bound_bytes: int
@@ -40,17 +40,17 @@ class Measured:
     original_latency_ns: int | None = None
     optimized_latency_ns: int | None = None
     constants: str | None = None
-    """Version of the devices' constants that these latencies were simulated with."""
+    """Version of the simulated device's constants that the latencies were simulated with."""
     original_reserved_bytes: int | None = None
-    """Bytes that a GPU's caching allocator is predicted to hold; None on a CPU, and in older files."""
+    """Bytes that a GPU's caching allocator is predicted to reserve; None on a CPU, and in older files."""
     optimized_reserved_bytes: int | None = None
     optimized_tensor_bytes: int | None = None
-    """Bytes of a plan for this device alone, made since the case's misses its limit here; None: the case's holds."""
+    """Tensor bytes of a plan made for this device alone because the portable plan misses its limit here; else None."""
 
 
 @dataclass(frozen=True)
 class CaseBaseline:
-    """Figures that one case is compared with."""
+    """Accepted figures of one case."""
 
     feasible: bool
     graph: str
@@ -58,15 +58,15 @@ class CaseBaseline:
     original_tensor_bytes: int
     states_evaluated: int
     workspaces: str | None = None
-    """Name of the table that the case was planned with; None if nothing was planned, or without one."""
+    """Name of the table of workspaces that the case was planned with; None for a case without a plan or a table."""
     original_held: str | None = None
-    """Name of the table of tensors that the original holds at its peak; None in older files."""
+    """Name of the table of tensors alive at the peak of the original step; None in older files."""
     optimized_held: str | None = None
-    """The same for the optimized step; None for the eager strategy."""
+    """Name of the table of tensors alive at the peak of the optimized step; None for the eager strategy."""
     growth_bytes: int | None = None
-    """Accepted growth of memory over the first steps; None: it does not grow."""
+    """Accepted growth of memory over the first steps, in bytes; None if memory does not grow."""
     planner: str | None = None
-    """Digest of the planner's code; None if nothing was planned, and in older files."""
+    """Digest of the planner's code; None for a case without a plan, and in older files."""
     step: str | None = None
     """Digest of the step's operators; None in older files."""
     measured: Mapping[str, Measured] = field(kw_only=True)
@@ -75,10 +75,10 @@ class CaseBaseline:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Cases of one preset and data type.
+    """Cases of one preset and data type, and the tables that they share.
 
-    With tables that they share, whose names are digests of their content: the planner's workspaces (name -> signature
-    -> bytes), and tensors held at peaks (name -> kind -> module -> bytes).
+    A table's name is the digest of its content: workspaces (name -> operator signature -> bytes), and tensors alive at
+    peaks (name -> kind -> module -> bytes).
     """
 
     cases: Mapping[str, CaseBaseline]
@@ -88,7 +88,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class ModelBaseline:
-    """The content of one file."""
+    """Content of one baseline file."""
 
     model: str
     device: str
@@ -96,15 +96,15 @@ class ModelBaseline:
 
 
 def configuration_key(case: Case) -> str:
-    """Name the configuration of a case: its preset, and its data type if one was asked for."""
+    """Return the key of a case's configuration: its preset, followed by its data type if one was given."""
     return case.preset if case.dtype is None else f"{case.preset} {case.dtype}"
 
 
 def case_key(label: str, case: Case) -> str:
-    """Name a case in its configuration: its label, and the search's budget, seed and slack unless they are defaults.
+    """Return the key of a case in its configuration: its label, and budget, seed and slack unless default.
 
-    Another budget finds another plan, so it is another case. A cap in seconds is no part of the name: a row that it did
-    not stop is the same with it and without.
+    Another budget finds another plan, so it is another case. A cap in seconds is not part of the key: a result that the
+    cap did not stop is the same without it.
     """
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
@@ -113,9 +113,9 @@ def case_key(label: str, case: Case) -> str:
 
 
 def identity_key(result: CaseResult) -> str:
-    """Write the device identity of a result in one line.
+    """Return the device identity of a result as one line.
 
-    A simulated device is the same on every machine, but another operator profile leads to other plans.
+    A simulated device is the same on every machine, except for its operator profile.
     """
     if result.case.device.startswith("sim:"):
         return f"any machine, profile={result.identity['profile']}" if "profile" in result.identity else "any machine"
@@ -123,15 +123,15 @@ def identity_key(result: CaseResult) -> str:
 
 
 def stored_case(baseline: ModelBaseline | None, label: str, case: Case) -> CaseBaseline | None:
-    """Return the baseline of a case; None without one."""
+    """Return the stored baseline of a case; None if there is none."""
     configuration = baseline.configurations.get(configuration_key(case)) if baseline else None
     return configuration.cases.get(case_key(label, case)) if configuration else None
 
 
 def planning_inputs(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
-    """Return the stored workspaces (signature -> bytes) and graph digest to plan a case with; (None, None) without any.
+    """Return the stored workspaces (operator signature -> bytes) and graph digest to plan a case with, or Nones.
 
-    They are the case's own: another case's table lacks the operators that only this case's plan has.
+    Each case has its own table: tables of other cases lack the operators of this case's plan.
     """
     stored = stored_case(baseline, label, case)
     if baseline is None or stored is None or stored.workspaces is None:
@@ -141,9 +141,9 @@ def planning_inputs(baseline: ModelBaseline | None, label: str, case: Case) -> t
 
 
 def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, result: CaseResult) -> ModelBaseline:
-    """Replace a case's entry by one made from a result; `name` is the model's, for a new baseline.
+    """Return the baseline with a case's entry replaced by a result; `name` is the model's, for a new baseline.
 
-    Figures of other device identities stay as long as the tensor bytes that they belong to are the same.
+    Figures of other device identities are kept while the tensor bytes stay the same.
     """
     base = baseline or ModelBaseline(name, case.device, {})
     config_key, key = configuration_key(case), case_key(label, case)
@@ -154,7 +154,7 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     )
     others = set(old.measured) - {identity_key(result)} if old is not None else ()
     if old is not None and not result.portable and same_step and others and old.feasible == result.search.feasible:
-        # a plan of this device alone, of a step that the baseline has other devices' figures of
+        # a plan for this device alone, while the baseline has figures of other devices
         entry = replace(old, measured={**old.measured, identity_key(result): _figures(result)})
         changed = replace(configuration, cases={**configuration.cases, key: entry})
         return replace(base, configurations={**base.configurations, config_key: changed})
@@ -183,7 +183,7 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
 
 
 def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
-    """Return the stored tables of tensors held at the peaks of a case's original and optimized step; None: unknown."""
+    """Return the stored tables of tensors alive at the peaks of original and optimized step; None if missing."""
     stored = stored_case(baseline, label, case)
     if baseline is None or stored is None:
         return None, None
@@ -192,19 +192,19 @@ def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple
 
 
 def lacks_held(result: CaseResult, stored: CaseBaseline | None) -> bool:
-    """Return True if a baseline is older than the tables of tensors held at peaks, and the result has one."""
+    """Return True if the result has a table of tensors alive at its peak, and the older baseline has none."""
     return stored is not None and stored.original_held is None and result.original.at_peak is not None
 
 
 def lacks_reserved(result: CaseResult, measured: Measured | None) -> bool:
-    """Return True if a baseline is older than reserved bytes, and the result has them."""
+    """Return True if the result has reserved bytes and the baseline, from an older version, has none."""
     return (
         measured is not None and measured.original_reserved_bytes is None and result.original.reserved_bytes is not None
     )
 
 
 def _add_table(tables: dict[str, T], table: T | None) -> str | None:
-    """Add a table under the digest of its content, and return that; None for None."""
+    """Add a table under the digest of its content, and return the digest; None if there is no table."""
     if table is None:
         return None
     name = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
@@ -253,9 +253,9 @@ def _figures(result: CaseResult) -> Measured:
 
 
 def simulated_ns(result: CaseResult) -> tuple[int, int] | None:
-    """Return the simulated latencies of original and optimized step, nanoseconds; None but on a simulated device.
+    """Return the simulated latencies of the original and the optimized step in nanoseconds; None on a real device.
 
-    A step that is simulated since it is too large for its device has none: it is gated on the device that it is for.
+    A step simulated only because it is too large to run here has none: it is gated on the real device.
     """
     if not result.case.device.startswith("sim:"):
         return None
@@ -264,15 +264,15 @@ def simulated_ns(result: CaseResult) -> tuple[int, int] | None:
 
 
 def constants_version(result: CaseResult) -> str | None:
-    """Return the version of the constants behind a simulated device's latencies; None on other devices."""
+    """Return the version of a simulated device's constants; None on real devices."""
     return result.identity.get("constants") if result.case.device.startswith("sim:") else None
 
 
 def latency(result: CaseResult) -> tuple[float | None, float | None, float | None]:
-    """Return the latency ratio (opt/ori) of a result and the ends of its interval; all None if there is none to gate.
+    """Return the latency ratio (opt/ori) of a result and both ends of its interval; all None if it cannot be gated.
 
-    There is none for a measured row without times, for a ratio in doubt, and for the eager step. A simulated
-    ratio is exact: its interval is a point.
+    That is so for a step without timings, an unreliable timing, and the eager step. A simulated ratio is exact, so both
+    ends equal it.
     """
     if result.case.has_one_step:
         return None, None, None
@@ -286,5 +286,5 @@ def latency(result: CaseResult) -> tuple[float | None, float | None, float | Non
 
 
 def _rounded(ratio: float | None) -> float | None:
-    """Round a ratio for storage; None for an end of an interval that too few pairs leave open (infinite)."""
+    """Round a ratio for storage; None for an infinite end of an interval, left open by too few pairs of timings."""
     return None if ratio is None or not math.isfinite(ratio) else round(ratio, RATIO_DIGITS)

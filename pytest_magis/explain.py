@@ -1,4 +1,4 @@
-"""Explains why a step needs more memory: tensors held at its peak by module, now and in the baseline."""
+"""Explanations of memory growth: tensors alive at the peak by module, now and in the baseline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from magis.results import ModuleBytes, Peak, collapsed, is_below
 from magis.units import format_bytes
 
 Table: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Kind -> module -> bytes, the same partition as in `Peak.held`."""
+"""Bytes alive at a peak: kind -> module -> bytes, grouped as in `Peak.held`."""
 
 STORED = 96
-"""Most rows that a baseline keeps."""
+"""Maximum number of rows that a baseline stores."""
 NAMED = 4
-"""Most modules that a line names; it sums up the others."""
+"""Maximum number of modules named in a line; the others are summed up."""
 REST = "*"
 WORDS = {
     "state": ("optimizer state", "optimizer states"),
@@ -27,13 +27,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Growth:
-    """One kind of bytes of a module, now and before."""
+    """Change in the bytes of one kind (parameters, activations, ...) of one module."""
 
     row: ModuleBytes
-    """Bytes now; 0 bytes and tensors where nothing is left."""
+    """Bytes and number of tensors now; both 0 if none is left."""
     before: int
     largest: ModuleBytes | None = None
-    """The module that holds most now, where the row stands for several."""
+    """Module with the most bytes now, if the row covers several modules."""
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Growth:
 
 
 def as_table(peak: Peak) -> dict[str, dict[str, int]]:
-    """Return the table that a baseline keeps of a peak."""
+    """Return the table of tensors alive at a peak, as a baseline stores it."""
     found: dict[str, dict[str, int]] = {}
     for row in collapsed(peak.held, STORED):
         found.setdefault(row.kind, {})[row.module] = row.nbytes
@@ -51,7 +51,7 @@ def as_table(peak: Peak) -> dict[str, dict[str, int]]:
 def growths(now: Peak, before: Table) -> list[Growth]:
     """Return the rows that changed, most growth first; every byte of both sides is counted once.
 
-    A row of one side that the other has in several ("layers.3.*") is compared with their sum.
+    If one side has a summed row ("layers.3.*"), it is compared with the sum of the other side's rows below that module.
     """
     theirs = [ModuleBytes(kind, module, n, 0) for kind, modules in before.items() for module, n in modules.items()]
     ours = _group_rows(now.held, theirs)
@@ -69,7 +69,7 @@ def growths(now: Peak, before: Table) -> list[Growth]:
 
 
 def _group_rows(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> dict[tuple[str, str], list[ModuleBytes]]:
-    """Group rows by kind and module; a module that the other side has only within "layers.3.*" goes under that name."""
+    """Group rows by kind and module, or by the other side's summed row ("layers.3.*") that contains the module."""
     rests: dict[str, list[str]] = {}
     for other in others:
         if other.module == REST or other.module.endswith(f".{REST}"):
@@ -82,7 +82,7 @@ def _group_rows(rows: Iterable[ModuleBytes], others: Iterable[ModuleBytes]) -> d
 
 
 def why_more(step: str, now: Peak | None, before: Table | None) -> str:
-    """Say in one line which modules' tensors grew, or which hold most if the baseline has no table."""
+    """Return one line that names the modules whose tensors grew, or the largest ones if the baseline has no table."""
     if now is None:
         return ""
     if before is None:
@@ -100,7 +100,7 @@ def why_more(step: str, now: Peak | None, before: Table | None) -> str:
 
 
 def _by_module(changed: list[Growth]) -> list[tuple[str, list[Growth]]]:
-    """Group rows by module, most growth first."""
+    """Group changes by module, most growth first."""
     found: dict[str, list[Growth]] = {}
     for each in changed:
         found.setdefault(each.row.module, []).append(each)
@@ -108,7 +108,7 @@ def _by_module(changed: list[Growth]) -> list[tuple[str, list[Growth]]]:
 
 
 def _listed(modules: list[tuple[str, list[Growth]]], *, sign: bool) -> str:
-    """List the first modules with their bytes and tensors, and the sum of the others."""
+    """Return a text that lists the first modules with their bytes and tensors, and the sum of the others."""
     named = [item for item in modules[:NAMED] if sum(each.nbytes for each in item[1]) > 0]
     rest = sum(each.nbytes for _, members in modules[len(named) :] for each in members)
     texts = [
@@ -133,18 +133,18 @@ def _amount(nbytes: int, *, sign: bool) -> str:
 
 
 def tensors_in_words(row: ModuleBytes) -> str:
-    """Write a row's tensors as "3 activations at net.py:31"."""
+    """Return the tensors of a row in words, such as "3 activations at net.py:31"."""
     one, several = WORDS.get(row.kind, (row.kind, f"{row.kind}s"))
     return f"{row.count} {one if row.count == 1 else several}{f' at {row.line}' if row.line else ''}"
 
 
 def operator_at(peak: Peak) -> str:
-    """Write the operator at a peak: "aten.mm of layers.3 (backward, net.py:31)"."""
+    """Return the operator at a peak in words, such as "aten.mm of layers.3 (backward, net.py:31)"."""
     of = f" of {peak.module}" if peak.module else ""
     line = f", {peak.line}" if peak.line else ""
     return f"{peak.op}{of} ({peak.phase}{line})"
 
 
 def module_name(module: str) -> str:
-    """Write a module's path for a reader."""
+    """Return the path of a module, or "(no sub-module)" for the root."""
     return module or "(no sub-module)"

@@ -1,4 +1,4 @@
-"""The parts of a verdict: findings, tolerances, figures in words, and commands that accept them."""
+"""The parts of a verdict: findings, tolerances, figures in words, and the shell commands that accept a finding."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pytest_magis.option_values import PERMISSIONS
 
 NEW, MOVED, BETTER, WORSE = PERMISSIONS
 BROKEN = "broken"
-"""Kind that nothing accepts."""
+"""Kind of a finding that no option accepts."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Shares by which a figure may exceed its baseline: 0 is exact, 0.05 is five percent."""
+    """Relative tolerances over the baseline: 0 is exact, 0.05 allows 5% more."""
 
     memory: float = 0.0
     latency: float = 0.04
-    """Share for a timed latency ratio."""
+    """Tolerance for a timed latency ratio."""
     simulated_latency: float = 0.01
-    """Share for a simulated latency, and for the ratio of two: these have no noise."""
+    """Tolerance for a simulated latency, and for the ratio of two; simulated latencies have no noise."""
     keeps_wins: bool = False
-    """True: a case that needs less than its baseline is red until the win is stored."""
+    """If True, a case that needs less than its baseline is red until the improvement is stored."""
     needs_limits: bool = False
-    """True: a case is red if no plan was found that meets its limit."""
+    """If True, a case is red unless a plan meets its limit."""
 
     def of_latency(self, device: str) -> float:
-        """Return the share for latency ratios on a device."""
+        """Return the tolerance for latency ratios on a device."""
         return self.simulated_latency if device.startswith("sim:") else self.latency
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference from the baseline or a limit, in one line; kind is NEW, MOVED, BETTER, WORSE or BROKEN."""
+    """Difference from the baseline or a limit, as one line; kind is NEW, MOVED, BETTER, WORSE or BROKEN."""
 
     kind: str
     text: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Part:
-    """A difference in full, and in brief as an addition to an earlier one of the same kind."""
+    """Single difference: a full text, and a brief one for use after another difference of the same kind."""
 
     kind: str
     text: str
@@ -56,12 +56,12 @@ class Part:
 
 
 def moved(part: Part, mover: str) -> Part:
-    """Turn a difference into one of kind MOVED if the ``mover`` (the planner, say) made it; without one keep it."""
+    """Return the difference as MOVED if the ``mover`` (such as the planner) is not empty, else unchanged."""
     return Part(MOVED, f"{part.text}: moved by the {mover}", part.brief) if mover else part
 
 
 def merge_parts(parts: Iterable[Part]) -> Iterator[Finding]:
-    """Make one finding of each kind: its first part in full, the others in brief."""
+    """Yield one finding per kind: its first difference in full, the others in brief."""
     by_kind: dict[str, list[Part]] = {}
     for part in parts:
         by_kind.setdefault(part.kind, []).append(part)
@@ -70,12 +70,12 @@ def merge_parts(parts: Iterable[Part]) -> Iterator[Finding]:
 
 
 def against(seen: int, allowed: int) -> str:
-    """Write bytes beside the allowed ones, with the difference in percent."""
+    """Return measured and allowed bytes as text, with the difference in percent."""
     return f"{seen:,} ({format_bytes(seen)}), allowed {allowed:,} ({format_bytes(allowed)}), {percent(seen, allowed)}"
 
 
 def percent(seen: float, reference: float) -> str:
-    """Write the difference of a figure from its reference in percent."""
+    """Return the relative difference of a figure from its reference as text, in percent."""
     if not reference:
         return "was 0"
     share = 100 * float(Fraction(seen) / Fraction(reference) - 1)
@@ -85,7 +85,7 @@ def percent(seen: float, reference: float) -> str:
 def accept_case(
     given: Iterable[tuple[str, str]], model: str, case: Case, needed: Sequence[str], where: str = ""
 ) -> str:
-    """Write the command that runs this case alone and stores it.
+    """Return the command that runs one case alone and stores its result.
 
     `given` are the options (flag, value) of the run, `where` is the node id of the user's test.
     """
@@ -102,7 +102,7 @@ def accept_case(
 
 
 def accept_all(given: Iterable[tuple[str, str]], needed: Sequence[str], where: Iterable[str] = ()) -> str:
-    """Write the command that repeats this run and stores all that it finds; `where` are the node ids of red tests."""
+    """Return the command that repeats this run and stores all its findings; `where` are the node ids of red tests."""
     files = dict.fromkeys(node_id.partition("::")[0] for node_id in where if node_id)
     return _command(files, given, (RUN,), needed)
 
@@ -110,7 +110,7 @@ def accept_all(given: Iterable[tuple[str, str]], needed: Sequence[str], where: I
 def _command(
     words: Iterable[str], given: Iterable[tuple[str, str]], left_out: Collection[str], needed: Sequence[str]
 ) -> str:
-    """Write a command with the given options but those of the scopes `left_out`."""
+    """Return a pytest command with the given options, except those whose scope is in `left_out`."""
     scopes = {option.flag: option.scope for option in OPTIONS}
     options = [f"{flag}={value}" for flag, value in given if scopes[flag] not in left_out]
     return " ".join(["pytest", *map(shlex.quote, (*words, *options, f"--magis-update={','.join(needed)}"))])

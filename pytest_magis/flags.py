@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009  (`option` returns a field of a dataclass)
-"""The gate's options, each declared once: a field of `Settings` with its kind, default, help and scope.
+"""The options of the gate, each declared once: a field of `Settings` with its kind, default, help and scope.
 
-The command line, the ini file, the arguments of the mark, docs/options.md and the commands that accept a case follow
-from it. An idle plugin loads this module alone; `pytest_magis.options` reads and checks the values.
+The command line, the ini file, the arguments of the mark, docs/options.md and the commands that accept a case are
+generated from them. A session without gated tests loads only this module; `pytest_magis.options` parses the values.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import pytest
 from pytest_magis import option_values as kinds
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
-"""Environment variable with the settings of a run on another version (`magis.version_run` repeats the name)."""
+"""Environment variable with the settings of a run on another version (`magis.version_run` has the same name)."""
 PARTLY: pytest.StashKey[bool] = pytest.StashKey()
-"""In a config's stash once tests were left out, or could not be collected."""
+"""Stash key: True once tests were deselected, or could not be collected."""
 COLLECTED: pytest.StashKey[tuple[set[str], list[pytest.Item]]] = pytest.StashKey()
-"""Node ids that were collected whole, and all tests that were found, those left out later included."""
+"""Stash key: node ids of completely collected nodes, and all tests found, including those deselected later."""
 RUN, MODELS, CASE, ALWAYS = "run", "models", "case", "always"
-"""Scopes of options: what a command that accepts a case leaves out. RUN: decided anew by each run, or a place of its
-outputs. MODELS: which models run. CASE: named by the case itself. ALWAYS: nothing, such a command repeats it."""
+"""Scopes of options, which decide whether a command that accepts a case repeats them. RUN: no, since it belongs to one
+run or names an output. MODELS: no, since it selects models. CASE: no, since the case implies it. ALWAYS: yes."""
 
 
 class Option(NamedTuple):
-    """One option: a field of `Settings` with what pytest and the reader need to know of it."""
+    """Option of the gate: a field of `Settings` with its declaration for pytest and its documentation."""
 
     field: str
-    """Name of the field and of the mark's argument; with dashes behind "--magis-" that of the flag."""
+    """Name of the field and of the mark's argument; the flag is "--magis-" and the name with dashes."""
     kind: kinds.Kind
     default: Any
     help: str
     """One line for `pytest --help`."""
     in_words: str = ""
-    """The default, where its value does not say it."""
+    """Default in words, if its value is not clear by itself."""
     details: str = ""
     """Further sentences for docs/options.md."""
     expert: bool = False
     in_mark: bool = False
-    """True: a mark takes it, too."""
+    """If True, the mark accepts the option, too."""
     scope: str = ALWAYS
 
     @property
@@ -52,7 +52,7 @@ class Option(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return its name in the ini file and as an attribute of `config.option`."""
+        """Return the option's name in the ini file and as an attribute of `config.option`."""
         return f"magis_{self.field}"
 
     @property
@@ -64,13 +64,13 @@ class Option(NamedTuple):
 
 
 def option(kind: kinds.Kind, default: Any, help: str, **about: Any) -> Any:  # noqa: A002  (pytest's own word)
-    """Declare a field of `Settings` as an `Option`, of which `about` gives further fields."""
+    """Declare a field of `Settings` as an `Option`; `about` are further fields of the `Option`."""
     return field(default=default, metadata={"kind": kind, "default": default, "help": help, **about})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Checked options of a run; below the options, what follows from them and from where they were given."""
+    """Checked options of a run, followed by values derived from them and from how they were given."""
 
     models: tuple[str, ...] = option(
         kinds.NAMES,
@@ -341,30 +341,30 @@ class Settings:
         scope=RUN,
     )
     only_gate: bool = False
-    """True if models were named on the command line: without paths, nothing but the gate is collected."""
+    """True if models were given on the command line: without paths, pytest then collects only the gate's cases."""
     adds_markdown: bool = False
-    """True if the file of the table is GitHub's, to which every step of a job adds."""
+    """True if the Markdown table is appended to GitHub's job summary instead of replacing a file."""
     profiles: Path | None = None
-    """Folder that may have an operator profile for the device; None where one is named, or none is wanted."""
+    """Folder searched for the device's operator profile; None if a profile is given or switched off."""
     given: tuple[tuple[str, str], ...] = ()
-    """Options on this command line: flag and value."""
+    """Options given on this command line: (flag, value)."""
     memory_limits: tuple[int, ...] = ()
-    """Memory limits in bytes, which marks alone can have."""
+    """Memory limits in bytes, which only a mark or a call of the fixture can give."""
     required: bool | None = None
-    """For a mark that says it: True if its limits must be met."""
+    """True if a mark requires its limits to be met; None without a mark or its argument."""
 
 
 OPTIONS = tuple(Option(each.name, **each.metadata) for each in fields(Settings) if each.metadata)
 BY_NAME = {each.field: each for each in OPTIONS}
 FILES = ("report", "pareto", "trace", "resume")
-"""Options that name files of a run; a run on another version ignores them."""
+"""Options that name files of one run; a run on another version ignores them."""
 GONE = {"--magis-benchmark-json": "--benchmark-json"}
-"""Second names that options had, and the name that is left."""
+"""Removed option names, each with its replacement."""
 MARK_ARGUMENTS = (
     *("name", "memory_limit", "required", "optimizer"),
     *(each.field for each in OPTIONS if each.in_mark),
 )
-"""All arguments of the mark: those that are no options first."""
+"""All arguments of the mark, beginning with those that are not options."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -395,7 +395,7 @@ def any_given(config: pytest.Config) -> bool:
 
 
 def given(config: pytest.Config, name: str) -> list[str] | None:
-    """Return the values given for an option, on the command line or else in the ini file; None without any."""
+    """Return the values of an option from the command line, else from the ini file; None if it is in neither."""
     if name in FILES and COMPARED_WITH in os.environ:
         return None
     found = on_command_line(config, name)
@@ -403,7 +403,7 @@ def given(config: pytest.Config, name: str) -> list[str] | None:
 
 
 def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
-    """Return the values of an option on the command line, in order; None without any."""
+    """Return the values of an option on the command line, in order; None if it was not given."""
     value = config.getoption(BY_NAME[name].key)
     if value is None:
         return None
@@ -412,7 +412,7 @@ def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
 
 
 def in_ini(config: pytest.Config, name: str) -> list[str] | None:
-    """Return the values of an option in the ini file; None without any."""
+    """Return the values of an option in the ini file; None if it is not there."""
     value = config.getini(BY_NAME[name].key)
     if value is None or value in ("", []):
         return None

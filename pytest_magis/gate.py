@@ -54,24 +54,24 @@ BUILT_IN = "magis-builtin"
 
 @dataclass(frozen=True)
 class Run:
-    """A run at its end, for the report."""
+    """Finished run, as input of the HTML report."""
 
     outcomes: tuple[Outcome, ...]
     planned: int
-    """Number of chosen cases; with fewer outcomes the run ended early."""
+    """Number of selected cases; fewer outcomes mean that the run ended early."""
     settings: Settings
     interrupted: bool
     fronts: tuple[tuple[str, Path], ...]
-    """Model and picture of each front that this run wrote."""
+    """Model and picture file of each Pareto front that the run wrote."""
     baselines: Mapping[Path, ModelBaseline | None]
-    """Baselines by file, as they were when the run began."""
+    """Baselines by file, as they were at the start of the run."""
 
 
 @dataclass
 class Gate:
-    """State of a run.
+    """State of one run of the gate.
 
-    Workers of pytest-xdist only run cases; the process that has the terminal gathers outcomes and writes files.
+    Workers of pytest-xdist only run cases; the main process collects outcomes and writes files.
     """
 
     settings: Settings
@@ -80,33 +80,33 @@ class Gate:
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
     baselines: dict[Path, ModelBaseline | None] = field(default_factory=dict)
-    """Baselines by file, as they were before the run; those of users' tests are read when these run."""
+    """Baselines by file, as they were before the run; files of users' tests are read when the tests run."""
     benchmarks: Any = None
-    """Rows for pytest-benchmark (`BenchmarkRows`); None: nobody asks for them."""
+    """Rows for pytest-benchmark (`BenchmarkRows`); None if no option of pytest-benchmark needs them."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """Outcomes by case name; of a case that ran again the last one."""
+    """Outcomes by case name; for a case that was rerun, the last outcome."""
     rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
-    """Rows of the csv by case name, each made once."""
+    """Csv rows by case name, cached."""
     written: dict[str, WrittenFront] = field(default_factory=dict)
-    """Written fronts by model."""
+    """Written Pareto fronts by model."""
     lines: list[str] = field(default_factory=list)
-    """Lines for the summary: files written, and errors."""
+    """Lines for the terminal summary: files written, and errors."""
     workers_ready: int = 0
-    """Number of workers of pytest-xdist that have collected."""
+    """Number of workers of pytest-xdist that have finished collecting."""
 
     def baseline(self, model: str, case: Case) -> ModelBaseline | None:
-        """Return the baselines of a case's model as they were when the run began. Raises BaselineError."""
+        """Return the baseline of a case's model at the start of the run; None without a file. Raises BaselineError."""
         path = self.path(model, case)
         if path not in self.baselines:
             self.baselines[path] = read_baseline(path, model, case.device)
         return self.baselines[path]
 
     def path(self, model: str, case: Case) -> Path:
-        """Return the file of a model's baselines on the device of a case."""
+        """Return the baseline file of a model on a case's device."""
         return baseline_path(self.settings.baselines, case.device, model)
 
     def record(self, report: pytest.TestReport) -> None:
-        """Take a case's outcome, or a written front, from the report of a call."""
+        """Record a case's outcome, or a written Pareto front, from a test report."""
         if report.when != "call":
             return
         for key, value in report.user_properties:
@@ -124,7 +124,7 @@ class Gate:
                 self.written[front.model] = front
 
     def _write_rows(self, path: Path) -> str:
-        """Replace the csv by the rows of this run, and return a line that says so. Raises UsageError if that fails."""
+        """Replace the csv with this run's rows, and return a line for the summary. Raises UsageError on failure."""
         outcomes = self.ordered()
         for outcome in outcomes:
             if outcome.name not in self.rows:
@@ -133,19 +133,19 @@ class Gate:
         return f"results: {path} ({len(outcomes)} row{'s' if len(outcomes) != 1 else ''})"
 
     def ordered(self) -> list[Outcome]:
-        """Return outcomes in planned order, then those of users' tests by model."""
+        """Return outcomes in planned order, followed by those of users' tests sorted by model."""
         planned = [self.outcomes[each.name] for each in self.cases if each.name in self.outcomes]
         return planned + sorted((each for each in self.outcomes.values() if each.where), key=lambda each: each.model)
 
     @property
     def is_empty_shard(self) -> bool:
-        """Return True if this run's share of the models is empty: there are fewer models than shares."""
+        """Return True if this run's shard has no models because there are fewer models than shards."""
         return self.settings.shard is not None and not self.cases and not self.fronts
 
     def finish(self, *, interrupted: bool) -> bool:
-        """Write the results and the accepted baselines; False if something could not be written.
+        """Write results and accepted baselines; return False if a file could not be written.
 
-        An interrupted run writes the rows that it has, and accepts nothing.
+        An interrupted run writes the rows that it has, and updates no baseline.
         """
         written = True
         outcomes = self.ordered()
@@ -175,7 +175,7 @@ class Gate:
         return written
 
     def _fronts(self) -> list[WrittenFront]:
-        """Return written fronts in planned order, then those of users' tests by model."""
+        """Return written Pareto fronts in planned order, followed by those of users' tests sorted by model."""
         planned = [self.written[each.model] for each in self.fronts if each.model in self.written]
         return planned + sorted(set(self.written.values()) - set(planned), key=lambda front: front.model)
 
@@ -192,9 +192,9 @@ class Gate:
 
 
 def prepare(config: pytest.Config) -> Gate:
-    """Check options, models, baselines and output files before anything runs. Raises UsageError.
+    """Check options, models, baselines and output files before any case runs. Raises UsageError.
 
-    Also takes the gate's node ids out of `config.args`, and all default paths if only the gate was asked for.
+    Removes the gate's node ids from `config.args`, and the default paths if only the gate was asked for.
     """
     is_worker = hasattr(config, "workerinput")
     hook = config.hook
@@ -230,14 +230,14 @@ def prepare(config: pytest.Config) -> Gate:
 
 
 def all_strategies(config: pytest.Config) -> list[Strategy]:
-    """Return the strategies of all plugins, ours first."""
+    """Return the strategies of all plugins, beginning with the built-in ones."""
     if not config.pluginmanager.has_plugin(BUILT_IN):
         config.pluginmanager.register(harness, BUILT_IN)
     return [item for given in reversed(config.hook.pytest_magis_strategies(config=config)) for item in given]
 
 
 def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) -> None:
-    """Raise UsageError unless files can be written in a directory, which may still have to be made."""
+    """Raise UsageError unless files of these names can be written in a directory, which need not exist yet."""
     if directory is None:
         return
     try:
@@ -250,7 +250,7 @@ def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) ->
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:
-    """Take the gate's node ids out of `config.args` and return them; pytest collects the rest."""
+    """Remove the gate's node ids from `config.args` and return them; pytest collects the rest."""
     given = config.args_source is pytest.Config.ArgsSource.ARGS
     node_ids = [arg for arg in config.args if arg.startswith(PREFIX)] if given else []
     if node_ids:
@@ -261,7 +261,7 @@ def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:
 
 
 def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
-    """Merge the contributions of several plugins. Raises UsageError for a name that two of them use."""
+    """Merge what several plugins contribute. Raises UsageError for a name that two plugins use."""
     parts = [part for part in given if part]
     counts = Counter(name for part in parts for name in part)
     for name in (name for name, count in counts.items() if count > 1):
@@ -270,7 +270,7 @@ def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
 
 
 def store(path: Path, outcomes: list[Outcome]) -> str:
-    """Put accepted results into a file as it is now, and return a line that says so."""
+    """Write accepted results into a baseline file, re-read under a lock, and return a line for the summary."""
     first = outcomes[0]
     with locked(path.parent):
         baseline = read_baseline(path, first.model, first.case.device)
@@ -283,7 +283,7 @@ def store(path: Path, outcomes: list[Outcome]) -> str:
 
 
 def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -> dict[str, Cell]:
-    """Return the csv row of a case; without a result it has only the case and the error."""
+    """Return the csv row of a case; without a result, only the case and its error."""
     if outcome.result is None:
         return {
             "name": outcome.model,
@@ -305,12 +305,12 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
 
 
 def front_name(planned: PlannedCase, kind: str) -> str:
-    """Name the file of a model's front; its kind is "json" or "svg"."""
+    """Return the file name of a model's Pareto front; `kind` is "json" or "svg"."""
     return f"{file_name(planned.model)}.{kind}"
 
 
 def write_front(directory: Path, planned: PlannedCase, front: ParetoFront) -> WrittenFront:
-    """Write the two files of a model's front. Raises UsageError if that fails."""
+    """Write a model's Pareto front as JSON and SVG. Raises UsageError on failure."""
     _make_directory("--magis-pareto", directory)
     for kind, text in (("json", front_text(front)), ("svg", front_svg(front))):
         write_text_atomically(directory / front_name(planned, kind), text)
@@ -320,12 +320,12 @@ def write_front(directory: Path, planned: PlannedCase, front: ParetoFront) -> Wr
 
 
 def trace_name(planned: PlannedCase) -> str:
-    """The file of a case; "@" is in no part of it, so no two cases share one."""
+    """Return the name of a case's trace file, unique since "@" occurs in neither part."""
     return f"{file_name(planned.model)}@{file_name(planned.label)}.json"
 
 
 def write_trace(directory: Path, planned: PlannedCase, result: CaseResult) -> Path:
-    """Write the time lines of a case. Raises UsageError if that fails."""
+    """Write the simulated time lines of a case, and return the file. Raises UsageError on failure."""
     _make_directory("--magis-trace", directory)
     path = directory / trace_name(planned)
     write_text_atomically(path, trace_text(result))

@@ -1,7 +1,6 @@
-"""Baselines of tests that are gone: named at the end of a run that collected all tests, removed by `--magis-prune`.
+"""Baselines of deleted tests: listed at the end of a run that collected all tests, removed by `--magis-prune`.
 
-Only baselines of tests count: a built-in model, a factory and a model of a conftest may be asked for by another command
-line.
+Only baselines of tests count: built-in models, factories and models of a conftest may belong to another command line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pytest_magis.live.gated_tests import claimed_names, is_live, is_marked, nam
 
 
 def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]) -> str:
-    """Say why a run cannot tell which tests are gone; empty if it can. ``unfinished``: node ids that did not pass."""
+    """Return why a run cannot tell which tests were deleted; "" if it can. ``unfinished``: ids of unpassed nodes."""
     config, settings = session.config, gate.settings
     if config.pluginmanager.has_plugin("dsession"):
         return "tests were collected by several processes (-n)"
@@ -43,9 +42,9 @@ def why_unknown(session: pytest.Session, gate: Gate, unfinished: Collection[str]
 
 
 def gone(session: pytest.Session, gate: Gate) -> tuple[list[Path], dict[Path, Path]]:
-    """Return the baseline files of tests that are gone; and those whose test may be in a file that was not collected.
+    """Return the baseline files of deleted tests, and those whose test may be in a file that was not collected.
 
-    Such a file (`collect_ignore`, `testpaths`) stands behind the baseline's.
+    The latter map to the test file (excluded by `collect_ignore` or `testpaths`, for example).
     """
     config, folder = session.config, gate.settings.baselines
     nodes, items = config.stash[COLLECTED]
@@ -68,9 +67,9 @@ def gone(session: pytest.Session, gate: Gate) -> tuple[list[Path], dict[Path, Pa
 
 
 def _not_collected(config: pytest.Config, name: str, whole: AbstractSet[str]) -> Path | None:
-    """The file that was not collected whole and that a test of this name may be in; None if there is none.
+    """Return an uncollected file that may define the test of this name; None if there is none.
 
-    A name of a test's own says nothing of its file, nor does that of a file that is gone: then any file of tests may.
+    A custom name does not tell the test's file, so any uncollected test file may define it.
     """
     starts = [name[: found.start()] for found in re.finditer(r"\.", name)]
     for start in starts:
@@ -83,7 +82,7 @@ def _not_collected(config: pytest.Config, name: str, whole: AbstractSet[str]) ->
 
 
 def _files_of_tests(config: pytest.Config) -> Iterator[tuple[str, Path]]:
-    """All files below the root that pytest takes for files of tests, with what their tests' names begin with."""
+    """Yield all test files below rootdir, each with the dotted path that its tests' names begin with."""
     seen = set[str]()
     for folder, folders, names in os.walk(config.rootpath, followlinks=True):
         here = Path(folder)
@@ -98,7 +97,7 @@ def _files_of_tests(config: pytest.Config) -> Iterator[tuple[str, Path]]:
 
 
 def gone_baselines(session: pytest.Session, gate: Gate, unfinished: Collection[str], *, prune: bool) -> list[str]:
-    """Return lines for the summary; with ``prune`` remove the files. Raises BaselineError if a run cannot tell."""
+    """Return lines for the summary; with ``prune`` remove the files. Raises BaselineError for a partial run."""
     unknown = why_unknown(session, gate, unfinished)
     if unknown and prune:
         raise BaselineError(f"--magis-prune removes nothing: {unknown}", hint="give it to a run of all tests")

@@ -1,4 +1,4 @@
-"""The only module of the plugin that calls `magis.api`, and so the only one that loads torch.
+"""The only module of the plugin that calls `magis.api` and thereby loads torch.
 
 Its hooks are the plugin's own implementations; those of other plugins run first.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from magis.api import Bench, Workload
 
 AGENTS: pytest.StashKey[Any] = pytest.StashKey()
-"""In a config's stash: agents that lend ranks to this session, if it leads a job of several processes."""
+"""Stash key: connections to processes that run ranks, if this session is rank 0 of a multi-process job."""
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
 
@@ -38,11 +38,11 @@ def measure(
     *,
     rough: bool = False,
 ) -> CaseResult:
-    """Run a case by hook and return its result, under the model's name.
+    """Run a case through `pytest_magis_run_case` and return its result, renamed to the model's name.
 
-    `planning` are the baseline's workspaces and graph digest, `bounds` the latency ratios at which the verdict changes;
-    `rough`: the ratio is only shown. Warnings are never raised as errors: a project that asks for that means its own
-    warnings, not torch's.
+    `planning` are the baseline's workspaces and graph digest; `bounds` are the latency ratios at which the verdict
+    changes; `rough`: the ratio is only shown, so a short timing is enough. Warnings are not raised as errors, even
+    under `-W error`.
     """
     workspaces, graph = planning
     settings = anywhere(config)
@@ -76,7 +76,7 @@ def pytest_magis_run_case(
     make: Callable[[int], Workload] | None,
     timelines: bool,
 ) -> CaseResult:
-    """Run a case that no other plugin ran; later cases of this process share its capture and eager measurement."""
+    """Run a case that no other plugin ran; cases of one process share captures and eager measurements."""
     from magis.api import run_case
 
     return run_case(
@@ -94,7 +94,7 @@ def pytest_magis_run_case(
 
 
 def measure_again(config: pytest.Config, case: Case) -> None:
-    """Drop a red case's kept result, so that a rerun measures it again."""
+    """Drop the cached result of a red case, so that a rerun measures again."""
     if _BENCH in config.stash:
         config.stash[_BENCH].measure_again(case)
 
@@ -102,7 +102,7 @@ def measure_again(config: pytest.Config, case: Case) -> None:
 def search_front(
     config: pytest.Config, name: str, case: Case, make: Callable[[int], Workload] | None = None
 ) -> ParetoFront:
-    """Search the front of a case's model by hook and return it, under the model's name."""
+    """Search a model's Pareto front through `pytest_magis_front` and return it, renamed to the model's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         front = config.hook.pytest_magis_front(case=case, config=config, make=make)
@@ -113,7 +113,7 @@ def search_front(
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], Workload] | None) -> ParetoFront:
-    """Search a front that no other plugin searched, on the captures of this process's cases."""
+    """Search a Pareto front that no other plugin searched, reusing captures of this process."""
     from magis.api import pareto
 
     return pareto(
@@ -138,27 +138,27 @@ def check_with_magis(
     make: Callable[[int], Workload] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> None:
-    """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
+    """Check that magis can capture a case's model; `keep` caches the capture for cases that run in this process."""
     from magis.api import check_case
 
     check_case(case, cache=_bench(config) if keep else None, make=make, progress=progress)
 
 
 def builder(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:
-    """Return a builder (seed -> workload) of the network that a test's function returns."""
+    """Return a function (seed -> workload) that builds the network that a test function returns."""
     from magis.models import from_function
 
     return from_function(name, function, optimizer)
 
 
 def forget(config: pytest.Config) -> None:
-    """Free captures and measurements of the models so far."""
+    """Free all cached captures and measurements."""
     if _BENCH in config.stash:
         config.stash[_BENCH].forget()
 
 
 def check_prices(case: Case, config: pytest.Config) -> None:
-    """Check through `magis.api` that the operator profile in use, if any, can price the case."""
+    """Raise UsageError if the operator profile in use does not fit the case."""
     from magis.api import check_profile
 
     check_profile(case, cache=_bench(config))
@@ -188,7 +188,7 @@ def _bench(config: pytest.Config) -> Bench:
 
 
 def _cache(config: pytest.Config) -> Path | None:
-    """Return a folder in pytest's cache; None if nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
+    """Return a folder in pytest's cache; None if caching is off, or pytest has no cache (-p no:cacheprovider)."""
     cache: pytest.Cache | None = getattr(config, "cache", None)
     if cache is None or anywhere(config).cache == "none":
         return None
@@ -202,7 +202,7 @@ def _cache(config: pytest.Config) -> Path | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_devices() -> tuple[str, ...]:
-    """Return all devices that cases can run on here, the default one first."""
+    """Return all devices available here, the default one first."""
     from magis.api import available_devices, default_device
 
     first = default_device()
@@ -211,5 +211,5 @@ def pytest_magis_devices() -> tuple[str, ...]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_magis_strategies() -> Iterable[Strategy]:
-    """Return the strategies that come with the plugin."""
+    """Return the built-in strategies."""
     return BUILT_IN

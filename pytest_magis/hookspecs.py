@@ -1,4 +1,4 @@
-"""Hooks by which other projects (or a conftest.py) add models, strategies, columns, or run cases themselves."""
+"""Hooks for other plugins and conftest.py files: add models, strategies or csv columns, or run cases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_magis_models(config: pytest.Config) -> Mapping[str, str] | None:
 
 @pytest.hookspec
 def pytest_magis_strategies(config: pytest.Config) -> Iterable[Strategy]:  # type: ignore[empty-body]
-    """Return further strategies for `--magis-strategies`; their plugin runs their cases in `pytest_magis_run_case`."""
+    """Return further strategies for `--magis-strategies`; the same plugin runs them in `pytest_magis_run_case`."""
 
 
 @pytest.hookspec
@@ -34,7 +34,7 @@ def pytest_magis_columns(config: pytest.Config) -> Mapping[str, Callable[[CaseRe
 
 @pytest.hookspec(firstresult=True)
 def pytest_magis_devices(config: pytest.Config) -> tuple[str, ...] | None:
-    """Return the devices that cases can run on here, the default one first. The first answer counts."""
+    """Return the devices available for cases, the default one first. The first result wins."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -49,24 +49,22 @@ def pytest_magis_run_case(
     make: Callable[[int], Workload] | None,
     timelines: bool,
 ) -> CaseResult | None:
-    """Run one case. The first answer counts; None leaves it to the next one, `magis.api.run_case` being the last.
+    """Run one case. The first result wins; None passes the case on, finally to `magis.api.run_case`.
 
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
-    the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
-    the verdict changes: a timing that ends with one of them inside its interval decides nothing; `rough` says that the
-    ratio is only shown, neither judged nor stored. `progress` takes a few words on what the case is doing,
-    shown if that takes long; it may be None. `make` (seed -> workload) builds the network of a user's test, where the
-    case's model is only a name; None: build the model by its name. `timelines` says whether
-    `CaseResult.timelines` will be shown. Errors of magis fail the case in one line.
-    Without a further implementation, models that magis cannot capture end the run before its first case; with one,
-    they fail their case.
+    the plan is the same on every machine; both are None without a baseline. `latency_bounds` are the latency ratios at
+    which the verdict changes: a timing whose interval contains one of them is inconclusive. `rough`: the ratio is only
+    shown, neither judged nor stored. `progress`, if not None, takes a short text to show for a slow case. `make` (seed
+    -> workload) builds the network of a user's test; None: build the case's model by name. `timelines`: fill
+    `CaseResult.timelines`. Errors of magis fail the case in one line. If no other plugin implements the hook, a model
+    that magis cannot capture ends the run before its first case; else it fails its case.
     """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], Workload] | None) -> ParetoFront | None:
-    """Search a model's front of memory against latency (`--magis-pareto`); the case has no limit, and `make` is as in
-    `pytest_magis_run_case`.
+    """Search a model's Pareto front of memory against latency (`--magis-pareto`); the case has no limit.
 
-    The first answer counts; None leaves it to the next one, `magis.pareto` being the last.
+    `make` (seed -> workload) builds the network of a user's test. The first result wins; None passes the case on,
+    finally to `magis.pareto`.
     """

@@ -1,8 +1,7 @@
-"""Runs planned cases and judges them, for the gate's own items and for users' tests.
+"""Running and judging of planned cases, for the gate's own items and for users' tests.
 
-Users' own models are checked before the first case, and a mistake in one ends the run with one line. A module that
-branches on its data, lies on another device or mixes data types shows only when it is built, captured and run. That
-takes seconds, so it waits until the cases are chosen: `--collect-only` and deselected cases do not need the model.
+Users' models are checked before the first case, so that a broken model ends the run with one line. The check builds,
+captures and runs the model, which takes seconds, so it covers only selected cases and never `--collect-only`.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ if TYPE_CHECKING:
 
 
 def failure(text: str) -> BaseException:
-    """Return the exception that fails a test with these lines and no traceback."""
+    """Return the exception that fails a test with this text and no traceback."""
     return pytest.fail.Exception(text, pytrace=False)
 
 
 @contextmanager
 def refused_in_one_line() -> Iterator[None]:
-    """Turn an error of magis in the block into a failure of the test."""
+    """Convert a MagisError raised in the block into a test failure of one line."""
     try:
         yield
     except MagisError as error:
@@ -57,7 +56,7 @@ def refused_in_one_line() -> Iterator[None]:
 
 
 def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
-    """Run the case of an item, or write its front, and leave the outcome in its report. Fails a red case in lines."""
+    """Run an item's case, or write its Pareto front, and report the outcome. Fails the test if the case is red."""
     __tracebackhide__ = True
     if planned.label == FRONT:
         with refused_in_one_line():
@@ -70,7 +69,7 @@ def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
 
 
 def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> Iterator[Outcome]:
-    """Run a case and yield its outcome. An error that is not one of magis is raised after its outcome."""
+    """Run a case and yield its outcome. An exception other than MagisError is re-raised after that."""
     make, tolerances = planned.make, planned.tolerances
 
     def failed(error: str) -> Outcome:
@@ -110,7 +109,7 @@ def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> It
 
 
 def search_and_write_front(config: pytest.Config, gate: Gate, planned: PlannedCase) -> WrittenFront:
-    """Search the front of a model and write its files. Raises UsageError if that fails."""
+    """Search a model's Pareto front and write its files. Raises UsageError on failure."""
     with progress_line(config, planned.name) as progress:
         if progress is not None:
             progress("searching the front")
@@ -119,7 +118,7 @@ def search_and_write_front(config: pytest.Config, gate: Gate, planned: PlannedCa
 
 
 def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult) -> Verdict:
-    """Judge the result of a planned case, by its baseline or by the revision that it is compared with.
+    """Return the verdict on a result, by its baseline or by the figures of the revision to compare with.
 
     Raises BaselineError.
     """
@@ -133,7 +132,7 @@ def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult) -> Verdict:
 
 
 def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
-    """Yield the lines of a red case: its findings, notes, and the command that accepts it."""
+    """Yield the report of a red case, line by line: its findings, its notes, and the command that accepts it."""
     verdict, lines = outcome.verdict, [outcome.error] if outcome.error else []
     path, start = gate.path(outcome.model, outcome.case), config.invocation_params.dir
     shown = path.relative_to(start) if path.is_relative_to(start) else path
@@ -153,9 +152,9 @@ def report_lines(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterato
 
 
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
-    """Check the operator profile, and the models of chosen cases that factories make. Raises pytest.UsageError.
+    """Check the operator profile and the factory models of selected cases. Raises pytest.UsageError.
 
-    Nothing is checked if another plugin may run cases: it may support what magis does not. `keep` the captures if the
+    Nothing is checked if another plugin may run cases, since it may support other models. `keep` the captures if the
     cases run in this process.
     """
     if not runs_every_case(config):
@@ -168,7 +167,7 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
         case = planned.case
         if f"{PREFIX}{planned.name}" in chosen:
             priced.setdefault((case.device, case.dtype, case.preset, planned.model), case)
-            if is_factory(case.model):  # checkpointing has a capture of its own
+            if is_factory(case.model):  # strategies with checkpointing need a separate capture
                 made.setdefault((planned.model, "checkpoint" in case.strategy), planned)
     for case in priced.values():
         try:

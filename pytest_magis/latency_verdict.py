@@ -1,9 +1,8 @@
 """The verdict on latency.
 
-Of timed steps only the ratio is compared, by its whole interval: milliseconds hold for one machine and one hour. A
-simulated latency is a count, like bytes: whole nanoseconds, computed from the graph and the device's constants, the
-same everywhere. So on simulated devices the latency of each step is compared, too: if original and optimized step get
-slower alike, the ratio stays.
+For timed steps only the latency ratio is compared, by its whole interval, since milliseconds vary by machine and load.
+A simulated latency is exact (whole nanoseconds, from the graph and the device's constants), so on simulated devices the
+latency of each step is compared, too: the ratio misses it if both steps get slower alike.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, constan
 from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, moved, percent
 
 DECISIVE = 0.04
-"""An interval wider than this share of its ratio cannot tell a step that is a tenth slower from an unchanged one."""
+"""Relative width of a ratio's interval above which a step that is 10% slower cannot be told from an unchanged one."""
 
 BY_PLANNER, BY_MACHINE = "planner", "machine"
-"""Movers of a plan's figures where the step is the baseline's."""
+"""Causes of a change in a plan's figures if the training step is still the baseline's."""
 
 _ROUNDING = 0.51 * 10**-RATIO_DIGITS
 """Rounding error of a stored latency ratio, either way."""
@@ -29,7 +28,7 @@ _UNSURE = "unsure"
 
 
 def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple[float, ...]:
-    """Return the latency ratios at which the verdict on a timed step changes, for each device in the baseline."""
+    """Return the latency ratios at which the verdict on a timed step changes, two for each device in the baseline."""
     known = stored.measured.values() if stored else ()
     ratios = [measured.latency_ratio for measured in known if measured.latency_ratio is not None]
     return tuple(ratio * (1 + sign * tolerances.latency) for ratio in ratios for sign in (-1, 1))
@@ -38,10 +37,10 @@ def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple
 def latency_parts(
     result: CaseResult, measured: Measured | None, tolerances: Tolerances, mover: str = "", *, stopped: bool
 ) -> Iterator[Part]:
-    """Find differences in latency; if the search was stopped, only of the original step.
+    """Yield differences in latency; if the search was stopped, only those of the original step.
 
-    With a ``mover`` the step is the baseline's, so that differences of its plan are moved by the planner. So are those
-    of timed ratios by the machine: noise alone never decides.
+    A non-empty ``mover`` means that the step is still the baseline's, and that the planner or the machine caused the
+    change. The machine accounts for timed ratios only: timing noise alone never fails a case.
     """
     if measured is None or not _comparable(result, measured):
         return
@@ -62,7 +61,7 @@ def latency_parts(
 
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:
-    """Say which part of the latency is not gated, and why."""
+    """Yield notes on the latencies that are not gated, with the reason."""
     if result.ratio is not None and result.ratio.doubt:
         yield f"latency is not gated: {result.ratio.doubt}"
         return
@@ -88,9 +87,9 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
 
 
 def lacks_latencies(result: CaseResult, measured: Measured | None) -> bool:
-    """Return True if the baseline lacks latencies of the result, or has them with other constants.
+    """Return True if --magis-update=new would add latencies to the baseline, or replace those of other constants.
 
-    It was stored on a busy machine, say, without a ratio. --magis-update=new then takes those of the result over.
+    A baseline lacks them if it was stored on a busy machine, for example.
     """
     if measured is None:
         return False
@@ -105,7 +104,7 @@ def _comparable(result: CaseResult, measured: Measured) -> bool:
 
 
 def _step(step: str, seen: int | None, before: int | None, tolerance: float) -> Iterator[Part]:
-    """Compare the simulated latency of one step, nanoseconds; nothing where one is None."""
+    """Compare the simulated latency of one step with its baseline, in nanoseconds; skip if either is None."""
     if seen is None or before is None:
         return
     slack = int(before * Fraction(str(tolerance)))  # the decimal that was written: 0.03 allows 3% to the nanosecond
@@ -127,10 +126,10 @@ def _in_words(nanoseconds: int) -> str:
 
 
 def _judge_ratio(result: CaseResult, measured: Measured, tolerance: float) -> Part | None:
-    """Compare the latency ratio: WORSE, BETTER or _UNSURE, with the reason; None if it is as before, or unknown.
+    """Compare the latency ratio with its baseline: WORSE, BETTER or _UNSURE; None if it is unchanged or unknown.
 
-    It is worse or better only if its whole interval is: noise alone must not decide. It is unsure if its interval is
-    too wide to decide. The baseline's interval does not count: one from a busy machine would let anything pass.
+    It is worse or better only if the whole interval is, so that noise alone never decides; an interval too wide to
+    decide is _UNSURE. The baseline's own interval is ignored: one from a busy machine would let any ratio pass.
     """
     ratio, low, high = latency(result)
     before = measured.latency_ratio

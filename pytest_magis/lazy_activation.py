@@ -1,4 +1,4 @@
-"""Hooks of every pytest session: they wait for a test that is gated, and load the gate for the first one."""
+"""Hooks of every pytest session; they load the gate when the first gated test is found."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NO_CASES = (
     "on tests of unittest"
 )
 REFUSED = "magis_refused"
-"""Key of a refusal in the output of a worker of pytest-xdist."""
+"""Key in the output of a pytest-xdist worker: the message of a refused option."""
 OUTCOMES = ("magis", "magis-front")
-"""`PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, whose import would load the gate."""
+"""`PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, repeated since its import loads the gate."""
 
 
 class LazyActivation:
-    """Hooks of a session; an object, since some hooks do not get the config of their session."""
+    """Hooks of a session, as methods of an object that holds the config, which some hooks do not receive."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Prepare the process before a module that names the mark or the fixture loads torch."""
+        """Set threads and allocator options before a test module that contains "magis" imports torch."""
         if "torch" in sys.modules or not isinstance(collector, pytest.Module):
             return
         with suppress(OSError):  # the collector itself reports it
@@ -50,14 +50,14 @@ class LazyActivation:
 
     @pytest.hookimpl(trylast=True)  # the test's own parameters come first in its node id
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make an item of each case of a marked test."""
+        """Parametrize a marked test with one item per case."""
         if metafunc.definition.get_closest_marker(MARK) is not None:
             from pytest_magis.live.marked import parametrize
 
             parametrize(metafunc)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note a test and the name of its network; keep its cases on one worker under --dist=loadgroup."""
+        """Record a collected test and its network's name; put all cases of a network into one xdist group."""
         self._config.stash.setdefault(COLLECTED, (set(), []))[1].append(item)
         if is_marked(item):
             claim_name(item, name_of(item, given_name(item)))
@@ -66,7 +66,7 @@ class LazyActivation:
 
     @pytest.hookimpl(wrapper=True, specname="pytest_collection_modifyitems")
     def pytest_gated_tests_are_benchmarks(self, items: list[pytest.Item]) -> Generator[None]:
-        """Mark gated tests as benchmarks for pytest-benchmark, which goes by the names of fixtures."""
+        """Make pytest-benchmark treat gated tests as benchmarks, by adding its fixture name while it filters items."""
         counted = items if benchmarks_count(self._config) else []
         gated = [item for item in counted if isinstance(item, pytest.Function) and is_live(item)]
         for item in gated:
@@ -78,7 +78,7 @@ class LazyActivation:
                 item.fixturenames.remove("benchmark")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Deselect networks of other shards; tests that are not gated are in every shard."""
+        """Deselect networks of other shards; tests that are not gated run in every shard."""
         if given(self._config, "shard") is None:
             return
         from pytest_magis.options import anywhere
@@ -92,18 +92,18 @@ class LazyActivation:
             items[:] = [item for item in items if names.get(item) in (None, *ours)]
 
     def pytest_deselected(self) -> None:
-        """Note that only a part of the tests runs: such a run cannot tell which are gone."""
+        """Record that the run is partial, so that it cannot tell which tests were deleted."""
         self._config.stash[PARTLY] = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a module that could not be collected or skips itself, for the same reason."""
+        """Record collected nodes, and mark the run as partial if a module failed to import or was skipped."""
         self._config.stash.setdefault(COLLECTED, (set(), []))[0].add(report.nodeid)
         if not report.passed:
             self._config.stash[PARTLY] = True
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of pytest-xdist the folder of the results to compare with."""
+        """Send the folder of results to compare with to a worker of pytest-xdist."""
         if given(self._config, "against") is not None:
             from pytest_magis.options import AGAINST, WORKER_AGAINST
 
@@ -111,7 +111,7 @@ class LazyActivation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Start the gate if any test is gated, so that wrong options end the run before its first test."""
+        """Start the gate if any test is gated, so that invalid options end the run before its first test."""
         gated = given(self._config, "prune") is not None or any(is_live(item) for item in session.items)
         if session.config.option.collectonly or not gated:
             return None
@@ -127,19 +127,19 @@ class LazyActivation:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """End the run, in the process that has the terminal, if a worker refused its options."""
+        """End the run in the main process if a pytest-xdist worker refused its options."""
         refused = getattr(node, "workeroutput", {}).get(REFUSED)
         if refused is not None:
             raise pytest.UsageError(refused)
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Fail a test whose mark made no cases: it would pass ungated."""
+        """Fail a marked test that was not parametrized with cases: it would pass without being gated."""
         if isinstance(item, pytest.Function) and is_marked(item) and not label_of(item):
             pytest.fail(f"{item.nodeid}: {NO_CASES}", pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        """Let `magis.peak` gate the blocks that it measures in a test."""
+        """Install the gate for blocks measured by `magis.peak` while a test runs."""
         from magis.current_gate import BLOCK_GATE
 
         token = BLOCK_GATE.set(_BlocksOf(item))
@@ -150,7 +150,7 @@ class LazyActivation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Gate the network that a marked test returns."""
+        """Run and gate the network that a marked test returns."""
         if not is_marked(pyfuncitem):
             return None
         from pytest_magis.live.marked import run_marked
@@ -160,7 +160,7 @@ class LazyActivation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Start the gate, in the process that has the terminal, at a worker's first report of a gated test."""
+        """Start the gate in the main process at a worker's first report of a gated test."""
         if report.when == "call" and self._sleeps() and any(name in OUTCOMES for name, _ in report.user_properties):
             self.start_gate()
             session: Any = self._config.pluginmanager.get_plugin(GATE)  # too new to get this report
@@ -170,7 +170,7 @@ class LazyActivation:
         return not self._config.pluginmanager.has_plugin(GATE)
 
     def start_gate(self) -> Any:
-        """Return the gate of the session; start it first if need be."""
+        """Return the gate of the session, starting it if necessary."""
         if self._sleeps():
             from pytest_magis.session import start
 
@@ -180,7 +180,7 @@ class LazyActivation:
 
 
 class _BlocksOf:
-    """Gates blocks of code in one run of a test; loads `PeakGate` with the first."""
+    """Gate for blocks of code in one run of a test; creates `PeakGate` at the first block."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item

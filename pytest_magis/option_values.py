@@ -1,6 +1,6 @@
-"""Kinds of values that a user may write, each with its reader; loads nothing, since every session declares options.
+"""Kinds of option values, each with its parser; imports no heavy module, since every session declares the options.
 
-Messages begin with `shown`, the place where it was written: an option's flag, or an argument of a mark.
+Error messages begin with `shown`: the flag of an option, or the argument of a mark.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, NamedTuple, Self
 PRESETS = ("small", "paper")
 CACHES = ("plans", "results", "none")
 PERMISSIONS = ("new", "moved", "better", "worse")
-"""Kinds of findings that --magis-update can accept."""
+"""Kinds of findings that --magis-update accepts."""
 BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
-"""Budgets by name, in plans evaluated; None: the search's own (docs/ci.md compares them)."""
+"""Search budgets by name, in plans evaluated; None: the search's own default (docs/ci.md compares the budgets)."""
 MOST_DIGITS = 18
-"""Most digits of a whole number: a larger one is a slip of the hand, and no machine word."""
+"""Maximum number of digits of an integer option, so that it fits 64 bits."""
 
 
 def refusal(text: str, hint: str = "") -> Exception:
-    """Make the UsageError that refuses a value."""
+    """Create the UsageError for an invalid value."""
     from magis.errors import UsageError
 
     return UsageError(text, hint=hint)
 
 
 class Kind(NamedTuple):
-    """A kind of value: how help calls it, and its reader. That of a list takes texts of which each may hold commas."""
+    """Kind of value: its metavar for help, and its parser. A list is parsed from texts that may contain commas."""
 
     metavar: str
-    """Empty: on the command line the option takes no value, which is then "true"."""
+    """Placeholder of the value in help; empty for a flag without a value, which is parsed as "true"."""
     read: Callable[[str, Any], Any]
     is_list: bool = False
     words: tuple[str, ...] | str = ()
-    """All words that it takes, if it takes words alone; "module:object" where the words are defined."""
+    """All accepted words, or "module:object" where they are defined; empty if other values are accepted, too."""
 
     def value(self, shown: str, texts: Sequence[str]) -> Any:
-        """Read what was written. Raises UsageError."""
+        """Parse the texts given for an option. Raises UsageError."""
         if self.is_list:
             return self.read(shown, items(shown, texts))
         if not texts[0].strip():
@@ -49,12 +49,12 @@ class Kind(NamedTuple):
         return self.read(shown, texts[0].strip())
 
     def all_words(self) -> tuple[str, ...]:
-        """Return `words`, loaded if need be."""
+        """Return the accepted words, importing the module that defines them if necessary."""
         return resolve_name(self.words) if isinstance(self.words, str) else self.words
 
 
 def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Split at commas; each part once, in the order written, none of them empty."""
+    """Split texts at commas into unique items, in order. Raises UsageError for an empty item."""
     parts = [part.strip() for text in given for part in text.split(",")]
     if not all(parts):
         raise refusal(f"{shown}: empty item in {','.join(given)!r}")
@@ -62,7 +62,7 @@ def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def one_of(what: str, words: tuple[str, ...] | str, metavar: str = "NAME", *, is_list: bool = False) -> Kind:
-    """Make the kind of values that are known words, called `what`; for a list, several of them."""
+    """Create a kind of value that accepts only known words (several for a list); `what` names the word in messages."""
 
     def read(shown: str, given: Any) -> Any:
         from magis.errors import nearest
@@ -78,7 +78,7 @@ def one_of(what: str, words: tuple[str, ...] | str, metavar: str = "NAME", *, is
 
 
 def number(metavar: str, wanted: str, accept: Callable[[float], bool], *, is_list: bool = False) -> Kind:
-    """Make the kind of finite numbers that `accept` accepts; `wanted` describes them in words."""
+    """Create a kind of value for finite numbers that satisfy `accept`; `wanted` describes them in messages."""
 
     def read_one(shown: str, text: str) -> float:
         try:
@@ -96,7 +96,7 @@ def number(metavar: str, wanted: str, accept: Callable[[float], bool], *, is_lis
 
 
 def whole(least: int, hint: str = "") -> Kind:
-    """Make the kind of whole numbers that are at least `least`; `hint` follows the refusal of others."""
+    """Create a kind of value for integers >= `least`; `hint` is appended to the error message."""
 
     def read(shown: str, text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) >= least):
@@ -107,7 +107,7 @@ def whole(least: int, hint: str = "") -> Kind:
 
 
 def _read_budget(shown: str, text: str) -> int | None:
-    """Read a budget by its name, or in plans."""
+    """Parse a budget, given by name or as a number of plans."""
     if text in BUDGETS:
         return BUDGETS[text]
     return int(whole(1, f"or name one: {', '.join(BUDGETS)}").read(shown, text))
@@ -121,14 +121,14 @@ def _read_truth(shown: str, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` shares of the models; `number` is 1, 2, ..."""
+    """One of `count` shards of the models; `number` counts from 1."""
 
     number: int
     count: int
 
     @classmethod
     def read(cls, shown: str, text: str) -> Self:
-        """Read a shard such as "1/4"."""
+        """Parse a shard such as "1/4"."""
         if re.fullmatch(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}", text):
             number, count = map(int, text.split("/"))
             if number <= count:
@@ -139,9 +139,9 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def of(self, names: Iterable[str]) -> frozenset[str]:
-        """Return this share's names; together the shares have each name once.
+        """Return the names that belong to this shard; every name belongs to exactly one shard.
 
-        Names are dealt out in sorted order, so that their given order and repeats change nothing.
+        The names are sorted and deduplicated first, so their order does not matter.
         """
         return frozenset(sorted(set(names))[self.number - 1 :: self.count])
 
@@ -153,7 +153,7 @@ def _as_written(_shown: str, given: Any) -> Any:
 NAMES = Kind("NAMES", _as_written, is_list=True)
 FLAG = Kind("", _read_truth, words=("true", "false"))
 FILE, DIR = (Kind(metavar, lambda _shown, text: Path(text)) for metavar in ("FILE", "DIR"))
-"""Paths as they were written, still to be put below the directory that they start from."""
+"""Paths exactly as given, not yet resolved against a base directory."""
 SHARE = number("SHARE", "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
 MEMORY_RATIOS = number("R,...", "a number above 0 and at most 1", lambda x: 0 < x <= 1, is_list=True)
 LATENCY_RATIOS = number("R,...", "a number that is at least 1", lambda x: x >= 1, is_list=True)
@@ -164,5 +164,5 @@ SHARD = Kind("I/N", Shard.read)
 
 
 def text(metavar: str) -> Kind:
-    """Make the kind of any text."""
+    """Create a kind of value for any text."""
     return Kind(metavar, _as_written)

@@ -1,7 +1,7 @@
-"""Reads the gate's options from the command line and the ini file, and checks them before anything runs.
+"""Parsing and checking of the gate's options from the command line and the ini file.
 
-Every option is read as text, so that a mistake is one line and exit code 4, not a page of usage. In the ini file an
-option has the same name with underscores (`magis_memory_ratios`); the command line wins.
+Every option is read as text, so that a mistake gives one line and exit code 4 instead of argparse's usage page. In the
+ini file an option has the same name with underscores (`magis_memory_ratios`); the command line wins.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pytest_magis.flags import BY_NAME, GONE, OPTIONS, Settings, given, in_ini, 
 from pytest_magis.option_values import DIR
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""Environment variable with the file that GitHub shows as a job's summary."""
+"""Environment variable with the path of GitHub's job summary."""
 PROFILES = "profiles"
-"""Folder of operator profiles, within that of the baselines."""
+"""Name of the folder of operator profiles, inside the baselines folder."""
 AGAINST: pytest.StashKey[Path] = pytest.StashKey()
 WORKER_AGAINST = "magis_against"
-"""Key of the results to compare with, in the input of a worker of pytest-xdist."""
+"""Key in the input of a pytest-xdist worker: folder of the results to compare with."""
 OF_PROJECT = ("baselines", "profile")
-"""Paths that the ini file names relative to rootdir; all others are relative to the working directory."""
+"""Path options that are relative to rootdir if set in the ini file; all others to the working directory."""
 DECISIONS = (BY_NAME["update"], BY_NAME["prune"])
-"""Options that are allowed on the command line alone, since they decide about one run."""
+"""Options allowed only on the command line, since they are decisions about one run."""
 
 
 def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]) -> Settings:
-    """Read and check all options. Raises magis.errors.UsageError.
+    """Parse and check all options. Raises magis.errors.UsageError.
 
-    `devices` lists the devices that exist, the default one first; it is called only if needed, since finding a GPU
+    `devices` lists the available devices, the default one first; it is called only if needed, since detecting a GPU
     takes seconds.
     """
     for gone, left in GONE.items():
@@ -55,7 +55,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
             if each.kind is DIR:
                 _check_directory(each.flag, value)
         asked[each.field] = value
-    # limits on the command line replace all those of the ini file, whichever kind they are
+    # limits on the command line replace all those of the ini file, of either kind
     limits = ("memory_ratios", "latency_ratios")
     for source in (on_command_line, in_ini):
         if named := {name for name in limits if source(config, name) is not None}:
@@ -78,7 +78,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 
 
 def _places(config: pytest.Config, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where a run reads and writes, which in a run on another version, or against one, is not what was asked."""
+    """Return the paths that a run reads and writes; a run on another version, or against one, overrides those given."""
     version_run, start = current_version_run(), config.invocation_params.dir
     stored = asked.get("baselines", config.rootpath / "baselines")
     profile, profiles = asked.get("profile"), None
@@ -111,9 +111,9 @@ def _places(config: pytest.Config, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_decisions(config: pytest.Config) -> None:
-    """Raise UsageError if `DECISIONS` stand anywhere but on the command line itself.
+    """Raise UsageError if an option of `DECISIONS` is given in any place other than the command line itself.
 
-    There they would turn red into green in every run, in CI too.
+    Elsewhere it would accept findings in every run, in CI too.
     """
     if hasattr(config, "workerinput") or current_version_run() is not None:
         return  # their options come from another run
@@ -135,16 +135,16 @@ def _check_decisions(config: pytest.Config) -> None:
 
 
 def anywhere(config: pytest.Config) -> Settings:
-    """Read the settings as if the asked device existed ("cpu" if none is asked for), without loading torch.
+    """Parse the settings as if the given device ("cpu" by default) existed, without loading torch.
 
-    Raises UsageError for a value that is wrong on every machine.
+    Raises UsageError for a value that is invalid on every machine.
     """
     device = given(config, "device")
     return read_settings(config, devices=lambda: ("cpu", *(text.strip() for text in device or ())))
 
 
 def tolerances_of(settings: Settings) -> Tolerances:
-    """Return the tolerances of a run or a test; a given one for latency holds for timed and for simulated ones."""
+    """Return the tolerances of a run or a test; a given latency tolerance holds for timed and simulated latencies."""
     found = Tolerances(
         memory=settings.memory_tolerance,
         keeps_wins=settings.strict,
@@ -168,7 +168,7 @@ def _device(asked: str | None, devices: Callable[[], Sequence[str]]) -> str:
 
 
 def _check_directory(flag: str, directory: Path) -> None:
-    """Raise UsageError unless a path is a directory, or is free for one."""
+    """Raise UsageError if a path exists and is not a directory."""
     try:
         usable = directory.is_dir() or not directory.exists()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Entry point of the plugin: declares options and hooks; the gate is loaded once models are asked for.
+"""Entry point of the plugin: declares options and hooks, and loads the gate when models or gated tests are found.
 
-Every pytest session of an environment pays for this import, so it loads neither torch nor the gate.
+Every pytest session in the environment imports this module, so it loads neither torch nor the gate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
-    """In a job with one process per rank, let the processes of other ranks than 0 serve the one that runs the tests."""
+    """In a multi-process job (torchrun, srun), run the session on rank 0 and serve its commands on the other ranks."""
     if flags.COMPARED_WITH in os.environ:  # these files of results are another run's, too
         vars(config.option).update(dict.fromkeys({"xmlpath", "benchmark_json"} & vars(config.option).keys()))
     _leave_no_empty_storage(config)
@@ -46,7 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
 
 @pytest.hookimpl(trylast=True)  # after other plugins had the chance to register theirs
 def pytest_configure(config: pytest.Config) -> None:
-    """Check everything that can be checked before a case runs; without models, wait for a test that is gated."""
+    """Check options and models before any case runs; without models, wait for a gated test."""
     config.addinivalue_line(
         "markers",
         f"magis(*, {', '.join(flags.MARK_ARGUMENTS)}): the test returns (module, batch, loss_fn), whose training "
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _leave_no_empty_storage(config: pytest.Config) -> None:
-    """Remove the folder of pytest-benchmark's storage, which it makes in every session, if nothing is stored there."""
+    """Remove the storage folder that pytest-benchmark creates in every session, if nothing was stored in it."""
     storage = str(config.getoption("benchmark_storage", default=None) or "")
     scheme, _, place = storage.rpartition("://")
     folder = Path.cwd() / place
@@ -87,7 +87,7 @@ def _leave_no_empty_storage(config: pytest.Config) -> None:
 
 @pytest.fixture
 def magis(request: pytest.FixtureRequest) -> MagisFixture:
-    """Gate the memory of networks that the test has at hand: `magis.check(module, batch, loss=...)`."""
+    """Gate the memory of networks that a test builds: `magis.check(module, batch, loss=...)`."""
     from pytest_magis.live.fixture import MagisFixture
 
     return MagisFixture(request.node)
@@ -95,7 +95,7 @@ def magis(request: pytest.FixtureRequest) -> MagisFixture:
 
 @pytest.fixture
 def magis_peak() -> Callable[..., BlockPeak]:
-    """Measure and gate the memory of any code: `with magis_peak() as p: ...`, then `p.gate()`."""
+    """Measure and gate the peak memory of any code: `with magis_peak() as p: ...`, then `p.gate()`."""
     from magis import peak
 
     return peak

@@ -1,4 +1,4 @@
-"""Turns settings into the cases of a run, and carries outcomes of cases between processes."""
+"""Planning of a run's cases from its settings, and serialization of outcomes between processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ALL = "all"
 PREFIX = "magis::"
 """Prefix of the node ids of the gate's cases."""
 FRONT = "pareto"
-"""Label of a model's front."""
+"""Label of a model's Pareto front."""
 PROPERTY = "magis"
-"""Name of the report property that holds an outcome."""
+"""Name of the report property with a serialized `Outcome`."""
 FRONT_PROPERTY = "magis-front"
-"""Name of the report property that holds a `WrittenFront`."""
+"""Name of the report property with a serialized `WrittenFront`."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's name, and its name in `magis`: the same, or "package.module:factory"."""
+    """Displayed name of a model, and its target in `magis`: the same name, or "package.module:factory"."""
 
     name: str
     target: str
@@ -45,28 +45,28 @@ class Model:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case to run, under its name."""
+    """Case to run, with its model's displayed name and its label."""
 
     model: str
     label: str
     case: Case
     tolerances: Tolerances
     optional: bool = False
-    """True: skip it if its strategy does not fit the model, since only a pattern asked for it."""
+    """If True, skip the case when its strategy does not fit the model, since only a pattern selected it."""
     make: Callable[[int], Workload] | None = None
-    """Builder (seed -> workload) of the network of a user's test; None: the case's model is the name of one."""
+    """Builder (seed -> workload) of the network of a user's test; None: build the case's model by name."""
     where: str = ""
     """Node id of the user's test."""
 
     @property
     def name(self) -> str:
-        """Return the node id without "magis::"."""
+        """Return the node id without "magis::", such as "bert[magis-mem0.8]"."""
         return f"{self.model}[{self.label}]"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case that ran, with its result or error; it travels in test reports, between processes and into JUnit files."""
+    """Finished case with its result or error, serialized into test reports and so into JUnit files."""
 
     model: str
     label: str
@@ -77,20 +77,20 @@ class Outcome:
     where: str = ""
     """Node id of the user's test; empty for a case of `--magis-models`."""
     trace: str = ""
-    """File of its time lines."""
+    """File with the case's time lines; empty if none was written."""
 
     @property
     def name(self) -> str:
-        """Return the node id of a case of the gate, without "magis::"."""
+        """Return the node id without "magis::", such as "bert[magis-mem0.8]"."""
         return f"{self.model}[{self.label}]"
 
     def to_text(self) -> str:
-        """Write it as one line of JSON with exact floats; `from_text` is the inverse."""
+        """Serialize the outcome to one line of JSON with exact floats, the inverse of `from_text`."""
         return json.dumps(to_plain(self), sort_keys=True)
 
     @classmethod
     def from_text(cls, text: str) -> Outcome:
-        """Read what `to_text` wrote. Raises UsageError for anything else."""
+        """Parse the output of `to_text`. Raises UsageError for any other text."""
         try:
             return from_plain(cls, json.loads(text), "outcome")
         except (ValueError, UsageError) as error:
@@ -99,7 +99,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WrittenFront:
-    """A front that was written: its model, the path of its picture, and a line for the summary."""
+    """Pareto front that was written to files: its model, the path of its picture, and a line for the summary."""
 
     model: str
     picture: str
@@ -107,11 +107,11 @@ class WrittenFront:
 
 
 Properties: TypeAlias = list[tuple[str, object]]
-"""User properties of a pytest item, which its report gets."""
+"""User properties of a pytest item, copied into its report."""
 
 
 def leave(found: Outcome | WrittenFront, properties: Properties) -> None:
-    """Replace the outcomes in an item's properties, those of an earlier run, by this one."""
+    """Replace all outcomes in an item's properties, left by an earlier run of the item, with a new one."""
     forget_outcomes(properties)
     add(found, properties)
 
@@ -128,10 +128,10 @@ def forget_outcomes(properties: Properties) -> None:
 
 
 def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:
-    """Return the models that patterns ask for, each once; `further` are those of other projects, name -> factory.
+    """Return the models that match the patterns, without duplicates; `further` are models of plugins, name -> factory.
 
-    Raises UsageError for an unknown name, for a further name that is taken or cannot be one, and for a factory whose
-    package is not installed.
+    Raises UsageError for an unknown name, for an invalid or taken name in `further`, and for a factory whose package is
+    not installed.
     """
     for name, target in further.items():
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
@@ -174,7 +174,7 @@ def plan_cases(
 ) -> tuple[PlannedCase, ...]:
     """Plan all cases of the run, model by model.
 
-    Raises UsageError for unknown strategies (asked for in `shown`) and for labels used twice.
+    Raises UsageError for duplicate labels, and for unknown strategies; the message begins with `shown`.
     """
     chosen = _chosen(settings.strategies, strategies, shown)
     cases: dict[str, PlannedCase] = {}
@@ -202,7 +202,7 @@ def plan_cases(
 
 
 def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:
-    """Return the asked strategies by name, each with True if only a pattern ("all", "amp*") asks for it."""
+    """Return the selected strategies by name, each with True if only a pattern ("all", "amp*") selected it."""
     known: dict[str, Strategy] = {}
     for strategy in strategies:
         if strategy.name in known:
@@ -225,7 +225,7 @@ def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) ->
 
 
 def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCase, ...]:
-    """Plan a front of each model if fronts are asked for; its case has no limits."""
+    """Plan a Pareto front per model if --magis-pareto is given; its case has no limits."""
     if settings.pareto is None:
         return ()
     return tuple(
@@ -235,7 +235,7 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
-    """Select cases by node ids, "magis::bert[eager]" or "magis::bert" for all of a model; without any, all."""
+    """Select cases by node ids ("magis::bert[eager]", or "magis::bert" for a model); without node ids, all."""
     wanted: set[str] = set()
     for node_id in node_ids:
         asked = node_id.removeprefix(PREFIX)

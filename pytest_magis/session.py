@@ -1,6 +1,6 @@
-"""The gate in a pytest session: its collector and items, their scheduling and their reports.
+"""The gate in a pytest session: collector, items, scheduling and reports.
 
-In a job with one process per rank (torchrun, srun) rank 0 runs the session, and the others serve it.
+In a job with one process per rank (torchrun, srun), rank 0 runs the session and the other ranks serve its commands.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAME = PREFIX.removesuffix("::")
 
 
 class Suite(pytest.Collector):
-    """Collector of all cases of the run; it has no file and belongs to the session, whatever paths are collected."""
+    """Collector of all cases of the run, added to the session independently of the paths that pytest collects."""
 
     gate: Gate
 
@@ -57,7 +57,7 @@ class Suite(pytest.Collector):
 
 
 class GateItem(pytest.Item):
-    """Pytest item of a case or a front of a model that has a name."""
+    """Pytest item of one case, or of the Pareto front, of a model selected by name."""
 
     gate: Gate
     planned: PlannedCase
@@ -78,7 +78,7 @@ class GateItem(pytest.Item):
         run_item(self, self.gate, self.planned)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
-        """Show the lines of a red case; only a defect shows a traceback."""
+        """Show only the lines of the failure for a red case; show a traceback for any other exception."""
         red = isinstance(excinfo.value, pytest.fail.Exception)
         return str(excinfo.value) if red else super().repr_failure(excinfo, *args, **kwargs)
 
@@ -87,9 +87,9 @@ class GateItem(pytest.Item):
 
 
 def group_by_model(config: pytest.Config, log: Any) -> object | None:
-    """Return a scheduler for `-n` and `--dist=loadgroup`; None leaves other distributions to xdist.
+    """Return an xdist scheduler that keeps a model's cases on one worker; None unless `--dist` is load or loadgroup.
 
-    Other tests are scheduled as `loadgroup` does it: by their mark, else each by itself.
+    Other tests are scheduled as `loadgroup` does: by their mark, else independently.
     """
     if config.getoption("dist") not in ("load", "loadgroup"):
         return None
@@ -111,7 +111,7 @@ LATE = (
 
 
 def start(config: pytest.Config) -> None:
-    """Check the options and register the hooks of a session that gates. Raises pytest.UsageError in one line."""
+    """Check the options and register the gate's hooks. Raises pytest.UsageError in one line."""
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
     late = "torch" in sys.modules and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
     before_torch()
@@ -125,7 +125,7 @@ def start(config: pytest.Config) -> None:
 
 
 def check_options(config: pytest.Config) -> None:
-    """Check the options of a session that may gate tests later. Raises pytest.UsageError in one line."""
+    """Check the options of a session whose tests may start the gate later. Raises pytest.UsageError in one line."""
     try:
         anywhere(config)
     except MagisError as error:
@@ -133,7 +133,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 class GateSession:
-    """Hooks of one run; an object, since some hooks do not get the config of their session."""
+    """Hooks of a run, as methods of an object that holds the gate, since some hooks do not receive the config."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -153,7 +153,7 @@ class GateSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Refuse users' models that no case can run, in the process that has the terminal."""
+        """Refuse users' models that magis cannot capture, in the main process before any test runs."""
         option = session.config.option
         # after errors of collection pytest runs nothing without this option
         stops = session.testsfailed and not option.continue_on_collection_errors
@@ -163,9 +163,9 @@ class GateSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """Refuse them under pytest-xdist, where the chosen cases are known here.
+        """Refuse users' models that magis cannot capture, under pytest-xdist, once all workers have collected.
 
-        It waits until all workers are idle: ending one that still collects takes ten seconds.
+        It waits until all workers are idle, since ending a worker that still collects takes ten seconds.
         """
         self.gate.workers_ready += 1
         if self.gate.workers_ready == node.workerinput["workercount"]:
@@ -177,13 +177,13 @@ class GateSession:
         return group_by_model(config, log)
 
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Free the last network when the next one begins."""
+        """Free a network when the next item gates another one."""
         if subject_of(item) is not None and (nextitem is None or subject_of(nextitem) != subject_of(item)):
             free_network(item.config)
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit files take the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a case's outcome, whichever process ran it, and make the report's properties readable."""
+        """Record a case's outcome, from any process, and add readable figures to the report's properties."""
         self.gate.record(report)
         if not report.passed:
             self._unfinished.add(report.nodeid)
@@ -194,11 +194,11 @@ class GateSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_to_serializable(self) -> Generator[None, Any, Any]:
-        """Escape surrogates in a report: they would end the worker of pytest-xdist that sends it."""
+        """Escape surrogates in a report, since they would crash the pytest-xdist worker that sends it."""
         return _escape_surrogates((yield))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write results and baselines in the process that has the terminal."""
+        """Write results and baselines in the main process."""
         if self.gate.is_worker:
             return
         interrupted = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
@@ -217,7 +217,7 @@ class GateSession:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
-        """Show the table. Verdicts were made before, so that JUnit files and the exit code agree with it."""
+        """Print the table. Verdicts were made earlier, so JUnit files and the exit code agree with it."""
         # a log has no width
         bounded = terminalreporter.isatty or "COLUMNS" in os.environ
         width = terminalreporter.config.get_terminal_writer().fullwidth if bounded else None
@@ -232,7 +232,7 @@ class GateSession:
 
 
 def _escape_surrogates(data: Any) -> Any:
-    """Escape the surrogates in all texts of nested dictionaries and lists."""
+    """Escape surrogates in all strings of nested dictionaries, lists and tuples."""
     if isinstance(data, str):
         return data.encode(errors="backslashreplace").decode()
     if isinstance(data, dict):
@@ -241,11 +241,11 @@ def _escape_surrogates(data: Any) -> Any:
 
 
 def take_place(config: pytest.Config) -> pytest.ExitCode | None:
-    """Lead or serve the job of several processes that this one belongs to; for `pytest_cmdline_main`.
+    """Join the multi-process job of this process, for `pytest_cmdline_main`; None lets pytest run the session.
 
-    Rank 0 runs the session (None) and leads the others until its end. Another rank collects nothing: it serves until
-    rank 0 is done, and ends well with one line, or as interrupted if rank 0 disappears. A run without distributed
-    strategies belongs to no job. Raises pytest.UsageError for an incomplete environment of a job.
+    Rank 0 runs the session and connects to the other ranks. Another rank collects nothing: it serves commands until
+    rank 0 is done, and returns OK, or INTERRUPTED if rank 0 disappears. A run without distributed strategies joins no
+    job. Raises pytest.UsageError for an incomplete environment of a job.
     """
     ranks = partial(registry.load, "ranks")
     try:
@@ -270,9 +270,9 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
 
 
 def _wants_ranks(config: pytest.Config) -> bool:
-    """Return True if this command line asks for a distributed strategy, by name or pattern, on a device with ranks.
+    """Return True if this command line selects a distributed strategy, by name or pattern, on a device with ranks.
 
-    The ini file does not count: it must not turn a user's own distributed tests into ranks of the gate.
+    The ini file does not count, so that a user's own distributed tests do not become ranks of the gate.
     """
     settings = anywhere(config)
     if on_command_line(config, "strategies") is None or settings.device.startswith("sim:"):

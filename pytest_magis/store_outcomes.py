@@ -1,6 +1,6 @@
 """`python -m pytest_magis.store_outcomes FILE`: stores outcomes of a run as baselines, for `magis rebase`.
 
-Each line of the file has the path of a baseline and an outcome, as JSON. Exit code 4, with one line, if a baseline
+Each line of the file is a JSON list of a baseline's path and an outcome. Exit code 4, with one line, if a baseline
 cannot be read or written.
 """
 
@@ -20,7 +20,7 @@ from pytest_magis.run_plan import Outcome
 
 
 def store_all(lines: Iterable[str]) -> None:
-    """Store the outcomes in their files. Raises MagisError before any file changes if one cannot be written."""
+    """Store outcomes in their baseline files. Raises MagisError, before any file changes, if one cannot be written."""
     by_file: dict[Path, list[Outcome]] = {}
     for path, text in map(json.loads, lines):
         by_file.setdefault(Path(path), []).append(Outcome.from_text(text))

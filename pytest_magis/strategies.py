@@ -1,4 +1,4 @@
-"""Strategies of the plugin: a name and the cases that it makes of a model; other projects add theirs."""
+"""Strategies of the plugin: each has a name and plans the cases of a model; other plugins add theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pytest_magis.flags import Settings
 
 @dataclass(frozen=True)
 class Named:
-    """A strategy of one rank without a search: one case per model, and neither limits nor budgets."""
+    """Strategy on one rank without a search: one case per model, without limits or budgets."""
 
     name: str
 
@@ -37,9 +37,9 @@ class Named:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A distributed strategy: one case on the asked number of ranks (`ddp-x4`).
+    """Distributed strategy: one case on the given number of ranks (`ddp-x4`).
 
-    If its ranks run a plan: one case per memory limit (`magis+fsdp-x2-mem0.8`), a share of a rank's peak without plan.
+    If its ranks run a plan: one case per limit (`magis+fsdp-x2-mem0.8`), a share of a rank's peak without a plan.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Magis:
-    """The planned step: one case per limit, `magis-mem0.8` and `magis-lat1.1`, memory limits first.
+    """Strategy of the planned step: one case per limit, `magis-mem0.8` and `magis-lat1.1`, memory limits first.
 
-    With the paper's search `magis-paper-mem0.8`, with a limit of reserved bytes `magis-mem0.8-reserved`. "magis+amp"
-    plans the step under autocast, which then is the original, too: limits are shares of its peak.
+    Labels are `magis-paper-mem0.8` with the paper's search, `magis-mem0.8-reserved` with a limit on reserved bytes.
+    "magis+amp" runs both steps, original and planned, under autocast; limits are shares of the original's peak.
     """
 
     name: str = "magis"
@@ -103,28 +103,28 @@ class Magis:
 
 
 def case_of(settings: Settings, model: str, strategy: str) -> Case:
-    """Make the case of a strategy without a search."""
+    """Create the case of a strategy without a search."""
     return Case(
         model, strategy, settings.device, settings.preset, settings.dtype, seed=settings.seed, slack=settings.slack
     )
 
 
 def searched_case(settings: Settings, model: str, strategy: str) -> Case:
-    """Make the case of a search, still without a limit."""
+    """Create the case of a strategy with a search, without a limit."""
     return replace(case_of(settings, model, strategy), budget=settings.budget, seconds=settings.seconds)
 
 
 def _refuse_bytes(name: str, settings: Settings) -> None:
-    """Raise UsageError for a limit in bytes, where a strategy counts others than those of eager's whole step."""
+    """Raise UsageError for a limit in bytes, for strategies whose limits are shares of a peak other than eager's."""
     if settings.memory_limits:
         raise UsageError(f"strategy {name!r} takes no memory_limit", hint="give memory_ratios")
 
 
 class Strategy(Protocol):
-    """A way to run a model. `cases` must yield the same (label, case) pairs in the same order every time.
+    """Way to run a model. `cases` must yield the same (label, case) pairs in the same order every time.
 
-    A label stands in brackets in the node id (`magis::bert[label]`) and names the case in baselines: it begins with the
-    strategy's name and is unique among the model's cases.
+    A label is in the node id (`magis::bert[label]`) and in baselines: it begins with the strategy's name and is unique
+    among the model's cases.
     """
 
     @property
@@ -134,7 +134,7 @@ class Strategy(Protocol):
 
 
 def by_name(name: str) -> Strategy | None:
-    """Return the strategy of a name, combinations included ("amp+checkpoint", "tp4+pp2"); None for an unknown one."""
+    """Return a strategy by name, combinations included ("amp+checkpoint", "tp4+pp2"); None if the name is unknown."""
     kind = family(name)
     if kind is None:
         return None
@@ -144,4 +144,4 @@ def by_name(name: str) -> Strategy | None:
 
 
 BUILT_IN: tuple[Strategy, ...] = tuple(found for found in map(by_name, LISTED) if found is not None)
-"""The strategies that come with the plugin."""
+"""Built-in strategies."""

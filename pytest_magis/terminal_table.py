@@ -1,4 +1,4 @@
-"""Terminal output of a run: the table of cases, the comparison of strategies, progress of slow cases."""
+"""Terminal output of a run: the table of cases, the comparison of strategies, and progress of slow cases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pytest_magis.run_plan import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
 USUAL = ("eager", "magis", "peak")
-"""Strategies for which the table of cases is comparison enough."""
+"""Strategies that appear only in the table of cases, not in the comparison."""
 
 
 def comparison(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield the lines of one table for each model that ran under another strategy, too."""
+    """Yield the lines of a comparison table for each model that ran under a strategy beyond the usual ones."""
     for model in dict.fromkeys(outcome.model for outcome in outcomes):
         found = [(each.label, each.result) for each in outcomes if each.model == model and each.result is not None]
         if all(result.case.strategy in USUAL for _, result in found):
@@ -35,7 +35,7 @@ def comparison(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def rows(found: Sequence[tuple[str, CaseResult]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each case (label, result), by rising peak."""
+    """Yield a row per case (label, result), sorted by peak bytes."""
     eager = next((result.memory.peak_bytes for _, result in found if result.case.strategy == "eager"), None)
     for label, result in sorted(found, key=lambda each: each[1].memory.peak_bytes):
         peak = result.memory.peak_bytes
@@ -52,15 +52,15 @@ def rows(found: Sequence[tuple[str, CaseResult]]) -> Iterator[tuple[str, ...]]:
 
 HEADER = ("model", "strategy", "limit", "original", "optimized", "ratio", "latency ratio", "numbers", "verdict")
 LEFT = (0, 1, 2, 7, 8)
-"""Columns of text; the others hold numbers and are aligned to the right."""
+"""Indices of left-aligned text columns; the others hold numbers and are right-aligned."""
 SHORTEST = 24
-"""Characters that every name keeps."""
+"""Minimum number of characters that a shortened name keeps."""
 
 
 def summary(
     outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int | None = 80
 ) -> Iterator[str]:
-    """Yield the summary: tables, findings and notes of passed cases, how to accept the others, then ``lines``.
+    """Yield the summary: tables, findings and notes of passed cases, a command to accept red ones, ``lines``.
 
     The table fits ``width`` columns; None: any width.
     """
@@ -86,7 +86,7 @@ def summary(
 
 
 def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield a line for each operator profile on the sources of simulated latencies, then notes on profiles."""
+    """Yield one line per operator profile on the sources of simulated latencies, followed by notes on profiles."""
     known = [outcome.result.provenance for outcome in outcomes if outcome.result is not None]
     for source in dict.fromkeys(each.source for each in known if each.source):
         ours = [each for each in known if each.source == source]
@@ -103,8 +103,7 @@ def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
     """Yield the header and one line per outcome, columns aligned.
 
-    Names of models and strategies are cut if a row would otherwise take more lines of a terminal of ``width`` columns;
-    None: any width.
+    Names are shortened if that saves a line on a terminal of ``width`` columns; None: any width.
     """
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     if width is not None:
@@ -119,13 +118,13 @@ def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
 
 
 def state_of_run(outcomes: Sequence[Outcome]) -> str:
-    """Say how many cases are red."""
+    """Return the number of red cases as text."""
     red = sum(not outcome.verdict.passed for outcome in outcomes)
     return f"{red} of {len(outcomes)} cases red" if red else f"all {len(outcomes)} cases green"
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """Return a row of the table, a text for each column of the header."""
+    """Return the texts of one table row, in the order of the header."""
     result, case = outcome.result, outcome.case
     model, strategy = outcome.model, outcome.label if case.strategy == BLOCK else case.shown
     if result is None:
@@ -168,7 +167,7 @@ def _latency(outcome: Outcome) -> str:
 
 
 def _cut(name: str, width: int) -> str:
-    """Cut the middle out of a long name; most of the end stays, which tells it from others."""
+    """Return a name shortened to a width; mostly the end is kept, since it differs between names."""
     head = (width - 3) // 4
     return name if len(name) <= width else f"{name[:head]}...{name[head + 3 - width :]}"
 
@@ -178,9 +177,9 @@ _PLACE: pytest.StashKey[ProgressPlace] = pytest.StashKey()
 
 @contextmanager
 def progress_line(config: pytest.Config, name: str) -> Iterator[Progress | None]:
-    """Yield a function that takes progress of a case, shown on stderr if the case takes long; None with `-q`.
+    """Yield a function that reports a case's progress on stderr if the case is slow; None with `-q`.
 
-    Workers of pytest-xdist, which share stderr, write lines of a log.
+    Workers of pytest-xdist share stderr, so they write whole lines.
     """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     silent = reporter is None and not hasattr(config, "workerinput")
@@ -194,7 +193,7 @@ def progress_line(config: pytest.Config, name: str) -> Iterator[Progress | None]
 
 
 def _stderr_of_session(config: pytest.Config, reporter: Any) -> ProgressPlace:
-    """Return the real stderr, which pytest's capture replaces while tests run, as a place for progress."""
+    """Return the real stderr as a place for progress, bypassing pytest's capture."""
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stream, terminal = sys.stderr, sys.stderr.isatty()
@@ -209,7 +208,7 @@ def _stderr_of_session(config: pytest.Config, reporter: Any) -> ProgressPlace:
             together = False
 
     def write(text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # stderr was closed
             os.write(copy, text.encode(errors="replace"))
 
     if reporter is None:  # a worker does not know the column of the process that has the terminal

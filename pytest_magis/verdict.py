@@ -1,13 +1,12 @@
 """The verdict on a case: pure functions from a result, its baseline and the tolerances to findings.
 
 Tensor bytes are compared on every machine; peaks (tensors + workspace), reserved bytes and latencies
-(`pytest_magis.latency_verdict`) only where the baseline has figures of the same device identity. Three findings cannot
-be accepted: numbers that differ from eager, a simulator that is off, a peak above the limit that the search claims to
-meet.
+(`pytest_magis.latency_verdict`) only if the baseline has figures of the same device identity. Three findings cannot be
+accepted: numbers that differ from eager, simulated bytes that differ from measured ones, and a peak above a limit that
+the search reports as met.
 
-A planned row is a record of a plan, not of the network. It is red if its limit is missed, or if the step has changed
-and got worse. If the step is still the baseline's, another planner, or with the same planner the machine, has moved the
-figures: the row is green, says so, and is stored anew by --magis-update=moved.
+A planned case is red if its limit is missed, or if the training step changed and got worse. If the step is unchanged,
+the planner or the machine caused the difference: the case is green with a note, and --magis-update=moved stores it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 RESERVED_BYTES = "reserved bytes"
 
 PROVEN, NOT_FOUND, LATE = "infeasible, proven", "no plan found", "limit missed"
-"""Labels of a case that passes although it misses its limit: no plan can meet it, the search found none, or its plan
-takes longer here than simulated."""
+"""Labels of a case that passes although it misses its limit: no plan can meet the limit, the search found none, or the
+plan runs slower here than simulated."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,17 @@ class Verdict:
 
     passed: bool
     label: str
-    """A few words for tables: "pass", "FAIL worse", "accepted new", ..."""
+    """Short label for tables: "pass", "FAIL worse", "accepted new", ..."""
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     store: bool = False
     """True if the result replaces the baseline: it differs, and every difference is permitted."""
     against: str = ""
-    """Revision that it was compared with, so that nothing is stored; empty: a stored baseline."""
+    """Revision that the case was compared with, without storing anything; empty for a stored baseline."""
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Return the permissions that would accept the findings; none if that is impossible."""
+        """Return the permissions that would accept the findings; () if nothing can."""
         if self.against:
             return ()
         kinds = {finding.kind for finding in self.findings}
@@ -78,11 +77,11 @@ def judge(
     permissions: frozenset[str] = frozenset(),
     held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
-    """Compare a result with its baseline (None: there is none).
+    """Compare a result with its baseline; `stored` is None if there is none.
 
-    `permissions` are the kinds of findings that the run accepts. A case is accepted only if all its findings are, so
-    that a stored entry is always one measurement. `held` are the tables of tensors that the original and the optimized
-    step held at their peaks when the baseline was stored.
+    `permissions` are the kinds of findings that the run accepts; a case is accepted only if all its findings are, so
+    that a stored entry is always one measurement. `held` are the baseline's tables of tensors alive at the peaks of the
+    original and the optimized step.
     """
     tolerances = tolerances or Tolerances()
     measured = stored.measured.get(identity_key(result)) if stored else None
@@ -102,7 +101,7 @@ def judge(
     red = kinds - {MOVED} if tolerances.keeps_wins else kinds - {MOVED, BETTER}
     if red:
         return Verdict(False, f"FAIL {_words(red)}", findings, tuple(notes))
-    # nothing to accept, or an improvement nobody asked to keep
+    # nothing to accept, or only an improvement that need not be stored
     older = lacks_held(result, stored) or lacks_reserved(result, measured)
     lacks = foreign or older or lacks_latencies(result, measured)
     adopted = lacks and NEW in permissions and not kinds
@@ -123,7 +122,7 @@ def judge_against(
     tolerances: Tolerances | None = None,
     held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
-    """Compare a result with the figures of another revision, measured just before; nothing is stored.
+    """Compare a result with figures of another revision, measured earlier in this run; nothing is stored.
 
     A case that the revision lacks or could not run passes.
     """
@@ -139,7 +138,7 @@ def judge_against(
 
 
 def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits: bool) -> Iterator[Finding]:
-    """Find all that no baseline can accept; ``foreign``: the baseline has no figures of this device identity."""
+    """Yield findings that no baseline can accept; ``foreign``: the baseline has no figures of this device identity."""
     if result.numbers.startswith("differs"):
         yield Finding(BROKEN, f"numbers: {' '.join(result.numbers.split())}")
     steps = [("original", result.original), ("optimized", result.optimized)]
@@ -168,7 +167,7 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
 
 
 def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_only: bool) -> Iterator[Finding]:
-    """Compare simulated with measured bytes, within a share of the latter: exactly on cpu, within 1% on cuda."""
+    """Yield a finding if simulated and measured bytes differ by more than a share of the measured bytes."""
     if step.measured is None:
         return
     simulated, measured = step.simulated, step.measured
@@ -185,7 +184,7 @@ def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_onl
                 f"{name} {what} are not as simulated: {text}",
                 why=f"report the operator that a note names; --magis-memory-tolerance={enough:g} lets it pass",
             )
-            return  # a wrong peak follows from wrong tensors: one line says it
+            return  # wrong tensor bytes imply a wrong peak: one finding is enough
 
 
 def _compared(
@@ -195,7 +194,7 @@ def _compared(
     tolerances: Tolerances,
     held: tuple[Table | None, Table | None],
 ) -> Iterator[Finding]:
-    """Find at most one difference of each kind in memory, and one in latency: a wider layer is two lines, not five."""
+    """Yield at most one finding per kind for memory, and one for latency: a wider layer gives two lines, not five."""
     if result.growth is not None and result.growth.nbytes > ((stored and stored.growth_bytes) or 0):
         yield Finding(WORSE, str(result.growth))
     stopped = result.search.stopped_by_seconds
@@ -210,10 +209,10 @@ def _compared(
 
 
 def _mover(result: CaseResult, stored: CaseBaseline) -> str:
-    """Name the mover of a plan's figures whose step is the baseline's: another planner, else the machine.
+    """Return the cause of changes in a plan of the baseline's step: the planner if its code changed, else the machine.
 
-    Empty if the step may have changed, or nothing was planned. A baseline without a planner is of an older one. Another
-    planner may write the same step as another graph; the digest of its operators shows that it is the same.
+    Empty if the step may have changed, or nothing was planned. A baseline without a digest of the planner is of an
+    older planner. A new planner may write the same step as another graph; the digest of its operators shows that.
     """
     same = stored.original_tensor_bytes == result.original_memory.tensor_bytes
     if not result.planner or not same:
@@ -225,7 +224,7 @@ def _mover(result: CaseResult, stored: CaseBaseline) -> str:
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
-    """Add the modules that grew to a finding of more memory; those of the original step if that grew."""
+    """Add the names of modules that grew to a finding of more memory, in the original step if that grew."""
     before_original, before_optimized = held
     if RESERVED_BYTES in finding.text.partition(":")[0]:
         return replace(finding, why="the peak did not grow: more is lost in gaps between blocks, and in their rounding")
@@ -274,9 +273,9 @@ def _memory_of_step(
     tolerance: float,
     noise: float = 0.0,
 ) -> Iterator[Part]:
-    """Compare pairs of bytes, now and stored, and yield at most one difference of each kind.
+    """Compare pairs of bytes (now, stored), and yield at most one difference per kind.
 
-    Peak and reserved bytes follow tensor bytes and are not reported again. ``noise`` is that of peaks alone.
+    Peak and reserved bytes follow tensor bytes and are not reported again. ``noise`` is the tolerance for peaks alone.
     """
     kinds = set()
     for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks), (RESERVED_BYTES, held)):
@@ -339,12 +338,12 @@ def _is_late(result: CaseResult) -> bool:
 
 
 def _is_proven(result: CaseResult) -> bool:
-    """Return True if no plan at all can meet the memory limit."""
+    """Return True if no plan can meet the memory limit, since the lower bound exceeds it."""
     return result.memory_limit_bytes is not None and result.lower_bound_bytes > result.memory_limit_bytes
 
 
 def _shortfall(result: CaseResult) -> str:
-    """Say why a limit is not met: it is below the bytes that any plan needs, or the search found no plan."""
+    """Return why a limit is not met: the lower bound of all plans exceeds it, or the search found no plan."""
     limit, bound = result.memory_limit_bytes, result.lower_bound_bytes
     if limit is None:
         return "the search found none within the latency limit"
@@ -358,9 +357,9 @@ def _shortfall(result: CaseResult) -> str:
 
 
 def _limited_bytes(result: CaseResult) -> tuple[str, int]:
-    """Return the bytes of the optimized step that a memory limit counts, with their name."""
+    """Return the name and the bytes of the optimized step's figure that a memory limit applies to."""
     what = result.case.memory_limit_of
-    if result.ranks:  # communication has scratch of its own, which differs from run to run
+    if result.ranks:  # workspaces of collectives differ from run to run
         return "tensor bytes", (result.optimized.measured or result.optimized.simulated).tensor_bytes
     return f"{what} bytes", result.optimized.needed_bytes(what)
 

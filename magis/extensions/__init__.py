@@ -1,1 +1,1 @@
-"""Neighbours of the core: each can be taken away, and is reached through `magis.registry` alone."""
+"""Optional packages ("neighbours") of the core: each can be removed, and is loaded only through `magis.registry`."""

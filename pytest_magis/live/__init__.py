@@ -1,1 +1,1 @@
-"""Users' tests that are gated: those marked `magis`, and those that use a fixture. Loaded on first use."""
+"""Gated tests of users: those marked `magis`, and those that use a fixture. Loaded on first use."""

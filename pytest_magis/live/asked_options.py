@@ -1,4 +1,4 @@
-"""Options that a test gives for its own network, and the start of the gate."""
+"""Options that a test sets for its own network, and access to the gate."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pytest_magis.run_plan import Model, PlannedCase, plan_cases, plan_fronts
 
 LIMITS = ("memory_ratios", "memory_limits", "latency_ratios")
 PRESET = "small"
-"""A test's network has one size; its baselines are kept under this preset."""
+"""Preset under which baselines of tests' networks are stored; such a network has only one size."""
 
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """Options of a test's mark or call: a name, an optimizer, and values of `Settings` in place of the run's."""
+    """Options of a test's mark or call: name, optimizer, and overrides of fields of `Settings`."""
 
     name: str | None = None
     optimizer: Any = None
-    """A torch optimizer, an OptimizerSpec, or the name of a kind; checked when the network is built."""
+    """Torch optimizer, OptimizerSpec, or name of a kind; checked when the network is built."""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def over(self, settings: Settings) -> Settings:
-        """Return the settings with these options instead of the command line's. Limits replace all limits."""
+        """Return the settings overridden by these options. A limit of any kind replaces all limits."""
         replaced = LIMITS if any(name in self.changes for name in LIMITS) else ()
         return replace(settings, preset=PRESET, **{**dict.fromkeys(replaced, ()), **self.changes})
 
 
 def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
-    """Read options by name. Raises UsageError, which begins with `shown`."""
+    """Parse options given by name. Raises UsageError, whose message begins with `shown`."""
     changes: dict[str, Any] = {}
     for name, value in given.items():
         where = f"{shown}: {name}"
@@ -62,7 +62,7 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
 
 
 def _bytes(shown: str, value: Any) -> int:
-    """Read a memory limit in bytes, or a text such as "2 GiB"."""
+    """Parse a memory limit, given in bytes or as text such as "2 GiB"."""
     try:
         found = parse_bytes(value) if isinstance(value, str) else value
     except UsageError as error:
@@ -73,13 +73,13 @@ def _bytes(shown: str, value: Any) -> int:
 
 
 def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
-    """Plan the cases of a test's network and, if fronts are asked for, its front. Raises UsageError."""
+    """Plan the cases of a test's network and, with --magis-pareto, its Pareto front. Raises UsageError."""
     models = (Model(name, name),)
     return *plan_cases(settings, models, all_strategies(config), shown="strategies"), *plan_fronts(settings, models)
 
 
 def check_name(shown: str, value: Any) -> str:
-    """Check a name for baselines. Raises UsageError."""
+    """Return a valid name for baselines. Raises UsageError for any other value."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise UsageError(f"{shown}: {value!r} cannot be a name", hint="use letters, digits, '_', '-' and '.' only")
     if value in (*all_names(), "all", "seed"):
@@ -88,9 +88,9 @@ def check_name(shown: str, value: Any) -> str:
 
 
 def started_gate(config: pytest.Config) -> Gate:
-    """Return the gate of the run; without `--magis-models` the first gated test starts it.
+    """Return the gate of the run; without `--magis-models`, the first gated test starts the gate.
 
-    Raises pytest.UsageError for options that cannot be met on this machine.
+    Raises pytest.UsageError for options that this machine cannot meet.
     """
     dormant: Any = config.pluginmanager.get_plugin("magis-dormant")
     gate: Gate = dormant.start_gate()
@@ -105,7 +105,7 @@ def check_claim(shown: str, item: pytest.Item, name: str) -> None:
 
 
 def cases_here(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
-    """Plan the cases of a network, to run now. Raises UsageError for a device that is not here, too."""
+    """Plan the cases of a network that run now. Raises UsageError, also for a device that is not available."""
     device = settings.device  # that of the options has been checked
     found = config.hook.pytest_magis_devices(config=config)
     if device not in found:

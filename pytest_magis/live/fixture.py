@@ -1,4 +1,4 @@
-"""Gates networks that a test has at hand (the fixture `magis`) and blocks of code (`with magis.peak():`)."""
+"""The fixture `magis`, which gates networks that a test builds, and the gate of blocks (`with magis.peak():`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEAK = "magis.peak: gate"
 
 
 class MagisFixture:
-    """The value of the fixture `magis`, one for each test."""
+    """Value of the fixture `magis`, created for each test."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
@@ -61,16 +61,15 @@ class MagisFixture:
     ) -> Mapping[str, CaseResult]:
         """Gate a network: run its cases, compare them with its baselines, and fail the test if one is red.
 
-        `batch` is `(inputs, targets)`, each a tensor or several, or a dictionary of the module's keywords; `loss` gives
-        a scalar from the module's output and the targets, and may be left out where the module returns its loss;
-        `optimizer` is a torch optimizer of its parameters, or "sgd", "momentum", "adam", "adamw", "none". In place of
-        all: a tuple of them, a Workload, or a function without arguments that returns what a marked test may, which is
-        called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
-
-        By name, everything that the mark takes: limits (`memory_ratios`, `memory_limit="2 GiB"`, `latency_ratios`,
-        `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`,
-        `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label ("eager",
-        "magis-mem0.8").
+        `batch` is `(inputs, targets)`, each one tensor or several, or a dictionary of keyword arguments of the module;
+        `loss` maps the module's output and the targets to a scalar (optional if the module returns its loss);
+        `optimizer` is a torch optimizer over the module's parameters, or "sgd", "momentum", "adam", "adamw", "none".
+        Instead of all four: a tuple of them, a Workload, or a function without arguments that returns what a marked
+        test may return; the function is first called under fake tensors, so that a simulated device can gate a network
+        too large for this machine. Keywords are those of the mark: limits (`memory_ratios`, `memory_limit="2 GiB"`,
+        `latency_ratios`, `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`,
+        `slack`, `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label
+        ("eager", "magis-mem0.8").
         """
         from magis.models.step_parts import recipe_of
 
@@ -102,7 +101,7 @@ class MagisFixture:
         return {outcome.label: outcome.result for outcome in outcomes if outcome.result is not None}
 
     def _claim_name(self, given: str | None) -> str:
-        """Name a network of this test; from the second on with a number, unless it has a name of its own."""
+        """Return a unique name for a network of this test, numbered from the second one on unless a name is given."""
         name = name_of(self._item, given)
         if name in self._names:
             if given is not None:
@@ -114,14 +113,14 @@ class MagisFixture:
 
 
 class PeakGate:
-    """Compares blocks of code in one test with their baselines, which have the test's name."""
+    """Gate of the blocks in one test: compares their peak memory with baselines under the test's name."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
         self._labels: set[str] = set()
 
     def __call__(self, peaks: Mapping[str, BlockPeak], tolerance: float) -> None:
-        """Fail the test if a block is red, or cannot be compared."""
+        """Fail the test if a block is red. Raises a failure for invalid names and baselines, too."""
         __tracebackhide__ = True
         gate = started_gate(self._item.config)
         with refused_in_one_line():

@@ -1,4 +1,4 @@
-"""Tells gated tests from others, and names their networks."""
+"""Predicates for gated tests, and the names of their networks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ MARK = "magis"
 FIXTURES = ("magis", "magis_peak")
 OURS = "pytest_magis.plugin"
 PARAM = "magis case"
-"""Parameter of a marked test whose value is the case; no argument of a function can have this name."""
+"""Parameter of a marked test that holds the label of its case; a space keeps it distinct from any function argument."""
 _OWNERS: pytest.StashKey[dict[str, set[str]]] = pytest.StashKey()
 
 
 def is_marked(item: pytest.Item) -> bool:
-    """Return True for a test with the mark, which returns a network to gate."""
+    """Return True if a test has the mark, so that it returns a network to gate."""
     return isinstance(item, pytest.Function) and item.get_closest_marker(MARK) is not None
 
 
 def is_live(item: pytest.Item) -> bool:
-    """Return True for a test that is gated: it has the mark, or uses one of our fixtures."""
+    """Return True if a test is gated: it has the mark, or uses a fixture of this plugin."""
     if is_marked(item):
         return True
     # a project may have a fixture of the same name
@@ -29,18 +29,18 @@ def is_live(item: pytest.Item) -> bool:
 
 
 def label_of(item: pytest.Function) -> str:
-    """Return the label of the case that an item of a marked test is ("magis-mem0.8"), or "".
+    """Return the label of the case that a marked item runs ("magis-mem0.8"); "" if the mark made no cases.
 
-    It is empty if the mark made no cases: it came from a parameter or a hook, or is on a test of unittest.
+    The mark makes none if it was added by a parameter or a hook, or to a test of unittest.
     """
     callspec = getattr(item, "callspec", None)
     return "" if callspec is None else str(callspec.params.get(PARAM, ""))
 
 
 def name_of(item: pytest.Item, given: str | None = None) -> str:
-    """Name a test's network in tables and baselines: `given`, else its path ("tests.test_memory.test_net").
+    """Return the unique name of a test's network in tables and baselines, such as "tests.test_memory.test_net".
 
-    The test's own parameters follow. The name is the same wherever the test runs, and no other test has it.
+    A `given` name replaces the path. Values of the test's own parameters are appended.
     """
     place, _, function = node_id(item).partition("::")
     plain, bracket, parameters = function.partition("[")
@@ -54,15 +54,15 @@ def name_of(item: pytest.Item, given: str | None = None) -> str:
 
 
 def given_name(item: pytest.Item) -> str | None:
-    """Return the name of a test's network by its closest mark that gives one; None without."""
+    """Return the name given by the closest mark that gives one; None if no mark does."""
     names = (mark.kwargs["name"] for mark in item.iter_markers(MARK) if mark.kwargs.get("name") is not None)
     return next(names, None)
 
 
 def claim_name(item: pytest.Item, name: str) -> str | None:
-    """Note the name of a test's network, and return another test whose network has the same name; None without one.
+    """Register a network's name for a test, and return another test that already has the same name, else None.
 
-    The two would share rows and baselines, and each would be compared with the other.
+    Two tests with one name would share rows and baselines.
     """
     owners = item.config.stash.setdefault(_OWNERS, {}).setdefault(name, set())
     owners.add(name_of(item))
@@ -70,7 +70,7 @@ def claim_name(item: pytest.Item, name: str) -> str | None:
 
 
 def claimed_names(config: pytest.Config) -> Collection[str]:
-    """Return all names of networks so far."""
+    """Return all registered names of networks."""
     return config.stash.get(_OWNERS, {})
 
 
@@ -84,7 +84,7 @@ def node_id(item: pytest.Item) -> str:
 
 
 def subject_of(item: pytest.Item) -> str | None:
-    """Return the network of an item, the same for all its cases; None for a test that is not gated."""
+    """Return the name of the network that an item gates, equal for all cases of one network; None if it gates none."""
     planned = getattr(item, "planned", None)
     if planned is not None:
         return str(planned.model)
@@ -92,5 +92,5 @@ def subject_of(item: pytest.Item) -> str | None:
 
 
 def benchmarks_count(config: pytest.Config) -> bool:
-    """Return True if options of pytest-benchmark select or skip benchmarks; gated tests then count as such."""
+    """Return True if options of pytest-benchmark select or skip benchmarks, which include gated tests."""
     return any(bool(config.getoption(name, default=False)) for name in ("benchmark_only", "benchmark_skip"))

@@ -1,4 +1,4 @@
-"""Tests marked `magis`: each returns a network with its batch, and becomes one item per case."""
+"""Tests marked `magis`: each returns a network with its batch, and is parametrized with one item per case."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = f"@pytest.mark.{MARK}"
 
 
 class _Maker:
-    """Builds the network of a test for all its cases, with the fixtures of the case that runs."""
+    """Cached builder of a test's network: the same object for all cases, with the fixtures of the running case."""
 
     def __init__(self, name: str, optimizer: Any) -> None:
         self.name = name
@@ -46,7 +46,7 @@ _MAKER: pytest.StashKey[_Maker] = pytest.StashKey()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make an item of each case of a marked test, by its mark and the options."""
+    """Parametrize a marked test with one item per case, from its mark and the options."""
     definition = metafunc.definition
     try:
         if inspect.iscoroutinefunction(metafunc.function):
@@ -60,7 +60,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def run_marked(item: pytest.Function) -> None:
-    """Run the case of a marked test; calling the test builds the network."""
+    """Run the case of a marked item; the network is built by calling the test function."""
     gate, label = started_gate(item.config), label_of(item)
     with refused_in_one_line():
         asked = _asked(item)
@@ -72,14 +72,14 @@ def run_marked(item: pytest.Function) -> None:
 
 
 def free_network(config: pytest.Config) -> None:
-    """Free the last network."""
+    """Free the captures and fixtures of the last network."""
     forget(config)
     if _MAKER in config.stash:
         del config.stash[_MAKER]
 
 
 def _asked(item: pytest.Item) -> AskedOptions:
-    """Read the marks of a function, its class and its module; the closest one wins."""
+    """Merge the marks of a function, its class and its module; the closest one wins."""
     merged: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if mark.args:
@@ -89,7 +89,7 @@ def _asked(item: pytest.Item) -> AskedOptions:
 
 
 def _maker(item: pytest.Function, name: str, asked: AskedOptions) -> Callable[[int], Workload]:
-    """Return the builder of the network; the same for all cases of a test, so that they share its capture."""
+    """Return the builder (seed -> workload) of a test's network; all its cases share it, and so share a capture."""
     maker = item.config.stash.get(_MAKER, None)
     if maker is None or maker.name != name:
         maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)

@@ -1,1 +1,1 @@
-"""Outputs of a run beside the terminal and results.csv: the HTML report, GitHub, pytest-benchmark, JUnit files."""
+"""Optional outputs of a run: the HTML report, GitHub, pytest-benchmark, JUnit files."""

@@ -1,8 +1,8 @@
-"""A case's figures for other tools: rows of pytest-benchmark's session, properties of a JUnit file.
+"""Figures of cases for other tools: rows of pytest-benchmark's session, and properties of a JUnit file.
 
-Each case is one benchmark: the optimized step (of the eager strategy, the original), in seconds, with every timed step
-as a round; a simulated latency is one round. Bytes are in `extra_info`. pytest-benchmark does the rest: its table,
-`--benchmark-json`, `--benchmark-save`, `--benchmark-compare-fail`, histograms.
+Each case is one benchmark of the optimized step (with the eager strategy, of the original), in seconds, with every
+timed step as a round; a simulated latency is one round. Bytes are in `extra_info`. The table, `--benchmark-json`,
+`--benchmark-save`, `--benchmark-compare-fail` and histograms are pytest-benchmark's own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Properties = list[tuple[str, object]]
 
 
 def readable(properties: Iterable[tuple[str, object]]) -> Properties:
-    """Add an outcome's figures to the properties of a report, for JUnit files.
+    """Return a report's properties with the figures of its outcomes added, for JUnit files.
 
-    The outcome itself loses time lines and tables of modules, which are long and only for this run's outputs.
+    Time lines and tables of modules are removed from the outcomes, since they are long and serve only this run's
+    outputs.
     """
     found: Properties = []
     for name, value in properties:
@@ -47,7 +48,7 @@ def readable(properties: Iterable[tuple[str, object]]) -> Properties:
 
 
 def figures(outcome: Outcome) -> Iterator[tuple[str, object]]:
-    """Yield the figures of a case as "magis.<name with unit>" and value; missing ones are left out."""
+    """Yield the figures of a case as ("magis.<name with unit>", value), without missing ones."""
     case, result = outcome.case, outcome.result
     found: dict[str, object | None] = {
         "model": outcome.model,
@@ -91,13 +92,13 @@ _COMPARING = "benchmark_compare"
 
 
 class BenchmarkRows:
-    """Adds cases to pytest-benchmark's session, in the process that has the terminal."""
+    """Writer of cases into pytest-benchmark's session, in the main process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def put(self, outcome: Outcome) -> None:
-        """Add a case that has a latency; it replaces an earlier run of the same case."""
+        """Add a case if it has a latency, replacing an earlier run of the same case."""
         session: Any = vars(self._config)["_benchmarksession"]  # which is made after the gate
         session.benchmarks[:] = [row for row in session.benchmarks if row.fullname != f"{PREFIX}{outcome.name}"]
         if outcome.result is None:
@@ -109,7 +110,7 @@ class BenchmarkRows:
 
 
 def benchmark_rows(config: pytest.Config) -> BenchmarkRows | None:
-    """Return the rows of pytest-benchmark's session; None if no option asks for them, or the plugin is not loaded."""
+    """Return the writer for pytest-benchmark's session; None if no option needs it, or the plugin is not loaded."""
     asked = any(config.getoption(name, default=None) for name in (*_ASKING, _COMPARING))
     return BenchmarkRows(config) if asked else None
 

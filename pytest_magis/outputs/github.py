@@ -1,7 +1,7 @@
-"""Output for GitHub: the table as Markdown in the job's summary, and red cases as annotations.
+"""Output for GitHub: a Markdown table in the job summary, and red cases as annotations.
 
-The summary goes to the file of `--magis-markdown`, else to that in `$GITHUB_STEP_SUMMARY`, to which every step of a job
-adds. Annotations are lines of the log, printed if `$GITHUB_ACTIONS` is "true".
+The table is written to the file of `--magis-markdown`, else appended to `$GITHUB_STEP_SUMMARY`, which all steps of a
+job share. Annotations are lines of the log, printed if `$GITHUB_ACTIONS` is "true".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 
 
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:
-    """Write the run as Markdown: the number of red cases, the table, and the findings of red cases."""
+    """Return the run as Markdown: the number of red cases, the table, and the findings of red cases."""
     rule = ["---" if column in LEFT else "---:" for column in range(len(HEADER))]
     table = (_row(texts) for texts in (HEADER, rule, *map(cells, outcomes)))
     red = [outcome for outcome in outcomes if not outcome.verdict.passed]
@@ -42,7 +42,7 @@ def _details(red: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> Iterat
 
 
 def _findings(outcome: Outcome) -> Iterator[str]:
-    """Yield the error, the findings and the notes of a red case, a line each."""
+    """Yield the error, the findings and the notes of a case, one line each."""
     if outcome.error:
         yield f"error: {outcome.error}"
     for finding in outcome.verdict.findings:
@@ -53,7 +53,7 @@ def _findings(outcome: Outcome) -> Iterator[str]:
 
 
 def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
-    """Write the run as Markdown; return a line that says so. Raises UsageError if that fails."""
+    """Write the Markdown summary of the run, and return a line for the terminal. Raises UsageError on failure."""
     path, text = settings.markdown, markdown(outcomes, settings.given)
     if path is None:
         return ""
@@ -69,7 +69,7 @@ def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
 
 
 def error_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield one workflow command for each red case."""
+    """Yield a GitHub `::error` workflow command for each red case."""
     for outcome in outcomes:
         if not outcome.verdict.passed:
             text = "\n".join(map(printable, _findings(outcome))) or outcome.verdict.label
@@ -82,5 +82,5 @@ def _data(text: str) -> str:
 
 
 def _property(text: str) -> str:
-    """Escape text as `escapeProperty` does."""
+    """Escape the value of a workflow command's property, as `escapeProperty` of actions/toolkit does."""
     return _data(text).replace(":", "%3A").replace(",", "%2C")

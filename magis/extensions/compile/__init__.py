@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="magis")` and checkpoint policies: forward and backward of a user's own loop."""
+"""`torch.compile(model, backend="magis")` and checkpoint policies: plans for a user's own training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RegionPolicies"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the policies, which need torch, on first use; AttributeError for any other name."""
+    """Import the exported classes, which need torch, on first use. Raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("magis.extensions.compile.checkpointing.policy"), name)

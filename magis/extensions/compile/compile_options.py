@@ -1,4 +1,4 @@
-"""Options of `torch.compile(..., backend="magis", options={...})`, and the report that one may ask for."""
+"""Options of `torch.compile(..., backend="magis", options={...})`, and the report of a compiled graph."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from magis.units import format_bytes, format_milliseconds
 
 @dataclass(frozen=True)
 class CompileReport(PlanFigures):
-    """One compiled graph's plan, handed to the function in `options={"report": ...}`.
+    """Plan of one compiled graph, passed to the callback in `options={"report": ...}`.
 
     Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of this graph count as
-    long as the loop holds them; the optimizer's state, which the graph does not see, does not.
-    The original is unplanned: every operator once, in the order of autograd, all that the backward reads saved; where
-    the user checkpoints blocks, these run again.
-    With the option ``inductor`` all of it is of the graph before operators are fused: the code makes fewer tensors.
+    long as the loop holds them; the optimizer's state is outside the graph and does not count. The original is the
+    unplanned graph: every operator once, in autograd's order, with all tensors saved that the backward reads; blocks
+    checkpointed by the user are recomputed. With the option ``inductor`` the figures are of the graph before fusion,
+    and the generated code makes fewer tensors.
     """
 
     feasible: bool
-    """True if the limit is kept; otherwise the plan is the one that exceeds it least."""
+    """True if the plan meets the limit; else the plan is the one that exceeds the limit least."""
     saved_bytes: int
-    """Bytes that stay in memory from forward to backward, results of the forward not counted."""
+    """Bytes that stay alive from forward to backward, without results of the forward."""
     recomputed: tuple[str, ...]
-    """Operators that run again, as often as they do: "aten.gelu.default"."""
+    """Operators that are recomputed, one entry per recomputation: "aten.gelu.default"."""
     seconds: float
-    """Duration of capture and search."""
+    """Duration of capture and search in seconds."""
     fallback: str = ""
-    """Reason why the graph is not planned but partitioned as torch does it, and all numbers are 0; "" if planned."""
+    """Reason why torch's default partitioner split the graph (all numbers are then 0); "" if it is planned."""
     outside: str = ""
-    """Place where dynamo ended the graph ahead of the function's end: from there on, code runs in eager mode, or in
-    another graph, and none of its bytes are counted. "" if it did not."""
+    """Graph break at which dynamo ended the graph, as a line; later code runs eagerly or in another graph, and its
+    bytes are not counted. "" without a graph break."""
 
     def __str__(self) -> str:
         outside = [f"outside      {self.outside}"] if self.outside else []
@@ -55,16 +55,15 @@ class CompileReport(PlanFigures):
 
 
 DEFAULT_RATIO = 0.8
-"""Memory ratio where no limit is given: what most networks reach at almost no cost."""
+"""Default memory ratio, which most networks reach at almost no extra time."""
 LIMITS = ("memory_ratio", "memory_limit", "latency_ratio")
 KNOWN = (*LIMITS, "budget", "seconds", "report", "inductor")
 
 
 class OptionError(UsageError, ShortenTraceback):
-    """An invalid option of the backend.
+    """Error for an invalid option of the backend.
 
-    Dynamo hands its own ShortenTraceback to the caller as it is; any other exception in a backend becomes a report of
-    many lines.
+    Dynamo re-raises its own ShortenTraceback unchanged, and wraps any other exception of a backend in a long report.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -74,18 +73,18 @@ class OptionError(UsageError, ShortenTraceback):
 
 @dataclass(frozen=True)
 class Options:
-    """One limit, the effort of the search, and the function that is told about each plan."""
+    """One limit, the effort of the search, and the callback for reports."""
 
     limits: Limits
     report: Callable[[CompileReport], object] | None = None
     inductor: bool = False
-    """True if inductor generates the code, in its own order; only the saved values are then the plan's."""
+    """True if inductor generates the code, in its own order; the plan then only decides which values are saved."""
     outside: str = ""
-    """Place where the graph at hand ends early, in one line."""
+    """Graph break that ends the graph, in one line; "" without one."""
 
 
 def as_options(given: Mapping[str, Any] | None) -> Options:
-    """Return the options that a user wrote; raises OptionError, one line, for unknown names and invalid values."""
+    """Parse the options that a user gave. Raises OptionError, one line, for unknown names and invalid values."""
     options = dict(given or {})
     for name in options:
         if name not in KNOWN:

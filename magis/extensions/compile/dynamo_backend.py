@@ -1,4 +1,4 @@
-"""The backend of `torch.compile(model, backend="magis")`; graphs with dynamic sizes are planned for each shape."""
+"""The backend of `torch.compile(model, backend="magis")`; graphs with dynamic shapes are planned for each shape."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from magis.extensions.compile.compile_options import OptionError, Options, as_op
 from magis.extensions.compile.inductor_partitioner import by_inductor, partition
 from magis.printable import warn
 
-# Graphs whose sizes dynamo left open: planned for each shape that really comes, since a plan is about bytes.
-# Dynamo opens a size when it sees a second value of it. The graph then takes that size as an argument; here it is
-# made a number again, and the graph compiled once for each set of sizes, up to a bound. Beyond it graphs run as
-# they are, in eager mode.
+# Graphs with dynamic sizes are planned for each actual shape, since a plan is about bytes. Dynamo makes a size dynamic
+# when it sees a second value; the graph then takes the size as an argument. Here the size becomes a constant again, and
+# the graph is compiled once for each set of sizes, up to a maximum; further shapes run in eager mode.
 
 MOST_SHAPES = 8
-"""Most sets of sizes that are planned for one graph; each costs a search."""
+"""Maximum number of shapes planned for one graph; each costs a search."""
 
 Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Sizes: TypeAlias = tuple[Any, ...]
 
 
 def has_open_sizes(example_inputs: Sequence[Any]) -> bool:
-    """Return True if a size is not known while the graph is compiled."""
+    """Return True if a size is dynamic at compile time."""
     return any(
         any(not isinstance(size, int) for size in (*item.shape, *item.stride()))
         if isinstance(item, Tensor)
@@ -42,7 +41,7 @@ def has_open_sizes(example_inputs: Sequence[Any]) -> bool:
 
 
 class Specialized:
-    """A graph with open sizes as a function that compiles it for each set of sizes that it is called with."""
+    """Compiled function of a graph with dynamic sizes: compiles the graph for each set of sizes at the first call."""
 
     def __init__(self, gm: fx.GraphModule, compile_: Compile) -> None:
         self._gm = gm
@@ -69,7 +68,7 @@ class Specialized:
 
 
 def fixed(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
-    """Return the graph with the numbers among its arguments as constants; it takes the tensors alone."""
+    """Return the graph specialized to the numbers among its arguments; only the tensors remain graph inputs."""
     graph: fx.Graph = copy.deepcopy(gm.graph)
     placeholders = zip(graph.find_nodes(op="placeholder"), args, strict=True)
     numbers: dict[fx.Node, Any] = {node: arg for node, arg in placeholders if not isinstance(arg, Tensor)}
@@ -87,12 +86,12 @@ def magis(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of dynamo: PyTorch's own kernels, in an order and with recomputation that need less memory.
+    """Compile one dynamo graph to PyTorch's own kernels, in an order and with recomputation that need less memory.
 
-    `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8),
-    `memory_limit` (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a
-    function that is given a `Report` of each graph; `inductor`: its code, which saves what the plan
-    saves. UsageError, one line, for anything else; there are no modes.
+    `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8), `memory_limit`
+    (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a callback that
+    receives a `Report` of each graph; `inductor` (bool): inductor generates the code, and saves the values that the
+    plan saves. Raises UsageError, one line, for any other option; `mode` has no values.
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
@@ -106,7 +105,7 @@ def magis(
 
 
 def _graph_break(gm: fx.GraphModule) -> str:
-    """Say in one line where dynamo ended a graph early; "" if it did not."""
+    """Return the graph break that ended a graph as a line; "" if the graph is complete."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
@@ -116,7 +115,7 @@ def _graph_break(gm: fx.GraphModule) -> str:
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    """Compile a graph by inductor, or by AOTAutograd."""
+    """Compile a graph with inductor or with AOTAutograd, as the options say."""
     if options.inductor:
         return by_inductor(gm, inputs, options=options)
     made: Callable[..., Any] = aot_autograd(  # a new one for each graph, since it changes the arguments that it got

@@ -1,7 +1,7 @@
-"""Splits AOTAutograd's joint graph into forward and backward by a plan; for inductor, by the plan's saved values alone.
+"""Partitioners that split AOTAutograd's joint graph into forward and backward by a plan, alone or within inductor.
 
-Inductor makes loops of many operators and chooses their order itself, so it cannot be told an order. It takes from the
-plan which values are saved at the turn; the backward recomputes all others as part of its own loops.
+Inductor fuses operators and chooses their order itself, so only the set of saved values is taken from the plan; the
+backward recomputes all other values in its fused kernels.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
 
 Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
-"""Forward and backward."""
+"""Forward and backward graph module."""
 
 REFUSED = (MagisError, RuntimeError, TypeError, ValueError, LookupError, NotImplementedError)
-"""Errors of capture and planning where they cannot go on: torch's operators on fake tensors raise any of these."""
+"""Errors of capture and planning that mean "not planned": torch's operators raise any of these on fake tensors."""
 
 
 def partition(
@@ -48,8 +48,8 @@ def partition(
 ) -> Halves:
     """Return the forward and the backward of a joint graph, planned under the limit of the options.
 
-    A graph that cannot be planned is split as torch's default does, everything saved, with one warning that says why.
-    If no plan keeps the limit, the one that exceeds it least runs, with a warning.
+    A graph that cannot be planned is split by torch's default partitioner, with one warning that gives the reason. If
+    no plan meets the limit, the plan that exceeds it least runs, with a warning.
     """
     found = _split_by_plan(joint, num_fwd_outputs, options, partial(halves, joint))
     if found is not None:
@@ -61,7 +61,7 @@ def partition(
 def _split_by_plan(
     joint: fx.GraphModule, num_fwd_outputs: int, options: Options, split: Callable[[Joint, Graph], Halves]
 ) -> Halves | None:
-    """Plan a joint graph and split it by `split`; None, after saying why, if it cannot be planned."""
+    """Plan a joint graph and split it by `split`; if it cannot be planned, warn and return None."""
     reason = why_not(joint)
     if not reason:
         try:
@@ -79,7 +79,7 @@ def _split_by_plan(
 
 
 def report_unplanned(reason: str, options: Options) -> None:
-    """Warn why a graph is not planned, and report it without numbers."""
+    """Warn why a graph is not planned, and report the reason with all numbers 0."""
     what = "inductor chooses what" if options.inductor else "all that"
     saved = "is saved" if options.inductor else "its backward needs is saved"
     warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
@@ -88,7 +88,7 @@ def report_unplanned(reason: str, options: Options) -> None:
 
 
 def tell(report: CompileReport, options: Options) -> None:
-    """Warn if the plan does not keep its limit, and hand the report to the user's function."""
+    """Warn if the plan misses its limit, and pass the report to the user's callback."""
     if not report.feasible and report.limit_bytes is not None:
         warn(
             f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"
@@ -100,7 +100,7 @@ def tell(report: CompileReport, options: Options) -> None:
 
 
 def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    """Compile one graph of dynamo by inductor, which saves for the backward what the plan under ``options`` saves."""
+    """Compile one dynamo graph with inductor, which saves for the backward the values that the plan saves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of a part that inductor imports
         from torch._inductor.compile_fx import compile_fx
@@ -110,12 +110,12 @@ def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) 
 
 @dataclass(frozen=True)
 class Partitioner(CustomPartitionerFn):
-    """Inductor's partitioner, which saves the values of a plan."""
+    """Custom partitioner of inductor that saves the values chosen by a plan."""
 
     options: Options
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
-        """Split a joint graph into forward and backward; as inductor does, with a warning, if it cannot be planned."""
+        """Split a joint graph into forward and backward; warn and split as inductor does if planning fails."""
         count: int = further["num_fwd_outputs"]
 
         def split(captured: Joint, planned: Graph) -> Halves:
@@ -128,14 +128,13 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> None:
-        """Return None, which disables inductor's cache: the code depends on the plan."""
+        """Return None, which disables inductor's code cache, since the code depends on the plan."""
 
 
 def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
-    """Return the nodes of the joint graph whose values the planned backward takes from before the turn.
+    """Return the nodes of the joint graph whose values the planned forward saves for the backward.
 
-    Values without a node (a generator's state, the result of an operator that the plan fused) are left out, and so
-    recomputed.
+    Values without a node (an RNG state, the result of an operator that the plan fused) are left out, and so recomputed.
     """
     source = {op.id: op for op in functionalize(captured.graph).ops}
     origins: dict[int, int] = {}
@@ -150,7 +149,7 @@ def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
 
 
 def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield what must be saved besides ``kept`` to compute ``wanted``: arguments, and nodes that draw numbers."""
+    """Yield the nodes to save besides ``kept`` to compute ``wanted``: placeholders and random operators."""
     known = set(kept)
     stack = list(wanted)
     while stack:
@@ -165,7 +164,7 @@ def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator
 
 
 def draws(node: fx.Node) -> bool:
-    """Return True if a node, or the call of which it is one result, draws random numbers."""
+    """Return True if a node, or the multi-output call that it is a result of, draws random numbers."""
     made = node.args[0] if node.target is operator.getitem else node
     target = made.target if isinstance(made, fx.Node) else None
     if not isinstance(target, OpOverload):
@@ -174,7 +173,7 @@ def draws(node: fx.Node) -> bool:
 
 
 SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default)
-"""Inductor's own draws; its random numbers follow from their seeds."""
+"""Inductor's seed operators; its random numbers are a function of the seeds."""
 
 
 def _split_saving(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int) -> Halves:

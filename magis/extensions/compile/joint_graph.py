@@ -1,12 +1,12 @@
-"""The joint graph of AOTAutograd (forward and backward in one fx graph) as a graph of ours.
+"""Capture of AOTAutograd's joint graph (forward and backward in one fx graph) as a graph of magis.
 
-The loss is outside, or at least the call of ``backward`` is: gradients of the results ("tangents") exist only once all
-results do. An operator of our own between the two says so. It takes every result, makes every tangent, and meets the
-last version of everything that the forward writes:
+The loss, or at least the call of ``backward``, is outside the graph: gradients of the results ("tangents") exist only
+after all results do. The operator `magis.turn` between forward and backward expresses that. It takes every result,
+makes every tangent, and reads the last version of everything that the forward writes:
 
     forward ...; %dy = magis.turn(%y); backward ...
 
-Every order that keeps data flow and versions can therefore be cut there into two functions.
+Every order that keeps data flow and versions can therefore be split there into two functions.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from magis.ops.fake_results import laid_out
 TURN = "magis.turn"
 BATCH_NORM = resolve("aten._native_batch_norm_legit_functional.default")
 STATISTICS = (3, 4)
-"""Running mean and variance: among the arguments of the batch norm, and, updated, among its results."""
+"""Indices of running mean and variance, in a batch norm's arguments and, updated, in its results."""
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A joint graph, and the positions of its inputs and outputs in forward and backward.
+    """Captured joint graph, with the positions of its inputs and outputs in forward and backward.
 
     ``graph.outputs`` are the forward's results, the gradients, then the tangents, which the caller keeps alive;
-    ``forward`` and ``backward`` are positions in it, None where the function returns None.
+    ``forward`` and ``backward`` are indices into ``graph.outputs``, None where the function returns None.
     """
 
     graph: Graph
@@ -52,20 +52,20 @@ class Joint:
     """Values of the forward's arguments, in order."""
     tangents: tuple[int, ...]
     constants: Mapping[int, str]
-    """Values of tensors that belong to the module, by attribute."""
+    """Tensor constants of the module: value -> attribute name."""
     device: str
     nodes: Mapping[int, fx.Node]
-    """Value -> the first node that has it."""
+    """First fx node of each value."""
     again: frozenset[int] = frozenset()
-    """Values that the user's checkpointed blocks recompute in the backward."""
+    """Values that the user's own checkpointing recomputes in the backward."""
     once: frozenset[int] = frozenset()
-    """Values that the user's checkpointing policy saves."""
+    """Values that the user's own checkpointing policy saves."""
 
 
 def kernel_layouts(device: str) -> AbstractContextManager[object]:
-    """Return a mode in which fake results have the strides that CPU kernels give them; a null context elsewhere.
+    """Return a mode that gives fake results the strides of CPU kernels; a null context for other devices.
 
-    The scratch memory of the next operator depends on these strides.
+    The workspace of the next operator depends on these strides.
     """
     return _KernelLayouts() if device == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
 
@@ -85,7 +85,7 @@ def placeholders(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def why_not(joint: fx.GraphModule) -> str:
-    """Return the reason, in words, why a joint graph has no form in our graphs; "" if it has one."""
+    """Return the reason why a joint graph cannot be captured; "" if it can."""
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             problem = _problem_of_input(node)
@@ -94,7 +94,7 @@ def why_not(joint: fx.GraphModule) -> str:
             problem = "" if known else f"{node.target} is no ATen operator"
         elif node.op == "get_attr":
             held = type(getattr(joint, str(node.target), None))
-            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # for a call that is told
+            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # its call is refused
             problem = "" if known else f"{node.target} is no plain tensor"
         else:
             problem = "" if node.op == "output" else f"it holds a {node.op}"
@@ -120,7 +120,7 @@ def _problem_of_input(node: fx.Node) -> str:
 
 
 def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
-    """Capture a joint graph by running it once on fake tensors; raises CaptureError if it has no form in our graphs."""
+    """Capture a joint graph by running it once on fake tensors. Raises CaptureError if it cannot be captured."""
     primals, tangents = placeholders(joint.graph)
     (last,) = joint.graph.find_nodes(op="output")
     returned: Sequence[Any] = last.args[0]
@@ -169,9 +169,9 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
 
 
 def checkpointed(joint: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the nodes that the user's checkpointing recomputes, and those that it must save, by dynamo's tags.
+    """Return the nodes that the user's checkpointing recomputes, and those that it must save, from dynamo's tags.
 
-    Between two blocks something is saved, by the rule of torch's own partitioners.
+    At the boundary between two checkpointed blocks a value is saved, as in torch's own partitioners.
     """
     tags = {node: node.meta["recompute"] for node in joint.graph.nodes if "recompute" in node.meta}
     own = {node for node in tags if "ac_graph_id" in node.meta}
@@ -187,10 +187,10 @@ def checkpointed(joint: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _run_nodes(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
-    """Run every node in order, and keep the results in ``env``.
+    """Run every node in order, and store the results in ``env``.
 
-    Batch norms run as in eager mode, on running statistics that they update in place: only in that form can they run
-    again without a second update.
+    Batch norms run as in eager mode, with in-place updates of running statistics, since only this form can be
+    recomputed without a second update.
     """
     in_place = {node for node in graph.nodes if node.target is BATCH_NORM and _updates_itself(node)}
     for node in graph.nodes:
@@ -207,9 +207,9 @@ def _run_nodes(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
 
 
 def _updates_itself(norm: fx.Node) -> bool:
-    """Return True if a batch norm's updated statistics are copied back to their buffers and read nowhere else.
+    """Return True if a batch norm's updated statistics are copied back to their buffers and not read elsewhere.
 
-    Its backward takes them and, in training, does not read them.
+    The batch norm's backward takes them as arguments but, in training, does not read them.
     """
     if norm.args[5] is not True or not all(isinstance(norm.args[at], fx.Node) for at in STATISTICS):
         return False
@@ -227,7 +227,7 @@ def _updates_itself(norm: fx.Node) -> bool:
 
 
 def _stores_statistics(node: fx.Node, norms: set[fx.Node]) -> bool:
-    """Return True if the node copies updated statistics of one of the batch norms back to their buffer."""
+    """Return True if a node copies updated statistics of one of the batch norms back to their buffer."""
     if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[1], fx.Node):
         return False
     source = node.args[1]
@@ -235,7 +235,7 @@ def _stores_statistics(node: fx.Node, norms: set[fx.Node]) -> bool:
 
 
 def _with_turn(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> Graph:
-    """Return the graph with its forward first, then the turn, then the rest, each in program order."""
+    """Return the graph reordered: forward, `magis.turn`, backward, each part in program order."""
     forward = _forward_ops(graph, results, tangents)
     first = [op for op in graph.ops if op.id in forward]
     rest = [op for op in graph.ops if op.id not in forward]
@@ -261,8 +261,8 @@ def _with_turn(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]
 
 
 def _forward_ops(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> set[int]:
-    """Return ids of operators that must come before the turn: those that results need, and those that write or draw
-    without needing a tangent."""
+    """Return the ids of operators that must precede the turn: those that results need, and those with side effects
+    (writes, random numbers) that need no tangent."""
     late = set(tangents)
     late_ops = set()
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""Search for a plan of a joint graph under a limit, and its order as two fx modules."""
+"""Search for a plan of a joint graph under a limit, and code generation as two fx modules in the plan's order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from magis.units import share_of
 
 @dataclass(frozen=True)
 class _Costs:
-    """Costs of the device, with nothing for the turn, which runs nothing."""
+    """Costs of the device, with 0 for `magis.turn`, which is only a marker."""
 
     device: RooflineCosts
 
@@ -50,7 +50,7 @@ class _Costs:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """No link, hence no swapping: a tensor swapped out in the forward could not come back through autograd."""
+        """Bandwidth 0, which disables swapping: autograd cannot save a tensor on the host and bring it back."""
         return 0.0
 
     @property
@@ -65,7 +65,7 @@ class _Costs:
 
 
 class _Scratch:
-    """Scratch memory of operators: measured on a CPU, each signature once; estimated on other devices."""
+    """Workspaces of operators: measured once per signature on a CPU, estimated on other devices."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class _Scratch:
         self._known: dict[str, int] = {}
 
     def costs(self, *graphs: Graph) -> _Costs:
-        """Return costs that know the scratch of every operator of the graphs."""
+        """Return costs that include the workspace of every operator of the graphs."""
         if self._device == "cpu":
             found = {key: item for graph in graphs for key, item in signatures(graph).items()}
             missing = [item for key, item in found.items() if key not in self._known]
@@ -84,13 +84,13 @@ class _Scratch:
 
 
 def turn_of(graph: Graph) -> int:
-    """Return the position of the turn."""
+    """Return the index of the operator `magis.turn`."""
     return next(number for number, op in enumerate(graph.ops) if op.target == TURN)
 
 
 @collector_spared()
 def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
-    """Search under the limit; return the best graph found, verified, and its report."""
+    """Search for a plan under the limit, and return its verified graph and its report."""
     started = time.perf_counter()
     scratch = _Scratch(joint.device)
     source = functionalize(joint.graph)
@@ -104,7 +104,7 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
 
     best = approached(goal, partial(_search_plan, compiled, scratch, options, written))
     if best.peak > (goal.memory_limit or original_bytes) and any(op.target in RNG for op in best.graph.ops):
-        # The generator's states alone exceed the limit: tiny graphs do better without.
+        # RNG states alone may exceed the limit of a tiny graph: plan without recomputing random operators.
         compiled = _compiled(source, costs, joint, redraw=False)
         written = _as_written(compiled, joint)
         other = approached(goal, partial(_search_plan, compiled, scratch, options, written))
@@ -125,8 +125,8 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
 
 
 def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Compiled:
-    """Compile a joint graph into arrays in which the turn, the user's saved values and, without ``redraw``, operators
-    that draw random numbers are never recomputed."""
+    """Compile a joint graph into arrays, excluding from recomputation the turn, values saved by the user and, without
+    ``redraw``, random operators."""
     compiled = compile_problem(graph, costs)
     once = [
         any(op.target == TURN or (op.random and not redraw) or not joint.once.isdisjoint(op.made()) for op in group)
@@ -137,7 +137,7 @@ def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Com
 
 
 def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
-    """Return the step with the user's own checkpointing as a plan: values that his blocks recompute are dropped."""
+    """Return the plan with the user's own checkpointing: values of checkpointed blocks are recomputed, others kept."""
     problem, values = compiled.problem, compiled.graph.values
     known = {value: values[value].storage for value in joint.nodes if value in values}
     kept = {storage for value, storage in known.items() if value not in joint.again}
@@ -174,7 +174,7 @@ def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, writte
 
 
 def _repeated(graph: Graph) -> tuple[str, ...]:
-    """Return the targets of operators whose origin has run before, in order, without views, which cost nothing."""
+    """Return the targets of recomputed operators, in order, without views."""
     seen: set[int] = set()
     found = []
     for op in graph.ops:
@@ -189,7 +189,7 @@ def _repeated(graph: Graph) -> tuple[str, ...]:
 
 
 def _saved_bytes(graph: Graph, profile: MemoryProfile) -> int:
-    """Return the bytes alive at the turn that the caller does not hold as persistent storage, result or tangent."""
+    """Return the bytes alive at the turn, without persistent storages, results and tangents, which the caller holds."""
     at = turn_of(graph)
     made = {graph.values[value].storage for op in graph.ops[: at + 1] for value in op.made()}
     held = made & {graph.values[value].storage for value in (*graph.outputs, *graph.ops[at].made())}
@@ -197,24 +197,24 @@ def _saved_bytes(graph: Graph, profile: MemoryProfile) -> int:
     return profile.tensors[at] - profile.persistent_bytes - held_bytes
 
 
-# A planned joint graph as two fx modules, in exactly its order: forward up to the turn, backward behind it.
-# Values that the backward takes from before the turn are further results of the forward, which AOTAutograd keeps on
-# autograd's node. The code that fx generates drops every tensor after its last use; both modules take their arguments
-# as a list that they empty, so that nobody else holds a saved tensor.
+# A planned joint graph as two fx modules, in exactly its order: forward up to the turn, backward after it. Values that
+# the backward needs from the forward are extra results of the forward, which autograd saves. Generated code deletes
+# every tensor after its last use; both modules take their arguments as a list that they empty, so no other reference
+# keeps a saved tensor alive.
 
 
 def rng_save(device: str) -> Tensor:
-    """Return the state of the generator as a tensor, in numpy's memory: autograd saves tensors alone."""
+    """Return the RNG state as a tensor in numpy's memory, since autograd saves only tensors."""
     return torch.from_numpy(GeneratorStates(device).rng_save())
 
 
 def rng_enter(state: Tensor, device: str) -> Tensor:
-    """Put an earlier state back, and return the present one."""
+    """Set the RNG to an earlier state, and return its current state."""
     return torch.from_numpy(GeneratorStates(device).rng_enter(state.numpy()))
 
 
 def rng_leave(state: Tensor, device: str) -> None:
-    """Put back the state in which ``rng_enter`` found the generator."""
+    """Restore the RNG state that ``rng_enter`` returned."""
     GeneratorStates(device).rng_leave(state.numpy())
 
 
@@ -244,7 +244,7 @@ def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.G
 
 
 def crossing(captured: Joint, planned: Graph) -> tuple[int, ...]:
-    """Return the values that the backward takes from before the turn, in the order of their first use."""
+    """Return the values that the backward takes from the forward, in the order of their first use."""
     at = turn_of(planned)
     known = {value for value in planned.ops[at].outputs if value is not None} | set(captured.constants)
     found: dict[int, None] = {}
@@ -262,7 +262,7 @@ def _gradients(captured: Joint, planned: Graph) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """An fx graph that is being written, with fake tensors for its values."""
+    """Builder of the forward's or the backward's fx graph, with fake tensors for its values."""
 
     joint: fx.GraphModule
     captured: Joint
@@ -274,7 +274,7 @@ class _Half:
     nodes: dict[int, fx.Node] = field(default_factory=dict)
 
     def take(self, values: Sequence[int]) -> None:
-        """Add arguments, in order."""
+        """Add placeholders for values, in order."""
         for value in values:
             node = self.graph.placeholder(self.names.get(value, f"v{value}"))
             if value not in self.fakes:
@@ -282,13 +282,13 @@ class _Half:
             self._bind(value, node, self.fakes[value])
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Add operators, in order."""
+        """Add the calls of operators, in order."""
         with torch.no_grad(), self.mode, kernel_layouts(self.captured.device):
             for op in ops:
                 self._add_call(op)
 
     def module(self, outputs: Sequence[int | None]) -> fx.GraphModule:
-        """Return the module that returns these values."""
+        """Return the finished module with these outputs."""
         node = self.graph.output(tuple(None if value is None else self._node(value) for value in outputs))
         node.meta["val"] = tuple(None if value is None else self.fakes[value] for value in outputs)
         self.graph.lint()

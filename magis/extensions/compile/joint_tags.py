@@ -1,17 +1,17 @@
-"""`magis.tag_joint_graph`: a plan as tags that other partitioners of joint graphs obey.
+"""`magis.tag_joint_graph`: a plan as tags for other partitioners of joint graphs.
 
-A joint graph holds forward and backward of a step. `torch._functorch.partitioners`, inductor and trainers built on
-graphs split it by `node.meta["recompute"]`, one `torch.utils.checkpoint.CheckpointPolicy` per node of the forward:
+A joint graph holds forward and backward of a step. `torch._functorch.partitioners`, inductor and graph-based trainers
+split it by `node.meta["recompute"]`, one `torch.utils.checkpoint.CheckpointPolicy` per node of the forward:
 
-    MUST_SAVE        the backward takes the value from the forward
-    MUST_RECOMPUTE   the backward makes it again
+    MUST_SAVE        the forward saves the value for the backward
+    MUST_RECOMPUTE   the backward recomputes the value
 
-A plan says which values cross from the forward to the backward; tags are of operators. So a saved view is its base,
-saved; and an operator of which the plan keeps some results and makes others again is saved or made again whole, by what
-most of its bytes are. For one that draws random numbers and is made again, torch's partitioners save the generator's
-state.
+A plan decides about values, tags about operators. So a saved view is tagged by its base; and an operator of which the
+plan saves some results and recomputes others is saved or recomputed as a whole, whichever holds for most of its bytes.
+For a recomputed operator that draws random numbers, torch's partitioners save the RNG state.
 
-Graphs of forward, loss and backward in one, as some trainers trace them, have no tangents but `ones_like` of the loss.
+Graphs of forward, loss and backward in one, as some trainers trace them, begin their backward with `ones_like` of the
+loss instead of tangents.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["JointTags", "tag_joint_graph"]
 
 @dataclass(frozen=True)
 class JointTags:
-    """The tags of a joint graph, by names of its nodes."""
+    """Tags of a joint graph, by names of its nodes."""
 
     saved: tuple[str, ...]
-    """Nodes whose values a partitioner keeps from forward to backward, in the order of the graph; arguments of the
-    forward, which the caller holds, are not among them."""
+    """Nodes whose values a partitioner saves from forward to backward, in graph order, without arguments of the
+    forward, which the caller holds."""
     recomputed: tuple[str, ...]
-    """Nodes of the forward, views left out, that run again in the backward."""
+    """Nodes of the forward, without views, that the backward recomputes."""
     saved_bytes: int
-    """Bytes of memory that stays from forward to backward: storages of ``saved``, each once, without those of arguments
-    and of results of the forward, and states of generators. Compare with ``plan.saved_bytes``."""
+    """Bytes alive from forward to backward: storages of ``saved``, each counted once, without arguments and results of
+    the forward, plus RNG states. Compare with ``plan.saved_bytes``."""
     plan: CompileReport
-    """The plan that the tags stand for. Its peaks hold in the plan's order, which tags cannot say."""
+    """Plan that the tags express. Its peaks hold in the plan's order, which tags cannot express."""
 
     def __str__(self) -> str:
         return (
@@ -73,20 +73,20 @@ def tag_joint_graph(
 ) -> JointTags:
     """Plan a joint graph, and tag each node of its forward as saved or recomputed by the plan.
 
-    Call it first thing in a `partition_fn` of AOTAutograd, with what that is given, then let the partitioner do its
-    work: `min_cut_rematerialization_partition` and `default_partition` of `torch._functorch.partitioners` save exactly
-    the tagged values. A graph of forward, loss and backward in one (`make_fx` of a function that calls
-    `torch.autograd.grad` of its loss) is tagged for passes that copy what is recomputed to where the backward wants it.
+    Call it first in a `partition_fn` of AOTAutograd, with the same arguments, then call a partitioner:
+    `min_cut_rematerialization_partition` and `default_partition` of `torch._functorch.partitioners` save exactly the
+    tagged values. A graph of forward, loss and backward in one (`make_fx` of a function that calls
+    `torch.autograd.grad` of its loss) is tagged for passes that copy recomputed nodes to their uses in the backward.
     Earlier tags are replaced; nodes of the backward get none. The min-cut partitioner merges equal operators before it
-    looks at tags, and then saves less than `saved_bytes`, unless the graph went through `fx_graph_cse` before.
+    reads tags, and then saves less than `saved_bytes`, unless `fx_graph_cse` ran on the graph before.
 
-    `num_fwd_outputs`: how many of the graph's results are the forward's. One limit: `memory_ratio` (share of the
-    unplanned peak of forward and backward; default 0.8), `memory_limit` (bytes, or "8 GiB") or `latency_ratio`;
-    `budget` (plans) and `seconds` bound the search. `save_random`: save what may draw random numbers, for consumers
-    that cannot draw the same ones twice.
+    `num_fwd_outputs` is the number of the graph's results that belong to the forward. One limit: `memory_ratio` (share
+    of the unplanned peak of forward and backward; default 0.8), `memory_limit` (bytes, or "8 GiB") or `latency_ratio`;
+    `budget` (plans) and `seconds` bound the search. `save_random`: save results of random operators, for passes that
+    cannot draw the same numbers twice.
 
-    Raises UsageError for arguments that cannot be, CaptureError, in one line, for a graph that cannot be planned, whose
-    tags are then as they were. A limit that no plan keeps is no error: `plan.feasible` is False.
+    Raises UsageError for invalid arguments, CaptureError, in one line, for a graph that cannot be planned; its tags are
+    then unchanged. A limit that no plan meets is not an error: `plan.feasible` is False.
     """
     given = {
         "memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio,
@@ -124,7 +124,7 @@ def tag_joint_graph(
 
 
 def _with_tangents(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
-    """Return the graph, or a copy with tangents in place of the `ones_like` with which its backward begins."""
+    """Return the graph, or a copy with tangent placeholders in place of the `ones_like` that begin its backward."""
     if placeholders(joint.graph)[1]:
         return joint
     graph: fx.Graph = copy.deepcopy(joint.graph)
@@ -146,16 +146,16 @@ def _with_tangents(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModul
 
 @dataclass(eq=False)
 class _Tags:
-    """Decision which nodes of a joint graph are saved and which recomputed."""
+    """Assignment of a joint graph's nodes to saved and recomputed ones."""
 
     joint: fx.GraphModule
     captured: Joint
     num_fwd_outputs: int
     save_random: bool
     saved: set[fx.Node] = field(default_factory=set)
-    """Operators whose results are saved; of several results, those that the backward needs."""
+    """Operators whose results are saved; of a multi-output operator, the results that the backward needs."""
     taken: list[fx.Node] = field(default_factory=list)
-    """Values that the backward takes from the forward, arguments left out, in the order of the graph."""
+    """Values that the backward takes from the forward, without arguments, in graph order."""
     again: list[fx.Node] = field(default_factory=list)
     """Nodes of the forward that the backward recomputes."""
 
@@ -181,7 +181,7 @@ class _Tags:
         self._written = {n.args[0] for n in self.joint.graph.nodes if n.op == "call_function" and _copies(n)}
 
     def save(self, kept: Iterable[fx.Node]) -> None:
-        """Choose what is saved, ``kept`` at first, until the backward can be computed from it and from arguments."""
+        """Choose the saved nodes, starting with ``kept``, until they and the arguments suffice for the backward."""
         wanted = {base for node in kept for base in self._bases(node)}
         self.saved = {_maker(node) for node in wanted if node.op == "call_function"}
         while True:  # each round saves more values, or fewer operators, and neither is undone
@@ -207,7 +207,7 @@ class _Tags:
         self.again = [node for node in self._early if node in reached and not self._is_saved(node)]
 
     def decided(self) -> dict[str, CheckpointPolicy]:
-        """Return the tags by names of nodes."""
+        """Return the tags by node name."""
         found = {}
         for node in self._early:
             if not _copies(node):
@@ -216,7 +216,7 @@ class _Tags:
         return found
 
     def saved_bytes(self) -> int:
-        """Return the bytes of the saved values, without arguments and results of the forward."""
+        """Return the bytes of the saved values, without arguments and results of the forward, plus RNG states."""
         held = {self._storages[node] for node in (*self._primals, *self._results) if node in self._storages}
         known = {self._storages[node] for node in self.taken if node in self._storages}
         # Values that are no memory of their own in a plan: statistics that a batch norm writes in place there.
@@ -226,11 +226,11 @@ class _Tags:
         return sum(nbytes) + states * STATE_BYTES.get(self.captured.device, 0)
 
     def does_work(self, node: fx.Node) -> bool:
-        """Return True if a node is an operator whose results are no views of its arguments."""
+        """Return True if a node is an operator whose results are not views of its arguments."""
         return node.target is not operator.getitem and not any(True for _ in self._below(node))
 
     def _below(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the arguments of which a node's results are views."""
+        """Yield the arguments that a node's results are views of."""
         made = {self._storages[each] for each in (node, *node.users) if each in self._storages and _maker(each) is node}
         if node.target is operator.getitem:
             made = {self._storages[node]} if node in self._storages else set()
@@ -239,7 +239,7 @@ class _Tags:
                 yield each
 
     def _bases(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the node itself, or the nodes of which it is a view."""
+        """Yield the nodes that a node is a view of, or the node itself if it is no view."""
         below = list(self._below(node))
         if not below:
             yield node
@@ -247,7 +247,7 @@ class _Tags:
             yield from self._bases(each)
 
     def _reached(self) -> Iterator[fx.Node]:
-        """Yield the nodes of the forward whose values the backward needs, back to saved ones."""
+        """Yield the nodes of the forward whose values the backward needs, walking back to saved nodes."""
         stack = [each for node in self._late for each in node.all_input_nodes if each not in self._late]
         stack += [node for node in self._gradients if node not in self._late]
         seen: set[fx.Node] = set()
@@ -265,15 +265,15 @@ class _Tags:
 
     @staticmethod
     def _results_of(maker: fx.Node) -> list[fx.Node]:
-        """Return the results of an operator that has several, without a batch norm's new statistics.
+        """Return the result nodes of a multi-output operator, without the updated statistics of a batch norm.
 
-        Its backward takes these but does not read them; in a plan they lie in buffers.
+        The batch norm's backward takes the statistics but does not read them; in a plan they are buffers.
         """
         spared = STATISTICS if maker.target is BATCH_NORM else ()
         return [user for user in maker.users if user.target is operator.getitem and user.args[1] not in spared]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Return True if an operator cannot run again: it draws numbers, or reads an argument that changes later."""
+        """Return True if an operator cannot be recomputed: it is random, or reads an argument that is changed later."""
         if draws(node) and (self.save_random or node.target in SEEDS):
             return True
         # Statistics that a batch norm in training only updates: its other results do not depend on them.
@@ -284,7 +284,7 @@ class _Tags:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """Return the operator that makes a node's value."""
+    """Return the operator that computes a node's value, skipping `getitem` nodes."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -296,6 +296,6 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _copies(node: fx.Node) -> bool:
-    """Return True if a node writes to an argument of the graph."""
+    """Return True if a node writes in-place to an argument of the graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable) and isinstance(node.meta.get("val"), Tensor | None)

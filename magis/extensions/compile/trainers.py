@@ -1,7 +1,7 @@
-"""Callbacks that measure real training steps of the user's own script: of Hugging Face's `Trainer`, and of Lightning.
+"""Callbacks that measure the peak memory of training steps in Hugging Face's `Trainer` and in Lightning.
 
-A step is all that a trainer does up to one update of the weights: with gradient accumulation, several forwards and
-backwards. It is measured as `magis.peak` measures a block; ahead of the measured steps and behind them nothing runs.
+A step covers all work up to one weight update: with gradient accumulation, several forwards and backwards. It is
+measured like a block of `magis.peak`; outside the chosen steps the callbacks do nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LightningCallback", "MagisCallback"]
 
 @dataclass(frozen=True)
 class _Library:
-    """A training library: the modules that may hold its callback class, and the extra that installs it."""
+    """Training library: the modules that may define its callback class, and the pip extra that installs it."""
 
     modules: tuple[str, ...]
     base: str
@@ -36,15 +36,15 @@ class _Library:
 
 
 class StepPeaks:
-    """Measures chosen steps of a training; the callbacks of both libraries call it from their hooks.
+    """Base of the callbacks of both libraries: measures chosen training steps.
 
-    An object is also an instance of the library's own callback class, which is imported when it is made.
+    An instance also inherits from the library's own callback class, which is imported on construction.
     """
 
     _library: ClassVar[_Library]
 
     def __init__(self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2)) -> None:
-        asked: tuple[object, object] = steps, name  # whatever a script wrote
+        asked: tuple[object, object] = steps, name  # scripts may pass any type
         numbers = tuple(asked[0]) if isinstance(asked[0], Iterable) else ()
         if not numbers or any(type(step) is not int or step < 1 for step in numbers):
             raise UsageError(f"{self._shown}: steps={steps!r}", hint="number the steps from 1 on: steps=(1, 2)")
@@ -59,7 +59,7 @@ class StepPeaks:
         self.tolerance = tolerance
         self.steps = tuple(sorted(set(numbers)))
         self.peaks: dict[int, BlockPeak] = {}
-        """Peaks of the latest training, by the number of the step."""
+        """Peaks of the latest training by step number."""
         self._begun = 0
         self._running: tuple[BlockPeak, ExitStack] | None = None
 
@@ -68,7 +68,7 @@ class StepPeaks:
         return f"magis.{type(self).__name__}"
 
     def _training_begins(self, callbacks: Iterable[object]) -> None:
-        """Forget earlier peaks; raises UsageError if another callback measures too: measured blocks cannot overlap."""
+        """Clear earlier peaks. Raises UsageError for a second callback of this kind: measurements cannot overlap."""
         self._step_fails(None)
         self.peaks = {}
         self._begun = 0
@@ -76,7 +76,7 @@ class StepPeaks:
             raise UsageError(f"{self._shown}: the trainer has two", hint="name all steps in one: steps=(1, 2, 10)")
 
     def _step_begins(self, device: str, guarded: Iterable[tuple[object, str]] = ()) -> None:
-        """Begin to measure, if this is a chosen step; an error in one of the ``guarded`` methods ends it."""
+        """Start measuring if this is a chosen step; an error in one of the ``guarded`` methods ends the measurement."""
         self._step_fails(None)
         self._begun += 1
         if self._begun not in self.steps:
@@ -90,7 +90,7 @@ class StepPeaks:
             self._running = peak, stack.pop_all()
 
     def _step_ends(self) -> None:
-        """Keep and print the peak of the step, whose update is done."""
+        """Store and print the peak of the step after its weight update."""
         if self._running is not None:
             peak, stack = self._running
             self._running = None
@@ -99,7 +99,7 @@ class StepPeaks:
             _tell(f"{self._shown}: step {self._begun}: {peak}")
 
     def _step_fails(self, error: BaseException | None, why: str = "ended ahead of its update") -> None:
-        """Drop the measured step, if there is one: it ended without an update, or something else ran inside of it."""
+        """Drop the current measurement, if any: the step ended without an update, or other code ran inside it."""
         if self._running is not None:
             _, stack = self._running
             self._running = None
@@ -108,7 +108,7 @@ class StepPeaks:
             _tell(f"{self._shown}: step {self._begun} {why}{cause}; it was not measured")
 
     def _training_ends(self) -> None:
-        """Compare the peaks with their baselines in a pytest test; elsewhere say which are missing."""
+        """Compare the peaks with their baselines in a pytest test; elsewhere print which steps were not reached."""
         __tracebackhide__ = True
         self._step_fails(None)
         missing = [step for step in self.steps if step not in self.peaks]
@@ -127,7 +127,7 @@ class StepPeaks:
 
 @dataclass(frozen=True)
 class _NoPeak:
-    """Placeholder for the peak of a step that the training did not reach."""
+    """Placeholder for the peak of a step that the training did not reach; `result` raises UsageError."""
 
     said: str
     hint: str
@@ -137,12 +137,13 @@ class _NoPeak:
 
 
 class MagisCallback(StepPeaks):
-    """Measures steps of `transformers.Trainer`: ``Trainer(..., callbacks=[magis.MagisCallback("gpt2")])``.
+    """Callback that measures steps of `transformers.Trainer`: ``Trainer(...,
+    callbacks=[magis.MagisCallback("gpt2")])``.
 
-    The peak of every step in ``steps``, counted from 1, is printed when it ends and kept in ``peaks``, by number. In
-    a pytest test it is compared with its stored baseline when training ends, as `BlockPeak.gate` does. The first step
-    makes gradients and the optimizer's state; the later ones find them. ``name`` tells several trainings of a test
-    apart, ``tolerance`` is the share by which bytes may grow. Raises UsageError without transformers.
+    The peak of every step in ``steps``, counted from 1, is printed at its end and stored in ``peaks``, by number. In a
+    pytest test it is compared with its baseline when training ends, as `BlockPeak.gate` does. Gradients and the
+    optimizer's state are allocated in the first step. ``name`` distinguishes several trainings of a test, ``tolerance``
+    is the share by which bytes may grow. Raises UsageError without transformers.
     """
 
     _library = _Library(("transformers",), "TrainerCallback", "hf")
@@ -173,14 +174,15 @@ class MagisCallback(StepPeaks):
 
 
 class LightningCallback(StepPeaks):
-    """Measures steps of Lightning's `Trainer`: ``Trainer(..., callbacks=[magis.LightningCallback("gpt2")])``.
+    """Callback for Lightning's `Trainer` that measures steps: ``Trainer(...,
+    callbacks=[magis.LightningCallback("gpt2")])``.
 
-    As `MagisCallback`, which see, for the packages `lightning` and `pytorch_lightning`.
+    Arguments and attributes are those of `MagisCallback`. Supports the packages `lightning` and `pytorch_lightning`.
     """
 
     _library = _Library(("lightning.pytorch", "pytorch_lightning"), "Callback", "lightning")
     _updates: int | None = None
-    """Count of weight updates when the step began; a step may accumulate the gradients of several batches."""
+    """Number of weight updates at the start of the step; a step may accumulate gradients of several batches."""
 
     def on_fit_start(self, trainer: Any, _module: Any) -> None:
         self._updates = None
@@ -199,7 +201,7 @@ class LightningCallback(StepPeaks):
         self._step_fails(None, "has a validation in it")
 
     def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
-        self._step_fails(None)  # a batch that ends the epoch has no end of its own
+        self._step_fails(None)  # a batch that ends the epoch gets no on_train_batch_end
 
     def on_exception(self, _trainer: Any, _module: Any, error: BaseException) -> None:
         self._step_fails(error)
@@ -211,7 +213,7 @@ class LightningCallback(StepPeaks):
 
 
 def _join(callback: Any, library: _Library) -> None:
-    """Make the object an instance of the library's class, from the first module that is loaded, else installed."""
+    """Add the library's callback class, from an imported module or else an installed one, to an object's bases."""
     found = [each for each in library.modules if sys.modules.get(each) is not None]
     found += [each for each in library.modules if find_spec(each.partition(".")[0]) is not None]
     if not found:
@@ -227,7 +229,7 @@ def _join(callback: Any, library: _Library) -> None:
 
 @cache
 def _subclass(cls: type, base: type, library: _Library) -> type:
-    """Return a class of both bases with the name of ``cls``; it pickles as ``cls``, without peaks."""
+    """Return a subclass of both classes, named like ``cls``; instances pickle as ``cls``, without peaks."""
 
     def reduced(callback: Any) -> tuple[object, ...]:
         # Lightning's trainer adds methods of the module that it trains
@@ -239,14 +241,14 @@ def _subclass(cls: type, base: type, library: _Library) -> type:
 
 
 def _unpickled(cls: type[StepPeaks], library: _Library) -> StepPeaks:
-    """Make a callback for pickle, which sets its attributes afterwards."""
+    """Create a callback for unpickling, which sets the attributes afterwards."""
     callback = cls.__new__(cls)
     _join(callback, library)
     return callback
 
 
 def _running_trainer() -> Any:
-    """Return the `transformers.Trainer` whose loop calls, found on the stack: callbacks do not get it. None if none."""
+    """Return the running `transformers.Trainer` from the call stack, since callbacks do not receive it; else None."""
     from transformers import Trainer
 
     frame = inspect.currentframe()
@@ -259,8 +261,8 @@ def _running_trainer() -> Any:
 
 
 def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> Callable[[], None]:
-    """Have a method of the object report its errors to ``told``; return a function that undoes this."""
-    if not hasattr(owner, "__dict__"):  # with __slots__ it cannot be told
+    """Wrap a method of an object to report its errors to ``told``, and return a function that unwraps it."""
+    if not hasattr(owner, "__dict__"):  # with __slots__, methods cannot be replaced
         return lambda: None
     original = getattr(owner, method)
     own = method in vars(owner)
@@ -278,7 +280,7 @@ def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> 
 
 
 def _tell(text: str) -> None:
-    """Print above the progress bars of both libraries."""
+    """Print a line above progress bars of tqdm."""
     from tqdm import tqdm
 
     tqdm.write(printable(text))

@@ -1,5 +1,5 @@
-"""Networks: ordinary `torch.nn` modules with synthetic batches, losses and optimizers.
+"""Built-in networks: ordinary `torch.nn` modules with synthetic batches, losses and optimizers.
 
-Every network exists twice: the `real` one, as a user would recognise it, and a `seed-` one that leaves out what the
-seed of this project leaves out (see `building.Style`).
+Every network has two variants: the `real` one follows its publication, the `seed-` one leaves out the same parts as the
+seed of this project (see `building.Style`).
 """

@@ -1,4 +1,4 @@
-"""Parts that networks share: size checks, batches, losses, initial weights, the seed's style, attention."""
+"""Parts that the networks share: size checks, batches, losses, initialization, the style of a variant, attention."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ if TYPE_CHECKING:
 
 
 def images(batch: int, size: int) -> Tensor:
-    """Return normal noise [batch, 3, size, size]."""
+    """Return images of normal noise [batch, 3, size, size]."""
     return torch.randn(batch, 3, size, size)
 
 
 def labels(classes: int, *shape: int) -> Tensor:
-    """Return uniform class numbers, int64, of the given shape."""
+    """Return uniformly random class indices, int64, of the given shape."""
     return torch.randint(0, classes, shape)
 
 
 def image_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy of logits [batch, classes, ...] against class numbers [batch, ...]."""
+    """Return the cross-entropy of logits [batch, classes, ...] against class indices [batch, ...]."""
     return functional.cross_entropy(logits, target)
 
 
 def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy of logits [batch, classes, height, width] against class numbers [batch, height, width].
+    """Return the cross-entropy of logits [batch, classes, height, width] against class indices [batch, height, width].
 
-    In float32 whatever the network's data type: the number of pixels overflows float16, which makes the mean 0.
+    It is computed in float32 for every data type: the number of pixels overflows float16, which makes the mean 0.
     """
     return functional.cross_entropy(logits.float(), target)
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy over all tokens of logits [batch, length, vocabulary] against [batch, length]. No
-    target is ever the ignored index, so the mean is over a number of tokens known beforehand."""
+    """Return the mean cross-entropy over tokens: logits [batch, length, vocabulary] against [batch, length]."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def init_transformer(module: nn.Module, std: float = 0.02) -> None:
-    """Draw normal weights of the given standard deviation for linear layers and embeddings; zero biases."""
+    """Initialize linear layers and embeddings with normal weights of a standard deviation, and zero biases."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.Embedding)):
             nn.init.normal_(part.weight, std=std)
@@ -59,7 +58,7 @@ def init_transformer(module: nn.Module, std: float = 0.02) -> None:
 
 
 def init_convolutions(module: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") -> None:
-    """Draw He initialization for all convolutions; zero biases."""
+    """Initialize all convolutions with Kaiming-normal weights and zero biases."""
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)):
             nn.init.kaiming_normal_(part.weight, mode=mode, nonlinearity="relu")
@@ -73,12 +72,11 @@ T = TypeVar("T")
 
 
 class SizeError(UsageError):
-    """A network cannot be built at the sizes asked for."""
+    """Error for sizes at which a network cannot be built."""
 
 
 def check_sizes(model: str, config: DataclassInstance) -> None:
-    """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1. Sizes are
-    the fields annotated `int` or `tuple[int, ...]`."""
+    """Raise SizeError unless every field of `config` annotated `int` or `tuple[int, ...]` holds integers >= 1."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type == "int":
@@ -102,7 +100,7 @@ def check_divides(model: str, what: str, value: int, divisor_name: str, divisor:
 
 
 def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
-    """Return `table[key]`; raise SizeError that lists the choices."""
+    """Return `table[key]`. Raises SizeError, which lists the choices, for an unknown key."""
     if not isinstance(key, str) or key not in table:
         raise SizeError(f"{model}: unknown {what} {key!r}", hint=f"choose one of {', '.join(table)}")
     return table[key]
@@ -120,8 +118,8 @@ def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
 
 @dataclass(frozen=True)
 class Style:
-    """Layers of one variant; `seed` chooses the column of the table above. `written_out`: attention as the seed's
-    has it, the rest as it is: as networks were written before fused kernels."""
+    """Factory of the layers of one variant; `seed` chooses the column of the table above. With `written_out`, attention
+    is matmul, softmax, matmul, as before fused kernels, and all other layers are unchanged."""
 
     seed: bool
     written_out: bool = False
@@ -132,7 +130,7 @@ class Style:
 
     @property
     def positions(self) -> bool:
-        """True if positions are embedded (learned tables, ALiBi)."""
+        """True if positions are encoded (learned embeddings, ALiBi)."""
         return not self.seed
 
     @property
@@ -140,15 +138,15 @@ class Style:
         return self.seed or self.written_out
 
     def bias(self, wanted: bool = True) -> bool:
-        """Return True if a layer has a bias, given whether the original one has."""
+        """Return True if a layer has a bias; `wanted` says if the original network has one there."""
         return wanted and not self.seed
 
     def linear(self, inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
-        """Make a linear layer [..., inputs] -> [..., outputs]."""
+        """Create a linear layer [..., inputs] -> [..., outputs]."""
         return nn.Linear(inputs, outputs, bias=self.bias(bias))
 
     def conv(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-        """Make a convolution with padding kernel // 2 over [batch, inputs, height, width]."""
+        """Create a convolution with padding kernel // 2 over [batch, inputs, height, width]."""
         return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=self.bias(bias))
 
     def batch_norm(self, channels: int) -> nn.Module:
@@ -158,7 +156,7 @@ class Style:
         return nn.LayerNorm(width, eps=eps, elementwise_affine=not self.seed)
 
     def relu(self) -> nn.ReLU:
-        """Make a ReLU: in place in the real networks, as their originals have it; a fresh tensor in the seed's."""
+        """Create a ReLU: in-place in the real networks, as in their originals, out-of-place in the seed variants."""
         return nn.ReLU(inplace=not self.seed)
 
     def gelu(self, approximate: str = "none") -> nn.Module:
@@ -178,13 +176,13 @@ Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def image_batch(batch: int, size: int, classes: int) -> Batch:
-    """Return noise images and a random class for each."""
+    """Return noise images with one random class each."""
     return (images(batch, size),), (labels(classes, batch),)
 
 
 def token_batch(batch: int, length: int, vocabulary: int) -> Batch:
-    """Return token numbers and, as the target of each, the next token; int64 [batch, length] both. One sequence
-    longer by one is cut twice, so that the logits need not be shifted, which would copy them."""
+    """Return random token indices and the next tokens as targets, both int64 [batch, length] and contiguous, so that
+    the loss needs no shifted copy of the logits."""
     text = torch.randint(0, vocabulary, (batch, length + 1))
     return (text[:, :-1].contiguous(),), (text[:, 1:].contiguous(),)
 
@@ -199,8 +197,7 @@ def training_step(
     blocks: Iterable[str],
     optimizer: OptimizerSpec | None = None,
 ) -> Workload:
-    """Make a network and its batch, in this order, from the seed; `blocks` are names of its modules. Without an
-    optimizer, that of the style."""
+    """Build a network and then its batch from the seed; `blocks` are module names; default optimizer: the style's."""
     with seeded(seed):
         module = make()
         inputs, targets = batch()
@@ -217,7 +214,7 @@ def training_step(
 
 
 def numbered(group: str, count: int) -> Iterator[str]:
-    """Yield the names of the modules in a list."""
+    """Yield the paths of the modules in a module list, such as "layers.0"."""
     return (f"{group}.{number}" for number in range(count))
 
 
@@ -238,10 +235,10 @@ FEED_FORWARD_PLAN = {"layers.*.feed_forward.up": "colwise", "layers.*.feed_forwa
 class SelfAttention(nn.Module):
     """Multi-head self-attention [batch, length, width] -> [batch, length, width].
 
-    `packed` projects query, key and value with one matrix (ViT, BTLM), otherwise with three (BERT,
-    GPT-Neo). `scale` multiplies the scores, 1/sqrt(head width) by default. `forward` takes an additive mask
-    that broadcasts to [batch, heads, length, length]; `causal` without a mask leaves the masking to the
-    fused kernel. In the seed's style attention is written out and every mask has to be given.
+    With `packed`, one matrix projects query, key and value (ViT, BTLM), else three (BERT, GPT-Neo). `scale` multiplies
+    the scores; default: 1/sqrt(head width). `forward` takes an additive mask that broadcasts to [batch, heads, length,
+    length]; with `causal` and no mask, the fused kernel masks. The seed variants use matmul, softmax, matmul, and need
+    an explicit mask.
     """
 
     def __init__(
@@ -328,8 +325,7 @@ class FeedForward(nn.Module):
 
 
 class PreNormLayer(nn.Module):
-    """Attention and feed-forward network, each behind a norm and beside what it is given: [batch, length, width] ->
-    the same."""
+    """Pre-norm transformer layer with residual attention and feed-forward network, on [batch, length, width]."""
 
     def __init__(
         self,
@@ -355,8 +351,8 @@ class PreNormLayer(nn.Module):
 
 
 def causal_mask(length: int, window: int | None = None) -> Tensor:
-    """Return an additive mask [length, length]: 0 where a token (row) sees another (column), -inf elsewhere. A token
-    sees itself and the tokens before it; with a `window`, only the nearest `window` of those."""
+    """Return an additive mask [length, length]: 0 where a token (row) attends to a token (column), else -inf. A token
+    attends to itself and the tokens before; with a `window`, only to the nearest `window` tokens."""
     position = torch.arange(length)
     distance = position[:, None] - position[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -364,8 +360,8 @@ def causal_mask(length: int, window: int | None = None) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slope of each head (Press et al. 2022), a geometric series. For a head count that is no power
-    of two it is filled up with every other slope of the next power's series."""
+    """Return ALiBi's slope of each head (Press et al. 2022), a geometric series. If the number of heads is not a power
+    of two, every other slope of the next power's series is appended."""
     nearest = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / nearest) for i in range(nearest)]
     return slopes + [2 ** (-4 * (2 * i + 1) / nearest) for i in range(heads - nearest)]

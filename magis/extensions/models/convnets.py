@@ -1,4 +1,4 @@
-"""Convolutional networks, ResNet (He et al. 2016), VGG (2015) and DenseNet-BC (Huang et al. 2017); a perceptron."""
+"""Convolutional networks ResNet (He et al. 2016), VGG (2015), DenseNet-BC (Huang et al. 2017), and a perceptron."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RESNETS = {
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Sizes of one ResNet and its batch; the defaults are ResNet-50 of the paper's Table 2."""
+    """Sizes of a ResNet and its batch; defaults: ResNet-50 in the paper's Table 2."""
 
     batch_size: int = 64
     image_size: int = 224
@@ -53,7 +53,7 @@ class ResNetConfig:
 
 
 class Block(nn.Module):
-    """Residual block [batch, inputs, h, w] -> [batch, channels x expansion, h / stride, w / stride]. Basic (two 3x3
+    """Residual block [batch, inputs, h, w] -> [batch, channels x expansion, h / stride, w / stride]: basic (two 3x3
     convolutions) if the expansion is 1, else bottleneck (1x1, 3x3, 1x1)."""
 
     def __init__(self, config: ResNetConfig, style: Style, inputs: int, channels: int, stride: int) -> None:
@@ -82,14 +82,14 @@ class Block(nn.Module):
         return out
 
     def damp(self, factor: float) -> None:
-        """Scale the branch's last convolution, which keeps a deep net without BatchNorm from blowing up."""
+        """Scale the last convolution of the branch: without BatchNorm, activations of a deep net would explode."""
         last = [layer for layer in self.branch if isinstance(layer, nn.Conv2d)][-1]
         with torch.no_grad():
             last.weight.mul_(factor)
 
 
 class ResNet(nn.Module):
-    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+    """ResNet: images [batch, 3, size, size] -> class logits [batch, classes]."""
 
     def __init__(self, config: ResNetConfig, style: Style) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def _classifier(
     seed: int,
     blocks: Iterable[str],
 ) -> Workload:
-    """Make a network of images with a batch of noise and random classes."""
+    """Build an image classifier with a batch of noise images and random classes."""
     batch = config.batch_size, config.image_size, config.classes
     return training_step(
         name, style, seed, lambda: network(config, style), lambda: image_batch(*batch), image_loss, blocks
@@ -135,7 +135,7 @@ def _classifier(
 
 
 def resnet(config: ResNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a ResNet with a batch of noise images and random classes."""
+    """Build a ResNet with a batch of noise images and random classes."""
     return _classifier(ResNet, config, style, name, seed, numbered("blocks", sum(config.stages)))
 
 
@@ -152,15 +152,15 @@ VGGS = {
 
 @dataclass(frozen=True)
 class VggConfig:
-    """Sizes of one VGG and its batch; the defaults are VGG-16 at 224 pixels."""
+    """Sizes of a VGG and its batch; defaults: VGG-16 at 224 pixels."""
 
     batch_size: int = 64
     image_size: int = 224
     stages: tuple[int, ...] = (2, 2, 3, 3, 3)
     width: int = 64
-    """Channels of the first stage; they double per stage up to eight times as many."""
+    """Channels of the first stage; each stage doubles them, up to eight times as many."""
     hidden: int = 4096
-    """Width of the classifier's two inner layers."""
+    """Width of the classifier's two hidden layers."""
     classes: int = 1000
     dropout: float = 0.5
 
@@ -171,7 +171,7 @@ class VggConfig:
 
 
 class Vgg(nn.Module):
-    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+    """VGG: images [batch, 3, size, size] -> class logits [batch, classes]."""
 
     def __init__(self, config: VggConfig, style: Style) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Vgg(nn.Module):
 
 
 def vgg(config: VggConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a VGG with a batch of noise images and random classes."""
+    """Build a VGG with a batch of noise images and random classes."""
     return _classifier(Vgg, config, style, name, seed, numbered("stages", len(config.stages)))
 
 
@@ -222,13 +222,13 @@ DENSENETS = {
 
 @dataclass(frozen=True)
 class DenseNetConfig:
-    """Sizes of one DenseNet and its batch; the defaults are DenseNet-121 at 224 pixels."""
+    """Sizes of a DenseNet and its batch; defaults: DenseNet-121 at 224 pixels."""
 
     batch_size: int = 64
     image_size: int = 224
     stages: tuple[int, ...] = (6, 12, 24, 16)
     growth: int = 32
-    """Channels that each layer adds; the stem has twice as many, a bottleneck four times."""
+    """Channels that each layer adds; the stem has twice as many, a bottleneck four times as many."""
     classes: int = 1000
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class DenseNetConfig:
 
 
 class DenseLayer(nn.Module):
-    """All features so far, [batch, c_i, h, w] each -> `growth` new channels [batch, growth, h, w]."""
+    """DenseNet layer: all earlier features [batch, c_i, h, w] -> `growth` new channels [batch, growth, h, w]."""
 
     def __init__(self, style: Style, inputs: int, growth: int) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseStage(nn.Module):
-    """A dense block and, unless it is the last, the transition that halves channels and resolution."""
+    """Dense block with a transition that halves channels and resolution; the last stage has no transition."""
 
     def __init__(self, style: Style, inputs: int, layers: int, growth: int, *, last: bool) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class DenseStage(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+    """DenseNet-BC: images [batch, 3, size, size] -> class logits [batch, classes]."""
 
     def __init__(self, config: DenseNetConfig, style: Style) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class DenseNet(nn.Module):
 
 
 def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a DenseNet with a batch of noise images and random classes."""
+    """Build a DenseNet with a batch of noise images and random classes."""
     blocks = (f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count))
     return _classifier(DenseNet, config, style, name, seed, blocks)
 
@@ -312,13 +312,13 @@ def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Work
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """Sizes of one perceptron and its batch."""
+    """Sizes of a multi-layer perceptron and its batch."""
 
     batch_size: int = 16384
     inputs: int = 1024
     hidden: int = 1024
     layers: int = 12
-    """Linear layers with an activation; the classifier comes on top."""
+    """Number of hidden layers (linear, ReLU) before the classifier."""
     classes: int = 1000
 
     def __post_init__(self) -> None:
@@ -326,7 +326,7 @@ class MlpConfig:
 
 
 class Layer(nn.Module):
-    """Linear, ReLU: [batch, inputs] -> [batch, outputs]."""
+    """Hidden layer (linear, ReLU): [batch, inputs] -> [batch, outputs]."""
 
     def __init__(self, style: Style, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Features [batch, inputs] -> class logits [batch, classes]."""
+    """Multi-layer perceptron: features [batch, inputs] -> class logits [batch, classes]."""
 
     def __init__(self, config: MlpConfig, style: Style) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Mlp(nn.Module):
 
 
 def mlp(config: MlpConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a perceptron with a batch of noise and random classes."""
+    """Build a multi-layer perceptron with a batch of noise and random classes."""
     return training_step(
         name,
         style,

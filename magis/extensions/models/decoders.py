@@ -33,12 +33,12 @@ from magis.extensions.models.building import (
 from magis.ops.optimizers import OptimizerSpec
 
 _GELUS = {"tanh": "tanh", "erf": "none"}
-"""GPT-2's own approximation, and the exact function that other implementations take; torch's names for them."""
+"""Argument `approximate` of torch's GELU: GPT-2's tanh approximation, or the exact function."""
 
 
 @dataclass(frozen=True)
 class GptConfig:
-    """Sizes of one GPT and its (global) batch; the defaults are those of the 1.3B row in docs/strategies.md."""
+    """Sizes of a GPT and its (global) batch; defaults: the 1.3B row in docs/strategies.md."""
 
     batch_size: int = 4
     seq_len: int = 1024
@@ -50,7 +50,7 @@ class GptConfig:
     max_positions: int = 1024
     dropout: float = 0.1
     gelu: str = "tanh"
-    """ "tanh" or "erf"."""
+    """Kind of GELU, "tanh" or "erf"."""
 
     def __post_init__(self) -> None:
         check_sizes("gpt", self)
@@ -61,7 +61,7 @@ class GptConfig:
 
 
 class Decoder(nn.Module):
-    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
+    """Decoder with tied head: token indices, int64 [batch, length] -> next-token logits [batch, length, vocabulary]."""
 
     tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN | FEED_FORWARD_PLAN | {"word": "embedding_rowwise", "norm": "replicated_output"}
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.norm = style.layer_norm(config.width)
 
     def mask_of(self, layer: int) -> Tensor | None:
-        """Return the mask that a layer's attention adds to the scores; None: the fused kernel masks by itself."""
+        """Return the mask added to a layer's attention scores; None if the fused kernel applies the causal mask."""
         raise NotImplementedError
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _layer(config: GptConfig | GptNeoConfig, style: Style, gelu: str, attention:
 
 
 class Gpt(Decoder):
-    """A decoder whose layers see all tokens before their own."""
+    """Decoder in which every layer attends to all earlier tokens (GPT-2)."""
 
     mask: Tensor | None
 
@@ -136,7 +136,7 @@ class Gpt(Decoder):
 
 
 def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: with SGD)."""
+    """Build a GPT with a batch of random tokens, trained with Adam (the seed variant with SGD)."""
     optimizer = None if style.seed else OptimizerSpec("adam", lr=1e-4)
     return _language_model(Gpt, config, style, name, seed, optimizer)
 
@@ -149,7 +149,7 @@ def _language_model(
     seed: int,
     optimizer: OptimizerSpec | None = None,
 ) -> Workload:
-    """Make a decoder with a batch of random tokens; its `layers` are the blocks."""
+    """Build a decoder with a batch of random tokens; its `layers` are the blocks."""
     batch = config.batch_size, config.seq_len, config.vocab_size
     blocks = numbered("layers", config.layers)
     return training_step(
@@ -162,7 +162,7 @@ def _language_model(
 
 @dataclass(frozen=True)
 class GptNeoConfig:
-    """Sizes of one GPT-Neo and its batch; the defaults are GPT-Neo-1.3B (no dropout)."""
+    """Sizes of a GPT-Neo and its batch; defaults: GPT-Neo-1.3B (no dropout)."""
 
     batch_size: int = 32
     seq_len: int = 512
@@ -182,7 +182,7 @@ class GptNeoConfig:
 
 
 class GptNeo(Decoder):
-    """A decoder of layers that see all tokens before their own or only the nearest, in turn; scores are not scaled."""
+    """Decoder whose layers alternate between global and windowed causal attention, with unscaled scores (GPT-Neo)."""
 
     local_mask: Tensor
     global_mask: Tensor | None
@@ -200,7 +200,7 @@ class GptNeo(Decoder):
 
 
 def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a GPT-Neo with a batch of random tokens."""
+    """Build a GPT-Neo with a batch of random tokens."""
     return _language_model(GptNeo, config, style, name, seed)
 
 
@@ -209,7 +209,7 @@ def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workloa
 
 @dataclass(frozen=True)
 class BtlmConfig:
-    """Sizes of one BTLM and its batch; the defaults are BTLM-3B, which was trained without dropout."""
+    """Sizes of a BTLM and its batch; defaults: BTLM-3B, which was trained without dropout."""
 
     batch_size: int = 32
     seq_len: int = 512
@@ -228,7 +228,7 @@ class BtlmConfig:
 
 
 class BtlmLayer(nn.Module):
-    """Pre-norm decoder layer, [batch, length, width] -> the same; scores times 1 / head width (muP)."""
+    """Pre-norm decoder layer with SwiGLU on [batch, length, width]; scores are scaled by 1 / head width (muP)."""
 
     def __init__(self, config: BtlmConfig, style: Style) -> None:
         super().__init__()
@@ -249,8 +249,8 @@ class BtlmLayer(nn.Module):
 
 
 class Btlm(nn.Module):
-    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is tied. The
-    seed's variant masks causally but has no ALiBi, and keeps SwiGLU."""
+    """BTLM decoder with tied head: token indices, int64 [batch, length] -> next-token logits [batch, length,
+    vocabulary]. The seed variant has a causal mask without ALiBi, and keeps SwiGLU."""
 
     tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | {
         "layers.*.up": "colwise",
@@ -305,13 +305,13 @@ class Btlm(nn.Module):
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
-    """Return ALiBi's bias of the scores: minus slope x distance, [1, heads, length, length]. The fused kernels take
-    masks of two or four dimensions; others fall back to attention written out."""
+    """Return ALiBi's bias of attention scores, -slope x distance, [1, heads, length, length]. Fused kernels need a mask
+    of two or four dimensions, and fall back to unfused attention for others."""
     position = torch.arange(length)
     distance = (position[:, None] - position[None, :]).abs()
     return torch.tensor(alibi_slopes(heads))[None, :, None, None] * -distance
 
 
 def btlm(config: BtlmConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a BTLM with a batch of random tokens."""
+    """Build a BTLM with a batch of random tokens."""
     return _language_model(Btlm, config, style, name, seed)

@@ -1,4 +1,4 @@
-"""Transformer encoders: BERT for pre-training (Devlin et al. 2019), the vision transformer (2021)."""
+"""Transformer encoders: BERT for pre-training (Devlin et al. 2019), and the vision transformer (2021)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BERT_SIZES = {
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes of one BERT and its batch; the defaults are BERT-base of the paper's Table 2."""
+    """Sizes of a BERT and its batch; defaults: BERT-base in the paper's Table 2."""
 
     batch_size: int = 32
     seq_len: int = 512
@@ -64,7 +64,7 @@ class BertConfig:
 
 
 class BertLayer(nn.Module):
-    """Post-norm encoder layer, [batch, length, width] -> the same."""
+    """Post-norm encoder layer on [batch, length, width]."""
 
     def __init__(self, config: BertConfig, style: Style) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class BertLayer(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """Sum of word, token-type and (not in the seed's) position embeddings, normalized."""
+    """Normalized sum of word, token-type and position embeddings; the seed variant has no positions."""
 
     def __init__(self, config: BertConfig, style: Style) -> None:
         super().__init__()
@@ -102,9 +102,8 @@ class BertEmbeddings(nn.Module):
 
 
 class Bert(nn.Module):
-    """Token numbers and types, int64 [batch, length] -> token logits [batch, length, vocabulary] and
-    sentence logits [batch, 2]. Sequences are full, as in packed pre-training data: there is no padding
-    mask."""
+    """BERT: token and type indices, int64 [batch, length] -> token logits [batch, length, vocabulary] and sentence
+    logits [batch, 2]. All sequences have full length, so there is no padding mask."""
 
     tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN
@@ -158,12 +157,12 @@ class Bert(nn.Module):
 
 
 def pretraining_loss(output: tuple[Tensor, Tensor], token_labels: Tensor, sentence_labels: Tensor) -> Tensor:
-    """Return the cross-entropy of the token logits at all positions plus that of the sentence logits."""
+    """Return the sum of the cross-entropies of the token logits at all positions and of the sentence logits."""
     return token_loss(output[0], token_labels) + functional.cross_entropy(output[1], sentence_labels)
 
 
 def bert(config: BertConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a BERT with a batch of random sentence pairs, the second of each starting in the middle."""
+    """Build a BERT with a batch of random sentence pairs; the second sentence begins in the middle of the sequence."""
     shape = (config.batch_size, config.seq_len)
 
     def batch() -> Batch:
@@ -191,8 +190,7 @@ VIT_SIZES = {
 
 @dataclass(frozen=True)
 class VitConfig:
-    """Sizes of one ViT and its batch; the defaults are ViT-base/16 of the paper's Table 2. Without dropout, like the
-    released configurations and torchvision's."""
+    """Sizes of a ViT and its batch; defaults: ViT-base/16 in the paper's Table 2, without dropout."""
 
     batch_size: int = 64
     image_size: int = 224
@@ -211,7 +209,7 @@ class VitConfig:
 
 
 def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
-    """Make one layer of the encoder."""
+    """Build one encoder layer."""
     attention = SelfAttention(style, config.width, config.heads, packed=True)
     feed_forward = FeedForward(
         style, config.width, config.inner, activation=style.gelu(), dropout=config.dropout, inside=True
@@ -220,7 +218,7 @@ def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
 
 
 class Vit(nn.Module):
-    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+    """Vision transformer with a class token: images [batch, 3, size, size] -> class logits [batch, classes]."""
 
     tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
     pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
@@ -269,7 +267,7 @@ class Vit(nn.Module):
 
 
 def vit(config: VitConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a ViT with a batch of noise images and random classes."""
+    """Build a ViT with a batch of noise images and random classes."""
     batch = config.batch_size, config.image_size, config.classes
     blocks = numbered("layers", config.layers)
     return training_step(name, style, seed, lambda: Vit(config, style), lambda: image_batch(*batch), image_loss, blocks)

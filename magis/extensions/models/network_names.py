@@ -1,4 +1,4 @@
-"""Names of networks, and the network that each stands for. Imports no torch: that is loaded by the first build."""
+"""Names of the built-in networks, and their factories. Does not import torch; the first build does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from magis.capture.workload import Workload
 
 GATE_NAMES = ("resnet50", "bert", "vit", "unet", "unetpp", "gpt_neo", "btlm")
-"""Workloads of the paper's Table 2; "all" stands for these."""
+"""Workloads of the paper's Table 2, selected by "all"."""
 
 REAL_NAMES = (
     *GATE_NAMES,
@@ -33,14 +33,14 @@ REAL_NAMES = (
 )
 
 SEED_NAMES = tuple(f"seed-{name}" for name in GATE_NAMES)
-"""Seed variants of the gate's networks; "seed" stands for these."""
+"""Seed variants of the gate's networks, selected by "seed"."""
 
 # trained in bfloat16 in the paper; all other networks in float32
 _BFLOAT16 = ("gpt_neo", "btlm")
 
 
 def network(name: str) -> ModelSpec:
-    """Describe the network of one of the names."""
+    """Return the specification of a network by name."""
     plain = name.removeprefix("seed-")
     return ModelSpec(
         name=name,

@@ -1,8 +1,8 @@
-"""The sizes of every registered network: "paper" and "small" (runs on two CPU cores).
+"""Sizes of every built-in network at the presets "paper" and "small" (runs on two CPU cores).
 
-Small sizes keep a ratio meaningful: many activations per weight, no single tensor that dominates (a small
-vocabulary above all), and the true depth where the half second per step affords it.
-`benchmarks/preset_sizes.py` prints what they amount to, and a test holds them to the bars.
+Small sizes keep memory ratios meaningful: many activations per weight, no single dominant tensor (so a small
+vocabulary), and the original depth if a step still takes at most half a second. `benchmarks/preset_sizes.py` prints the
+resulting figures, and a test checks them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from magis.extensions.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.extensions.models.unet import UNetConfig, UNetPlusPlusConfig, unet, unetpp
 
 Make = Callable[[Style, str, int], Workload]
-"""`make(style, name, seed)`: a network at fixed sizes."""
+"""Function (style, name, seed) that builds a network at fixed sizes."""
 
 
 def recipe(name: str, preset: str) -> Callable[[int], Workload]:
-    """Return `make(seed)` of the registered `name` at `preset`, "paper" or "small"; KeyError for anything else."""
+    """Return the factory (seed -> workload) of a network at `preset`, "paper" or "small". Raises KeyError otherwise."""
     plain = name.removeprefix("seed-")
     paper, small = _sizes(plain)
     make = {"paper": paper, "small": small}[preset]

@@ -1,4 +1,4 @@
-"""U-Net (Ronneberger et al. 2015), padded, with BatchNorm, and U-Net++ (Zhou et al. 2018), nested."""
+"""U-Net (Ronneberger et al. 2015) with padding and BatchNorm, and U-Net++ (Zhou et al. 2018)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from magis.extensions.models.building import (
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """Sizes of one U-Net and its batch; the defaults are those of the paper's Table 2."""
+    """Sizes of a U-Net and its batch; defaults: the paper's Table 2."""
 
     batch_size: int = 32
     image_size: int = 256
     width: int = 64
-    """Channels at full resolution; they double at each of the levels below."""
+    """Channels at full resolution; each level below doubles them."""
     levels: int = 4
     classes: int = 2
 
@@ -41,7 +41,7 @@ class UNetConfig:
 
 
 class DoubleConv(nn.Module):
-    """Twice 3x3 convolution, BatchNorm, ReLU: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+    """Two times 3x3 convolution, BatchNorm, ReLU: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
 
     def __init__(self, style: Style, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class DoubleConv(nn.Module):
 
 
 def down(style: Style, inputs: int, outputs: int, *, bias: bool = False) -> nn.Sequential:
-    """Halve the resolution: [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
+    """Return a layer that halves the resolution: [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
     convs = DoubleConv(style, inputs, outputs, bias=bias)
     return nn.Sequential(OrderedDict[str, nn.Module](pool=nn.MaxPool2d(2), convs=convs))
 
 
 class Up(nn.Module):
-    """Doubles the resolution of [batch, c, h, w], joins [batch, c/2, 2h, 2w] of the encoder, halves c."""
+    """Decoder layer: upsamples [batch, c, h, w], concatenates the encoder's [batch, c/2, 2h, 2w], and halves c."""
 
     def __init__(self, style: Style, inputs: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images [batch, 3, size, size] -> pixel logits [batch, classes, size, size]."""
+    """U-Net: images [batch, 3, size, size] -> pixel logits [batch, classes, size, size]."""
 
     def __init__(self, config: UNetConfig, style: Style) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class UNet(nn.Module):
 
 
 def unet(config: UNetConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a U-Net with a batch of noise images and random pixel classes, cross-entropy per pixel."""
+    """Build a U-Net with a batch of noise images and random pixel classes; the loss is cross-entropy per pixel."""
     levels, pixels = config.levels, (config.image_size, config.image_size)
 
     def batch() -> Batch:
@@ -117,12 +117,12 @@ def unet(config: UNetConfig, style: Style, name: str, seed: int) -> Workload:
 
 @dataclass(frozen=True)
 class UNetPlusPlusConfig:
-    """Sizes of one U-Net++ and its batch; the defaults are those of the paper's Table 2."""
+    """Sizes of a U-Net++ and its batch; defaults: the paper's Table 2."""
 
     batch_size: int = 16
     image_size: int = 256
     width: int = 32
-    """Channels at full resolution; they double at each of the levels below."""
+    """Channels at full resolution; each level below doubles them."""
     levels: int = 4
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class UNetPlusPlusConfig:
 
 
 class Nested(nn.Module):
-    """Node X(i, j), j > 0: joins the row's nodes X(i, 0..j-1) with the upsampled X(i+1, j-1)."""
+    """Node X(i, j), j > 0: concatenates the row's nodes X(i, 0..j-1) with the upsampled X(i+1, j-1)."""
 
     def __init__(self, style: Style, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Nested(nn.Module):
 
 
 class UNetPlusPlus(nn.Module):
-    """Images [batch, 3, size, size] -> pixel logits of one class [batch, 1, size, size]."""
+    """U-Net++: images [batch, 3, size, size] -> pixel logits of one class [batch, 1, size, size]."""
 
     def __init__(self, config: UNetPlusPlusConfig, style: Style) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class UNetPlusPlus(nn.Module):
 
 
 def unetpp(config: UNetPlusPlusConfig, style: Style, name: str, seed: int) -> Workload:
-    """Make a U-Net++ with a batch of noise images and a random binary mask, binary cross-entropy per pixel."""
+    """Build a U-Net++ with noise images and random binary masks; the loss is binary cross-entropy per pixel."""
     batch, size, levels = config.batch_size, config.image_size, config.levels
 
     def made() -> Batch:

@@ -1,1 +1,1 @@
-"""A captured training step as an ONNX graph that stock ONNX Runtime runs, its memory measured and predicted."""
+"""Export of captured training steps to ONNX, and their runs, measurement and prediction in stock ONNX Runtime."""

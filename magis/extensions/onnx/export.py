@@ -1,4 +1,4 @@
-"""A traced step as an ONNX model."""
+"""Export of a traced step as an ONNX model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from magis.extensions.onnx.onnx_operators import OPERATORS
 from magis.extensions.onnx.writer import ELEMENT, Fill, Writer, value_of
 
 OPSET = 20
-"""Version of ONNX's operator set: the first with GELU."""
+"""Version of ONNX's operator set, the first with GELU."""
 _IR_VERSION = 10
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input or an output of the model."""
+    """Input or output of the model: name, shape and data type."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,22 +37,22 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """A step as an ONNX model, with its inputs and outputs."""
+    """ONNX model of a step, with its inputs and outputs."""
 
     model: onnx.ModelProto
     inputs: tuple[Port, ...]
-    """Tensors that the step takes; ``scalars`` follow them."""
+    """Tensor inputs of the step; the inputs in ``scalars`` follow them."""
     outputs: tuple[Port, ...]
     scalars: tuple[str, ...]
-    """Inputs of one float32 number each, which change from step to step."""
+    """Names of 0-d float32 inputs, whose values change from step to step."""
     inference: bool = False
-    """True if it is the forward pass alone."""
+    """True if the model is a forward pass only."""
 
 
 def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
-    """Return the ONNX model of a traced step (``inference``: a forward pass).
+    """Return the ONNX model of a traced step (``inference``: of a forward pass).
 
-    Raises UsageError, naming the first operator without an ONNX form.
+    Raises UsageError, which names the first operator without an ONNX form.
     """
     writer = Writer(traced.scalars)
     inputs: list[Port] = []
@@ -87,7 +87,7 @@ def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
 
 
 def _write_outputs(writer: Writer, given: Sequence[fx.Node], names: Sequence[str]) -> list[Port]:
-    """Write every output under its own name; one that is also something else (an unchanged input) is copied."""
+    """Write every output under its own name through an Identity node, which also copies an unchanged input."""
     ports = []
     for node, name in zip(given, names, strict=True):
         like = value_of(node)
@@ -120,7 +120,7 @@ def _value_info(port: Port) -> onnx.ValueInfoProto:
 
 
 def _without_identities(nodes: Sequence[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:
-    """Drop the copies of outputs: the operator that makes an output names it itself, unless it has a name already."""
+    """Remove Identity nodes of outputs by renaming the producer's output, unless that has an output's name."""
     makers = {name for node in nodes if node.op_type != "Identity" for name in node.output}
     renamed: dict[str, str] = {}
     for node in nodes:

@@ -1,7 +1,7 @@
-"""A captured step as an FX graph without in-place operators and with few kinds of operators.
+"""Trace of a captured step as an FX graph without in-place operators and with few kinds of operators.
 
-ONNX has neither memory that is written twice nor views, and no gradients: what the captured step writes to weights,
-statistics and optimizer state becomes further outputs, and backward operators become those of forward passes.
+ONNX has no in-place writes, no views and no gradients: in-place writes to weights, statistics and optimizer state
+become extra outputs, and backward operators are decomposed into forward operators.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _aten: Any = torch.ops.aten
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """Interpolate by the one formula of torch's kernel that the weight selects; torch's decomposition computes both."""
+    """Interpolate by the formula that torch's kernel selects; torch's decomposition computes both formulas."""
     if abs(weight) < 0.5:
         return start + (end - start) * weight
     return end - (end - start) * (1 - weight)
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a softmax that is 0 where a whole row is masked, which the row's maximum tells."""
+    """Return a softmax that is 0 in rows that are completely masked, that is, whose maximum is -inf."""
     x = x if dtype is None else x.to(dtype)
     masked = x.amax(dim, keepdim=True) == -torch.inf
     return torch.where(masked, 0.0, torch.softmax(x, dim))
@@ -52,8 +52,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output, saved mean and 1 / deviation, and both new statistics, which ONNX's own operator computes with the
-    biased variance."""
+    """Return output, saved mean and 1 / deviation, and both updated statistics; ONNX's own operator updates the running
+    variance with the biased variance."""
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
     dtype, x = x.dtype, x.to(running_mean.dtype)  # statistics stay in float32 under autocast
@@ -90,16 +90,16 @@ def _convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, as convolutions.
+    """Return the gradients of input, weight and bias as convolutions.
 
-    The input's is a transposed convolution; in the weight's, batch and channels change places, and strides become
-    dilations.
+    The input's gradient is a transposed convolution; for the weight's gradient, batch and channels are swapped, and
+    strides become dilations.
     """
     dims = x.dim() - 2
     stride, padding, dilation = (list(each) * (dims if len(each) == 1 else 1) for each in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
     if wanted[0]:
-        # what a stride cuts off at the end is part of the input all the same
+        # elements that the stride leaves over at the end still belong to the input
         missing = [
             0
             if transposed
@@ -132,11 +132,11 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten.convolution_backward.default: _convolution_backward,
 }
-"""Operator -> its decomposition, ahead of torch's core ones."""
+"""Decompositions by operator, which take precedence over torch's core decompositions."""
 
 
 NEW = "new:"
-"""Prefix of outputs that are the new values of an input."""
+"""Prefix of outputs that are new values of inputs."""
 
 _NORMS = ("aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten.native_group_norm.default")
 _LEGIT = "aten._native_batch_norm_legit.default"
@@ -144,22 +144,22 @@ _LEGIT = "aten._native_batch_norm_legit.default"
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A step as a pure function of its inputs and of named numbers that change from step to step."""
+    """Step as a pure function of its inputs and of named numbers that change from step to step."""
 
     module: GraphModule
-    """Takes the tensors of ``inputs``; returns those of ``outputs``."""
+    """FX module that maps the tensors of ``inputs`` to those of ``outputs``."""
     inputs: tuple[str, ...]
-    """Names as in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
+    """Input names as in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
     outputs: tuple[str, ...]
-    """Names: "output:0" (the loss), then new values of inputs, "new:parameter:layer.weight"."""
+    """Output names: "output:0" (the loss), then new values of inputs, "new:parameter:layer.weight"."""
     constants: Mapping[str, tuple[complex | Scalar, ...]]
-    """Data of inputs that never change, in row-major order."""
+    """Data of constant inputs, in row-major order."""
     scalars: Mapping[float, str]
-    """Sentinel number in the graph -> name of the scalar for which it stands."""
+    """Placeholder number in the graph -> name of the scalar input that replaces it."""
 
 
 def trace(captured: Captured) -> Traced:
-    """Trace the step without in-place operators; raises UsageError if inputs that it writes share memory."""
+    """Trace the step without in-place operators. Raises UsageError if a written input shares memory with another."""
     graph = captured.graph
     marks = optimizers.sentinels(captured.rule)
     values = [graph.values[value] for value in graph.inputs]
@@ -194,7 +194,7 @@ def trace(captured: Captured) -> Traced:
 
 
 def _run_graph(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
-    """Run the operators of the graph, and cast their results to the types that the graph says."""
+    """Run the operators of the graph, and cast their results to the data types in the graph."""
     tensors: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     for op in graph.ops:
         args = [to_torch(arg, tensors, numbers) for arg in op.args]
@@ -204,7 +204,7 @@ def _run_graph(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float])
             # kernels keep the statistics of half-precision inputs in float32, torch's functions for fakes do not
             args[0] = args[0].float()
         if target == "aten.native_batch_norm.default" and args[3] is not None:
-            target = _LEGIT  # the same call; this one says what it writes
+            target = _LEGIT  # an equivalent operator whose schema declares its writes
         found = outputs(resolve(target)(*args, **kwargs))
         for value, made in zip(op.outputs, found, strict=True):
             if value is not None and made is not None:

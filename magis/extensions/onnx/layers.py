@@ -1,4 +1,4 @@
-"""ONNX forms of the operators behind layers: products, convolutions, pooling, norms, interpolation."""
+"""ONNX forms of layers: matrix products, convolutions, pooling, norms, interpolation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _convolution(writer: Writer, node: Node) -> Made:
 
 
 def _each(numbers: Any, dims: int = 2) -> list[int]:
-    """Return a list of one number per dimension; a single number stands for all."""
+    """Return one number per dimension; a single number is repeated."""
     found = list(numbers) if isinstance(numbers, Sequence) else [numbers]
     return found * dims if len(found) == 1 else found
 
@@ -52,7 +52,7 @@ def _pool_attributes(kernel: Any, stride: Any, padding: Any, ceil: object) -> di
 
 
 def _max_pool(writer: Writer, node: Node) -> Made:
-    """Return values, and their positions counted through the whole tensor, where torch counts within each plane."""
+    """Emit MaxPool; its indices refer to the flattened tensor, while torch's refer to each plane."""
     given: list[Any] = [*node.args, *([], 0, 1, False)[len(node.args) - 2 :]]
     x, kernel, stride, padding, dilation, ceil = given
     how = _pool_attributes(kernel, stride, padding, ceil)
@@ -60,7 +60,7 @@ def _max_pool(writer: Writer, node: Node) -> Made:
 
 
 def _max_pool_backward(writer: Writer, node: Node) -> Made:
-    """Sums of the gradients over the positions that `_max_pool` found."""
+    """Emit the scatter-add of the gradients at the indices of `_max_pool`."""
     out = value_of(node)
     summed = in_float(out.dtype)
     whole = writer.tensor(node.args[0], summed), writer.tensor(node.args[-1])
@@ -80,7 +80,7 @@ def _average_pool(writer: Writer, node: Node) -> Made:
 
 
 def _layer_norm(writer: Writer, node: Node) -> Made:
-    """Return output, mean and 1 / deviation, computed in float32 as torch's kernels do."""
+    """Emit LayerNormalization and return output, mean and 1 / deviation, computed in float32 as in torch's kernels."""
     x, sizes, weight, bias, eps = cast("Any", node.args)
     outs: Any = node.meta["val"]
     dtype = in_float(outs[0].dtype)
@@ -92,7 +92,7 @@ def _layer_norm(writer: Writer, node: Node) -> Made:
 
 
 def _bilinear(writer: Writer, node: Node) -> Made:
-    """Interpolation is linear along each dimension: a matrix from the left, another one from the right."""
+    """Emit bilinear interpolation as two matrix products, since it is linear along each dimension."""
     small, large = first_of(node).shape, value_of(node).shape
     rows, columns = (_weights(small[i], large[i], bool(node.args[2])) for i in (2, 3))
     return _between(writer, node, rows, columns.T)
@@ -113,7 +113,7 @@ def _between(writer: Writer, node: Node, left: np.ndarray[Any, Any], right: np.n
 
 
 def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:
-    """Return the share of each input in each output, [outputs, inputs], by torch's interpolation of unit vectors."""
+    """Return the weight of each input in each output, [outputs, inputs], from torch's interpolation of unit vectors."""
     unit = torch.eye(inputs).view(1, inputs, inputs, 1)
     with torch.no_grad():
         found = torch.nn.functional.interpolate(unit, (outputs, 1), mode="bilinear", align_corners=corners)
@@ -134,4 +134,4 @@ LAYERS: Mapping[Any, Operator] = by_operator(
         "upsample_bilinear2d_backward.default": _bilinear_backward,
     }
 )
-"""Operator -> what writes it."""
+"""Functions that write ONNX forms, by ATen operator."""

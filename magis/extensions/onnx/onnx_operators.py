@@ -1,6 +1,6 @@
 """ONNX forms (operator set 20) of the ATen operators of a traced step, one function or row each.
 
-torch.onnx.export cannot be used: it loses what a step writes in place, and gets gradients wrong (docs/strategies.md).
+torch.onnx.export is not usable: it loses in-place writes of a step, and computes wrong gradients (docs/strategies.md).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Operator = Callable[[Writer, Node], Made]
 
 
 def by_operator(forms: Mapping[str, Operator]) -> dict[Any, Operator]:
-    """Return ATen operator -> form, from rows of several operators' names."""
+    """Return the forms by ATen operator, from rows that list several operator names."""
     return {resolve(f"aten.{name}"): form for names, form in forms.items() for name in names.split()}
 
 
 def first_of(node: Node) -> Tensor:
-    """Return the fake tensor of the first argument."""
+    """Return the fake tensor of a node's first argument."""
     return value_of(cast("Node", node.args[0]))
 
 
 def _dims(node: Node, at: int, rank: int) -> list[int]:
-    """Return the dimensions that an argument names, all of them where it names none."""
+    """Return the dimensions given by an argument; all dimensions if it is missing or empty."""
     given = node.args[at] if len(node.args) > at else None
     listed: Any = [given] if isinstance(given, int) else given
     return [dim % rank for dim in listed] if listed else list(range(rank))
@@ -102,7 +102,7 @@ def _gelu(writer: Writer, node: Node) -> Made:
 
 
 def _same(writer: Writer, node: Node) -> Made:
-    """Return the tensor itself: nothing is ever written to it."""
+    """Return the node's first argument itself, without a copy, since no value is written in-place."""
     arg = node.args[0]
     return writer.found(arg) if isinstance(arg, Node) else Fill(cast("float", arg))
 
@@ -124,7 +124,7 @@ def _fill(position: int) -> Operator:
 
 
 def _zeros(_writer: Writer, _node: Node) -> Made:
-    """Return zeros, which uninitialized memory may hold, too."""
+    """Return zeros for an uninitialized tensor."""
     return Fill(0)
 
 
@@ -134,7 +134,7 @@ def _arange(writer: Writer, node: Node) -> Made:
 
 
 def _drawn(writer: Writer, out: Tensor) -> str:
-    """Draw numbers of ONNX Runtime's own generator, uniform between 0 and 1, in float32."""
+    """Draw float32 numbers, uniform between 0 and 1, from ONNX Runtime's own generator."""
     made = writer.emit("RandomUniform", shape=list(out.shape) or [1], dtype=ELEMENT[torch.float32])
     return made if out.dim() else writer.emit("Reshape", made, writer.ints([]))
 
@@ -154,7 +154,7 @@ def _bernoulli(writer: Writer, node: Node) -> Made:
 
 
 def _unless_filled(form: Operator) -> Operator:
-    """Return the form of an operator that moves elements: a fill stays a fill."""
+    """Return the form of an operator that moves elements, which leaves a filled tensor unchanged."""
 
     def write(writer: Writer, node: Node) -> Made:
         made = _same(writer, node)
@@ -241,12 +241,12 @@ def _along(kind: str) -> Operator:
 
 
 def in_float(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which ONNX Runtime scatters and adds: it has no kernels for half precision."""
+    """Return the data type for scatter-add in ONNX Runtime, which has no half-precision kernels for it."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _index_put(writer: Writer, node: Node) -> Made:
-    """Write index_put(x, [index, ...], values, accumulate) as a ScatterND."""
+    """Emit index_put(x, [index, ...], values, accumulate) as ScatterND."""
     given: Any = node.args[1]
     mode = "add" if _argument(node, 3, "accumulate", False) else "none"
     indices = [writer.emit("Unsqueeze", writer.tensor(index, torch.int64), writer.ints([-1])) for index in given]
@@ -338,4 +338,4 @@ _FORMS: Mapping[str, Operator] = {
     "index_put.default": _index_put,
 }
 OPERATORS: Mapping[Any, Operator] = {operator.getitem: _getitem, **by_operator(_FORMS)}
-"""Operator -> its form; those of layers are in `layers`."""
+"""Forms by ATen operator; those of layers are in `layers`."""

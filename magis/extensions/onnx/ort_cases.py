@@ -1,4 +1,4 @@
-"""One case of ONNX Runtime: the captured training step (or the inference) run by it, or predicted."""
+"""Case of ONNX Runtime: the captured training step, or its inference, is measured or predicted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from magis.extensions.onnx.export import Exported
 
 ROUNDING, PRECISION = 1e-3, 0.05
-"""Relative differences that are allowed between the losses of three steps and eager's: with other kernels; in lower
-precision."""
+"""Allowed relative differences between losses of three steps and eager's: other kernels; lower precision."""
 ROUNDS = 12
 OFF_BY, NOISE = 0.05, 0.02
-"""Relative differences of measured bytes: from the predicted ones; from run to run."""
+"""Allowed relative differences of measured bytes: from predicted bytes; from run to run."""
 
 
 def ort_result(
@@ -34,10 +33,10 @@ def ort_result(
     *,
     rough: bool = False,
 ) -> CaseResult:
-    """Run a case in ONNX Runtime where the original runs on the CPU; predict it elsewhere.
+    """Run a case in ONNX Runtime if the original runs on the CPU; else predict it.
 
-    ``latency_bounds`` and ``rough`` are `run_case`'s. Raises UsageError without the extra, for operators that have no
-    form in ONNX, and for ones that ONNX Runtime has no kernel for.
+    ``latency_bounds`` and ``rough`` are those of `run_case`. Raises UsageError if ONNX Runtime is not installed, for
+    operators without an ONNX form, and for operators without a kernel in ONNX Runtime.
     """
     ort_step.check_installed()
     name = ort_name(case.strategy)
@@ -81,7 +80,7 @@ class _OrtCase:
         numbers = self._compare_losses()
         asked = self.case.timing_rounds
         timing = TimingLooks(subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
-        looks: list[TimingLook] = []  # one look or two, each at steps made anew
+        looks: list[TimingLook] = []  # one timing or two, each with newly built steps
         while not looks or (len(looks) == 1 and timing.wants_another(looks[0])):
             looks.append(timing.look(subject.eager(), self._step(dropout=True)))
         figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)
@@ -95,7 +94,7 @@ class _OrtCase:
         return self.subject.kind == "cpu" and self.subject.runs
 
     def _exported(self, *, dropout: bool) -> Exported:
-        """Return the step as ONNX, made once for all cases that run it."""
+        """Return the exported step, cached for all cases that run it."""
         name, subject = self.name, self.subject
         dropout = dropout and has_dropout(subject.traced.module)
 
@@ -112,7 +111,7 @@ class _OrtCase:
         return ort_step.make_ort_step(self.subject.fresh(), exported, optimized=self.name.optimized)
 
     def _compare_losses(self) -> str:
-        """Compare the losses of three steps with eager's, without dropout: ONNX Runtime draws its own numbers."""
+        """Compare the losses of three steps with eager's, without dropout: ONNX Runtime has its own random numbers."""
         if self.name.inference:
             return f"{NOT_RUN}: an inference has no loss"
         eager = self.subject.eager()

@@ -1,10 +1,9 @@
 """Peak bytes of a step in ONNX Runtime: measured by its allocator, and predicted by its planner's rules.
 
-ONNX Runtime allocates outside of torch's allocator. Its profile says after every operator how many bytes its arena has
-handed out, as asked for (``mem_bytes_requested_in_use``), at most so far with scratch and rounding
-(``mem_in_use_peak``), and how many it holds (``mem_arena_held``). Weights, state, batch and outputs are torch's
-tensors; constants that ONNX Runtime has computed beforehand lie outside of the arena, too. Both are added. (Some small
-constants lie in it and are counted twice: hundreds of bytes.)
+ONNX Runtime does not use torch's allocator. Its profile records after every operator the bytes that are requested from
+its arena (``mem_bytes_requested_in_use``), their peak with scratch and rounding (``mem_in_use_peak``), and the size of
+the arena (``mem_arena_held``). Weights, state, batch and outputs are torch's tensors, and precomputed constants are
+outside the arena; both are added. (Some small constants are in the arena and count twice: hundreds of bytes.)
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from magis.extensions.onnx.export import Exported
 from magis.extensions.onnx.ort_session import bind, open_session
 from magis.results import Memory, Term
 
-# Peak bytes of a step, from the graph that ONNX Runtime runs, by the rules of its own allocation planner.
-# The rules are those of ONNX Runtime's ``allocation_planner.cc`` for one stream on the CPU: a tensor takes the
-# memory of an input that it may overwrite and that nobody reads later; else the memory freed last among those whose
-# first tensor had the same shape and element size; else memory of its own, which is freed after the last use of the
-# last tensor that lies in it. Scratch inside kernels is left out.
+# Predicted peak bytes of a step, from the graph that ONNX Runtime runs, by the rules of its ``allocation_planner.cc``
+# for one stream on the CPU: a tensor reuses the memory of an input that may be overwritten and has no later reader;
+# else the most recently freed buffer whose first tensor had the same shape and element size; else a new buffer, which
+# is freed after the last use of the last tensor in it. Scratch inside kernels is not counted.
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-"""Operators whose output is their first input, whoever else reads that."""
+"""Operators whose output always aliases their first input."""
 _IN_PLACE = frozenset(
     (
         *("Abs", "Cast", "Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "LeakyRelu", "Log", "Neg", "Reciprocal"),
         *("Relu", "Sigmoid", "Softplus", "Sqrt", "Tanh"),
     )
 )
-"""Operators that overwrite their input if it has the same shape and element size and nobody reads it later. (Operators
-with two inputs might, too, but never do in ONNX Runtime 1.32: with them here no peak agrees, without them all do.)"""
+"""Operators that run in-place if the input has the same shape and element size and no later reader. Binary operators
+never do in ONNX Runtime 1.32, although its rules allow it: with them no predicted peak is right, without them all are.
+"""
 
 
 def planned_peak(model: onnx.ModelProto) -> int:
     """Return the peak bytes of tensors, constants included, beyond the model's inputs and outputs.
 
-    The nodes run in the order in which they stand. Shapes must be known for every value.
+    Nodes run in the order of the graph. The shapes of all values must be known.
     """
     graph = model.graph
     tensors = _shapes_of(graph)
@@ -67,9 +66,9 @@ def constant_bytes(model: onnx.ModelProto) -> int:
 
 
 def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with the nodes in the order in which ONNX Runtime runs them, and saves graphs that it optimizes.
+    """Return a copy of the model with its nodes in the order in which ONNX Runtime runs them.
 
-    Depth first, from the last node whose outputs nobody reads back to what it needs (``Graph::ReverseDFSFrom``).
+    The order is depth-first from the last node without readers back to its inputs (``Graph::ReverseDFSFrom``).
     """
     nodes = list(model.graph.node)
     maker = {name: index for index, node in enumerate(nodes) for name in node.output}
@@ -95,10 +94,10 @@ def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @dataclass
 class _Buffer:
-    """Memory of one or several tensors, one after another."""
+    """Buffer that holds one or several tensors, one after another."""
 
     like: tuple[tuple[int, ...], int]
-    """Shape and element type of the first tensor in it."""
+    """Shape and element type of the first tensor in the buffer."""
     first: int
     last: int
 
@@ -109,24 +108,24 @@ class _Buffer:
 
 @dataclass
 class _Plan:
-    """The planner's state while it goes through the nodes."""
+    """State of the allocation planner during its pass over the nodes."""
 
     tensors: Mapping[str, tuple[tuple[int, ...], int]]
     """Shape and element type by name."""
     uses: Counter[str]
     outside: set[str]
-    """Names of values whose memory is not the step's."""
+    """Names of values whose memory is outside the step's arena."""
     buffers: list[_Buffer] = field(default_factory=list)
     home: dict[str, int] = field(default_factory=dict)
-    """Name -> its buffer."""
+    """Index of the buffer of each value, by name."""
     left: dict[int, int] = field(default_factory=dict)
-    """Buffer -> number of reads to come of the tensor in it."""
+    """Number of remaining reads of the tensor in each buffer."""
     free: list[int] = field(default_factory=list)
-    """Buffers that nobody reads any more; the latest first."""
+    """Indices of freed buffers, the most recently freed first."""
     now: int = 0
 
     def add(self, node: onnx.NodeProto) -> None:
-        """Give the node's outputs memory, then let go of the inputs that were read for the last time."""
+        """Assign buffers to the node's outputs, then free the buffers of inputs that were read for the last time."""
         reads = list(_reads(node))
         for name in filter(None, node.output):
             self._assign_buffer(node, name, reads)
@@ -165,7 +164,7 @@ class _Plan:
         self.left[buffer] = self.left.get(buffer, 0) + self.uses[name]
 
     def _shared(self, node: onnx.NodeProto, shape: tuple[int, ...], kind: int, reads: Sequence[str]) -> str | None:
-        """Return the input in whose memory the output lies; "outside" if that memory is not the step's."""
+        """Return the input whose memory the output reuses, "outside" for memory outside the arena; else None."""
         if node.op_type in _VIEWS:
             source = node.input[0]
             return source if source in self.home else "outside"
@@ -178,7 +177,7 @@ class _Plan:
         return None
 
     def _take_free(self, shape: tuple[int, ...], kind: int) -> int | None:
-        """Take the latest free buffer for this shape and element size; None if there is none."""
+        """Take the most recently freed buffer with this shape and element size; None if there is none."""
         if not shape:
             return None
         for position, buffer in enumerate(self.free):
@@ -202,12 +201,12 @@ def _peak(buffers: Sequence[_Buffer]) -> int:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Return the inputs that a node reads, as often as it names them."""
+    """Return the inputs that a node reads, with repetitions."""
     return (str(name) for name in node.input if name)
 
 
 def _shapes_of(graph: onnx.GraphProto) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return shape and element type of every value by name; raises MagisError if one is not known."""
+    """Return shape and element type of every value by name. Raises MagisError for an unknown shape."""
     found = {value.name: (tuple(value.dims), value.data_type) for value in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         kind = value.type.tensor_type
@@ -227,9 +226,9 @@ def _bytes(shape: Sequence[int], kind: int) -> int:
 
 
 MEASURED = "ONNX Runtime's own count of its arena, from its profile; weights, state, batch, outputs and constants added"
-"""Note of a measured row on the source of its bytes."""
+"""Note of a measured row: the source of its bytes."""
 PREDICTED = "ONNX Runtime's allocation planner replayed over the graph that it runs; no scratch inside operators"
-"""Note of a predicted row on the source of its bytes."""
+"""Note of a predicted row: the source of its bytes."""
 
 _STEPS = 2
 _UNCAST = "InsertedPrecisionFreeCast_"
@@ -237,16 +236,16 @@ _FIGURES = ("mem_bytes_requested_in_use", "mem_in_use_peak", "mem_arena_held")
 
 
 def persistent_bytes(exported: Exported) -> int:
-    """Return the bytes of what exists before and after a step: weights, statistics, state, batch, and the tensors for
-    the next weights and state (of an inference: for the outputs)."""
+    """Return the bytes that are allocated before and after a step: weights, statistics, state, batch, and the buffers
+    for outputs (new weights and state, or the results of an inference)."""
     return sum(port.nbytes for port in (*exported.inputs, *exported.outputs)) + 4 * len(exported.scalars)
 
 
 def measured_memory(exported: Exported, *, optimized: bool, name: str) -> Memory:
-    """Run two steps on zeros and read off ONNX Runtime's profile what it had allocated.
+    """Run two steps on zeros, and return the memory that ONNX Runtime's profile records.
 
-    ``tensor_bytes``: as asked for, at the end of an operator. ``peak_bytes``: with scratch inside operators, and as the
-    arena rounds. ``reserved_bytes``: what the arena held. Raises MagisError where its profile does not say.
+    ``tensor_bytes`` are requested bytes at the end of an operator; ``peak_bytes`` include scratch inside operators and
+    rounding; ``reserved_bytes`` are those of the arena. Raises MagisError if the profile has no memory figures.
     """
     with tempfile.TemporaryDirectory(prefix="magis-ort-") as folder:
         path = Path(folder) / "run.onnx"
@@ -271,10 +270,9 @@ def measured_memory(exported: Exported, *, optimized: bool, name: str) -> Memory
 
 
 def predicted_memory(exported: Exported, *, optimized: bool, name: str) -> tuple[Memory, tuple[Term, ...]]:
-    """Predict the peak bytes of tensors, and the terms that they consist of, without running anything.
+    """Predict the peak bytes of tensors, and the terms that sum up to them, without running the step.
 
-    ONNX Runtime loads and optimizes the graph, and its allocation planner is replayed over that. The tensors may have
-    been fake.
+    ONNX Runtime loads and optimizes the graph; its allocation planner's rules then assign memory. Tensors may be fake.
     """
     peak = persistent_bytes(exported) + planned_peak(_as_run(exported.model, optimized, name))
     groups: dict[str, int] = {}
@@ -310,8 +308,8 @@ def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelPro
 def _shapes_in_float(graph: onnx.GraphProto, before: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
     """Yield the shapes of float32 values that ONNX Runtime's own operators make in place of half-precision ones.
 
-    They do so where they have no kernel in half precision. ONNX does not know these operators; such a value is named
-    after the one in half precision, of the same shape.
+    It inserts these operators if there is no half-precision kernel. ONNX does not know them; each such value is named
+    after the half-precision value of the same shape.
     """
     known = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
     half = {_UNCAST + value.name: value for value in (*before.output, *before.value_info)}

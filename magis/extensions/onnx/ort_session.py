@@ -1,4 +1,4 @@
-"""A training step that ONNX Runtime runs: its session, and the tensors that go in and come out."""
+"""Session of ONNX Runtime that runs a training step on torch's tensors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _MISSING = re.compile(r"implementation for (\w+)\(")
 
 
 def ort_version() -> str:
-    """Return ONNX Runtime's version: another one optimizes graphs otherwise, and its kernels need other scratch."""
+    """Return ONNX Runtime's version; other versions optimize graphs differently and need other scratch memory."""
     return str(onnxruntime.__version__)
 
 
 def open_session(
     model: ModelProto, *, optimized: bool, name: str, optimized_path: Path | None = None, profile: Path | None = None
 ) -> Any:
-    """Open a quiet session of a model on the CPU. ``optimized``: with all graph optimizations, else none.
+    """Open a session of a model on the CPU, without log output; ``optimized``: with all graph optimizations, else none.
 
-    ``optimized_path``: a file for the graph as it is run. ``profile``: prefix of the names of its profiles. Raises
-    UsageError where the CPU has no kernel for an operator.
+    ``optimized_path``: file to save the final graph to. ``profile``: prefix of the profiles' file names. Raises
+    UsageError if the CPU has no kernel for an operator.
     """
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
@@ -66,10 +66,10 @@ def open_session(
 
 
 class OrtStep:
-    """A step in ONNX Runtime that reads and writes torch's tensors: nothing is copied.
+    """Step in ONNX Runtime that reads and writes torch's tensors without copies.
 
-    The new value of a weight or of optimizer state cannot be written over the old one, which later operators may read;
-    there are two tensors of each, and after every step the module has the one that was written.
+    A new weight or optimizer state cannot overwrite the old one, which later operators may read; so there are two
+    tensors of each, and after every step the module has the one written last.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OrtStep:
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in exported.scalars}
         self._changing = tuple(port.name for port in exported.outputs if port.name.startswith(NEW))
         self._returned = tuple(port.name for port in exported.outputs if not port.name.startswith(NEW))
-        # every other step reads what the one before has written, and writes what that one has read
+        # inputs and outputs are swapped after every step (double buffering)
         self._bindings = tuple(
             bind(self._session, {**now, **self._scalars}, made)
             for now, made in ((self._now, self._made), self._swapped())
@@ -121,18 +121,18 @@ class OrtStep:
         return tensor
 
     def _swapped(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return inputs and outputs of the step after this one."""
+        """Return the inputs and outputs of the next step, with old and new tensors swapped."""
         now, made = dict(self._now), dict(self._made)
         for name in self._changing:
             now[name.removeprefix(NEW)], made[name] = made[name], now[name.removeprefix(NEW)]
         return now, made
 
     def prepare(self) -> None:
-        """Drop the results of the last step; it leaves no gradients."""
+        """Free the results of the last step, which leaves no gradients."""
         self._outputs = ()
 
     def run(self) -> Tensor:
-        """Run one step; return the loss, or the first output of an inference, which the next step overwrites."""
+        """Run one step, and return the loss, or the first output of an inference, which the next step overwrites."""
         self._steps += 1
         numbers = optimizers.scalars(self._rule, self._steps)
         for name, tensor in self._scalars.items():
@@ -151,7 +151,7 @@ class OrtStep:
         return self._outputs[0] if self._rule.kind == "none" else self._outputs[0].clone()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
-        """Run the step in one turn: ONNX Runtime runs all of its operators in one call."""
+        """Run the whole step in one time slice, since ONNX Runtime runs it in one call."""
         result = self.run()
         turn()
         return result
@@ -166,7 +166,7 @@ class OrtStep:
 
 
 def bind(session: Any, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
-    """Bind contiguous tensors to the names of a session's inputs and outputs; they must outlive the binding."""
+    """Bind contiguous tensors to a session's inputs and outputs by name; the tensors must outlive the binding."""
     binding = session.io_binding()
     for name, tensor in inputs.items():
         binding.bind_input(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())

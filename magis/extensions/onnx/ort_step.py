@@ -1,4 +1,4 @@
-"""Export of a workload's step to ONNX Runtime; imports neither onnx nor onnxruntime before a step is asked for."""
+"""Export of a workload's step to ONNX Runtime; onnx and onnxruntime are imported only when a step is requested."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from magis.extensions.onnx.ort_session import OrtStep
 
 PRECISIONS = {"float32": None, "amp-float16": "float16", "amp-bfloat16": "bfloat16"}
-"""Precision of a step -> data type to which forward and loss are autocast. Gradients are not scaled."""
+"""Precision of a step -> data type of autocast for forward and loss. Gradients are not scaled."""
 
 
 def check_installed() -> None:
-    """Raise UsageError, saying what to install, unless ONNX Runtime and onnx are there."""
+    """Raise UsageError, which says what to install, unless onnxruntime and onnx are installed."""
     missing = [name for name in ("onnxruntime", "onnx") if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -36,8 +36,8 @@ def check_installed() -> None:
 def export_step(work: Workload, *, precision: str = "float32", inference: bool = False) -> Exported:
     """Return a workload's training step (``inference``: its forward pass, in evaluation mode) as an ONNX model.
 
-    The tensors may be fake. Attention is written out. Raises UsageError without the extra, for an unknown precision and
-    for a step that has no ONNX form, naming the operator; what `capture` raises.
+    The tensors may be fake. Attention is unfused. Raises UsageError if onnx is not installed, for an unknown precision,
+    and for an operator without an ONNX form; also the errors of `capture`.
     """
     check_installed()
     if precision not in PRECISIONS:
@@ -58,9 +58,8 @@ def export_step(work: Workload, *, precision: str = "float32", inference: bool =
 def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True) -> OrtStep:
     """Return a workload's step in ONNX Runtime, with all of its graph optimizations or none.
 
-    ``exported``: by `export_step`, of this workload or one like it. The module keeps its parameters, which get their
-    new values. Raises UsageError where ONNX Runtime has no kernel for an operator in the data type, or where tensors
-    are fake.
+    ``exported`` is `export_step`'s result for this workload or an equal one. The module's parameters are updated by
+    every step. Raises UsageError for fake tensors, and if ONNX Runtime has no kernel for an operator in the data type.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in (*work.module.parameters(), *work.inputs)):
         raise UsageError(f"{work.name}: ONNX Runtime cannot run a step on fake tensors")
@@ -74,7 +73,7 @@ def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True)
 
 @contextmanager
 def _evaluating(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """Put a module into evaluation mode, if wanted, for the duration of a block."""
+    """Put a module into evaluation mode within a `with` block, if ``wanted``."""
     training = [part for part in module.modules() if part.training] if wanted else []
     if wanted:
         module.eval()

@@ -1,4 +1,4 @@
-"""Writer of an ONNX graph: nodes, constants and casts, with the names and shapes of the FX graph."""
+"""Writer of an ONNX graph: nodes, constants and casts, with names and shapes from the FX graph."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ ELEMENT: Mapping[torch.dtype, int] = {
     torch.uint8: onnx.TensorProto.UINT8,
     torch.bool: onnx.TensorProto.BOOL,
 }
-"""ONNX's element type of each data type that the step may use."""
+"""ONNX's element type by data type that a step may use."""
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A tensor filled with one number; nothing is written for it until an operator needs the whole tensor."""
+    """Tensor filled with one number; no constant is written until an operator needs the whole tensor."""
 
     value: float | bool
 
 
 Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"
-"""Form of an FX node in ONNX: the name of a value, a fill, or several of them."""
+"""ONNX form of an FX node: the name of a value, a fill, or several of both."""
 
 
 class Writer:
-    """Nodes and initializers of an ONNX graph; methods take and return names of values."""
+    """Nodes and initializers of an ONNX graph under construction; methods take and return names of values."""
 
     def __init__(self, scalars: Mapping[float, str]) -> None:
-        """``scalars``: numbers that stand for an input of that name, a float32 tensor without dimensions."""
+        """``scalars``: placeholder numbers -> names of the 0-d float32 inputs that replace them."""
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.used_scalars: set[str] = set()
@@ -56,18 +56,18 @@ class Writer:
         self._numbers = itertools.count()
 
     def emit(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Write one ONNX operator; return the name of its output."""
+        """Write one ONNX operator, and return the name of its output."""
         return self.emit_several(kind, *inputs, outputs=1, **attributes)[0]
 
     def emit_several(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> tuple[str, ...]:
-        """Write one ONNX operator with so many outputs; return their names."""
+        """Write one ONNX operator with several outputs, and return their names."""
         names = tuple(f"v{next(self._numbers)}" for _ in range(outputs))
         given = {key: value for key, value in attributes.items() if value is not None}
         self.nodes.append(helper.make_node(kind, inputs, names, **given))
         return names
 
     def keep(self, node: Node, made: Made) -> None:
-        """Note the ONNX form of an FX node."""
+        """Record the ONNX form of an FX node."""
         self._made[node] = made
 
     def found(self, node: Node) -> Made:
@@ -75,11 +75,11 @@ class Writer:
         return self._made[node]
 
     def ints(self, numbers: Iterable[int]) -> str:
-        """Write a one-dimensional int64 constant, as ONNX takes shapes, axes and the like."""
+        """Write a 1-d int64 constant, as ONNX expects for shapes and axes, and return its name."""
         return self.array(np.array(list(numbers), dtype=np.int64))
 
     def array(self, array: np.ndarray[Any, Any]) -> str:
-        """Write a constant tensor; equal ones are written once."""
+        """Write a constant tensor, and return its name; equal constants are written once."""
         return self._constant((array.dtype.str, array.shape, array.tobytes()), numpy_helper.from_array(array))
 
     def _constant(self, key: tuple[Any, ...], tensor: onnx.TensorProto) -> str:
@@ -90,7 +90,7 @@ class Writer:
         return name
 
     def number(self, value: float | bool, dtype: torch.dtype) -> str:
-        """Write a constant without dimensions, or return the input for which the number stands."""
+        """Write a 0-d constant and return its name, or the scalar input's name for a placeholder number."""
         if isinstance(value, float) and value in self._scalars:
             name = self._scalars[value]
             self.used_scalars.add(name)
@@ -99,7 +99,7 @@ class Writer:
         return self._constant(("number", element, repr(value)), helper.make_tensor("", element, [], [value]))
 
     def cast(self, name: str, dtype: torch.dtype, wanted: torch.dtype) -> str:
-        """Cast a tensor to another data type, once."""
+        """Return the name of the tensor cast to another data type; each cast is written once."""
         if dtype == wanted:
             return name
         key = (name, ELEMENT[wanted])
@@ -108,7 +108,7 @@ class Writer:
         return self._casts[key]
 
     def tensor(self, arg: Any, wanted: torch.dtype | None = None) -> str:
-        """Return an argument as a whole tensor, cast if another data type is wanted."""
+        """Return the name of an argument as a whole tensor, cast to ``wanted`` if given."""
         if not isinstance(arg, Node):
             return self.number(arg, wanted or torch.float32)
         made, like = self._made[arg], value_of(arg)
@@ -121,7 +121,7 @@ class Writer:
         return self.cast(made, like.dtype, dtype)
 
     def operands(self, args: Sequence[Any], wanted: Sequence[torch.dtype], shape: Sequence[int]) -> list[str]:
-        """Return the arguments of an element-wise operator; fills stay numbers if the others broadcast to ``shape``."""
+        """Return the names of an element-wise operator's arguments; fills stay 0-d if they broadcast to ``shape``."""
         whole = [a for a in args if isinstance(a, Node) and not isinstance(self._made[a], Fill)]
         shapes = [tuple(value_of(a).shape) for a in whole]
         enough = torch.broadcast_shapes(*shapes) == tuple(shape) if shapes else not shape
@@ -136,7 +136,7 @@ class Writer:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """Return the fake tensor that an FX node makes."""
+    """Return the fake tensor of an FX node. Raises UsageError for a node that is no tensor of a supported data type."""
     found = node.meta["val"]
     if not isinstance(found, torch.Tensor) or found.dtype not in ELEMENT:
         what = found.dtype if isinstance(found, torch.Tensor) else type(found).__name__

@@ -1,1 +1,1 @@
-"""The method of the paper as it was published: F-Tree, mutations, incremental scheduling, coordinated search."""
+"""The method of the paper as published: F-Tree, mutations, incremental scheduling, coordinated search."""

@@ -1,20 +1,21 @@
-"""The coordinated search of the paper (Algorithm 3), which `--magis-search=paper` plans with.
+"""Coordinated search of the paper (Algorithm 3), selected by `--magis-search=paper`.
 
-State: F-Tree, decisions on tensors of the step with its enabled loops, order. A priority queue by the goal's key; a
-state seen before is skipped; the F-Tree is analysed again where the change before was not under fission; every rule is
-applied and every child simulated; a child enters the queue if its key is smaller than the best one's times 1.1.
+A state is an F-Tree, decisions (recompute, swap) on tensors of the step with its enabled loops, and an order. States
+wait in a priority queue, ordered by the goal's key; known states are skipped; the F-Tree is analysed again unless the
+last change was under fission; every rule is applied and every child simulated; a child enters the queue if its key is
+smaller than 1.1 times the best key.
 
-Rules: the four mutations of the F-Tree; rematerialize, swap and their inverses on memory hot-spots; windows of the
-order around the peak. A change of loops is scheduled incrementally (Algorithm 2, `incremental_schedule`), unless
-``incremental`` is off: then it starts from program order. Not there: TASO rules. No minimum cuts, no annealing, no
-climbing.
+Rules: the four mutations of the F-Tree; rematerialization, swap and their inverses on memory hot-spots; reordering of
+windows around the peak. After a change of loops the order is updated incrementally (Algorithm 2,
+`incremental_schedule`), or, if ``incremental`` is False, restarts from program order. There are no TASO rules, minimum
+cuts, annealing or hill climbing.
 
-We depart from the paper where it is wrong (its list there: order constraints, exact bytes, verified graphs) and here:
-the budget counts simulated states (about 1000 a minute in the paper) instead of time; a tensor has one recomputed copy
-for all users behind its longest gap, not one for each user; a swap that the link cannot hide is none, where the paper's
-simulator would stall; windows are tried for states that lead only; a decision on a tensor keeps the order, the
-evaluator makes tensors again as late as it may. ``most`` limits the tensors that an expanded state
-tries, most bytes per nanosecond first: the paper's search simulated about 100 children of each state (924 of nine).
+Deviations from the paper, beside its errors (order constraints, bytes, unverified graphs): the budget counts simulated
+states (about 1000 a minute in the paper) instead of time; a tensor has one recomputed copy for all uses after its
+longest gap, not one per use; a swap that the link cannot hide is not made, where the paper's simulator would stall;
+windows are reordered only in leading states; a decision on a tensor keeps the order, and the evaluator recomputes as
+late as possible. ``most`` limits the tensors tried per expanded state, most bytes per nanosecond first: the paper's
+search simulated about 100 children of each state (924 of nine).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import Evaluation
 
 STATES = 3000
-"""Simulated states in three minutes at about 1000 a minute (paper: 924 in one minute of ViT)."""
+"""Default budget in simulated states: three minutes at about 1000 states a minute (paper: 924 in one minute of ViT)."""
 RELAXED_NUM, RELAXED_DEN = 11, 10
 FRAMES_KEPT = 24
 
@@ -59,28 +60,28 @@ Loops = frozenset[Node]
 
 @dataclass(frozen=True)
 class SearchState:
-    """A point of the search. ``decided`` are pairs (storage, flag); ``order`` is None for program order."""
+    """State of the search. ``decided`` are pairs (storage, flag); ``order`` is None for program order."""
 
     tree: FTree
     decided: frozenset[tuple[int, int]] = frozenset()
     order: tuple[int, ...] | None = None
     stale: bool = field(default=True, compare=False)
-    """True if the F-Tree is to be analysed again: the last change was not under fission."""
+    """True if the F-Tree must be analysed again, since the last change was not under fission."""
 
     @property
     def loops(self) -> Loops:
-        """Enabled nodes of the F-Tree: those that are loops in the graph."""
+        """Enabled nodes of the F-Tree, which are loops in the graph."""
         return frozenset(node for node in self.tree.nodes if node.enabled)
 
     @property
     def mark(self) -> tuple[Loops, frozenset[tuple[int, int]], tuple[int, ...] | None]:
-        """Key that equal graphs and orders share."""
+        """Hashable key of a state, equal for equal graphs and orders."""
         return self.loops, self.decided, self.order
 
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """Figures of the best state after so many simulated states and seconds of the processor."""
+    """Figures of the best state, with the number of simulated states and the CPU seconds when it was found."""
 
     states: int
     figures: Evaluation
@@ -88,9 +89,9 @@ class SearchPoint:
 
 
 class PaperSearch:
-    """A search from the step as it is: its queue, its books and, once it has run, the best state.
+    """Search that starts from the unchanged step: its queue, its caches and, after `run`, the best state.
 
-    ``graph`` must be in functional form and untangled (``rewrite.untangle``); at most ``states`` are simulated.
+    ``graph`` must be functional and untangled (``rewrite.untangle``); at most ``states`` states are simulated. Raises
     UsageError unless the goal has exactly one limit.
     """
 
@@ -114,11 +115,11 @@ class PaperSearch:
         self.frames: OrderedDict[Loops, LoopFrame | None] = OrderedDict()
         self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
         self.stopped = False
-        """True if ``over`` ended the search before its budget was spent."""
+        """True if ``over`` ended the search before its budget was used up."""
         self.began = time.process_time()
         self.best = SearchState(FTree())
         self.start = self.figures = judge(self._legal_frame(self.best), {})
-        """Figures of the step as it is, and of the best state."""
+        """Figures of the unchanged step, and of the best state."""
         self.states = 1
         self.seen = {self.best.mark}
         self.curve = [self._point(self.start)]
@@ -126,7 +127,7 @@ class PaperSearch:
 
     @property
     def loops(self) -> tuple[Node, ...]:
-        """Enabled nodes of the best state, in the order of its tree."""
+        """Enabled nodes of the best state, in the order of its F-Tree."""
         return tuple(node for node in self.best.tree.nodes if node.enabled)
 
     @property
@@ -139,7 +140,7 @@ class PaperSearch:
         return realized(self.frame, dict(self.best.decided), _order(self.best))
 
     def run(self) -> PaperSearch:
-        """Search until the budget is spent, nothing is left to try, or ``over`` says so; returns itself."""
+        """Search until the budget is used up, the queue is empty, or ``over`` returns True; returns itself."""
         while self.queue and self.states < self.budget:
             _, _, state = heapq.heappop(self.queue)
             for child in self._children(state):
@@ -153,7 +154,7 @@ class PaperSearch:
         return self
 
     def _scheduled(self, parent: SearchState, child: SearchState) -> SearchState:
-        """Give a child with other loops than its parent the parent's order, ordered anew around the changed nodes."""
+        """Give a child with other loops the parent's order, rescheduled around the changed nodes."""
         new = self._frame(child)
         if not self.incremental or child.loops == parent.loops or new is None:
             return child
@@ -169,7 +170,7 @@ class PaperSearch:
         return self.goal.key(figures.peak, figures.latency_ns)
 
     def _simulate(self, state: SearchState) -> None:
-        """Judge a state: keep it if it is the best, queue it if it may lead to a better one, else forget it."""
+        """Evaluate a state; record it if it is the best, and queue it if its key is within 1.1 times the best."""
         level = self._frame(state)
         if level is None:  # its enabled nodes cannot all be loops
             return
@@ -189,7 +190,7 @@ class PaperSearch:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))
 
     def _frame(self, state: SearchState) -> LoopFrame | None:
-        """Compile the step with the loops of a state, None where it cannot have them; the last few are cached."""
+        """Return the compiled step with the loops of a state; None for illegal loops. The last results are cached."""
         loops = state.loops
         if loops in self.frames:
             self.frames.move_to_end(loops)
@@ -204,14 +205,14 @@ class PaperSearch:
         return found
 
     def _legal_frame(self, state: SearchState) -> LoopFrame:
-        """Return the compiled step of a state that was judged before."""
+        """Return the compiled step of a state that was evaluated before."""
         level = self._frame(state)
         if level is None:
             raise VerifyError("a judged state has loops that cannot be")
         return level
 
     def _children(self, state: SearchState) -> Iterator[SearchState]:
-        """Yield every state one rule away."""
+        """Yield every state that one rule makes from a state."""
         view = view_at_peak(self._legal_frame(state), dict(state.decided), _order(state))
         tree = state.tree
         if state.stale:

@@ -1,13 +1,12 @@
-"""The D-Graph (paper): dimensions that are one axis, its dominators, and the saving of splitting under each.
+"""D-Graph of the paper: axes of dimensions, their dominator trees, and the estimated saving of splits.
 
-    heat(v)  = bytes of the hot-spots (tensors in memory at the peak) made by operators that v strictly dominates
-    score(v) = (1 - 1/n) heat(v) - bytes of the inputs of those operators that are no hot-spots
+    heat(v)  = bytes of hot-spots (tensors in memory at the peak) made by operators that v strictly dominates
+    score(v) = (1 - 1/n) heat(v) - bytes of inputs of those operators that are not hot-spots
 
-Both are about the same operators, T.des(v) without v itself, which is what gets split. Where we depart from the paper:
-the inputs of the step together are the root, so that "all that they dominate" is a candidate as well; operators that no
-operator of the axis feeds hang below the root if they depend on an input of the step (weights, targets and constants
-are none), otherwise they are not in the tree; bytes are those of storages, views count nothing, and persistent memory
-is in memory anyway.
+Both are about the operators to split, T.des(v) without v itself. Deviations from the paper: the inputs of the step
+together are the root, so that all operators dominated by them are a candidate, too; an operator of the axis without
+predecessors on the axis is a child of the root if it depends on an input of the step (not on weights, targets and
+constants), else it is left out; bytes are those of storages, so views have none, and persistent memory does not count.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class Dominators:
 
     positions: tuple[int, ...]
     parents: tuple[int, ...]
-    """[n + 1] immediate dominators; the root's is itself."""
+    """[n + 1] immediate dominators; the root is its own."""
     above: Matrix
-    """[n + 1, n + 1] true if node j strictly dominates node i."""
+    """[n + 1, n + 1] True if node j strictly dominates node i."""
     made: Mapping[int, int]
-    """Temporary storage -> the node that makes it."""
+    """Node that makes each temporary storage."""
     taken: tuple[int, ...]
-    """[u] temporary storages that operators of the tree take."""
+    """[u] Temporary storages that operators of the tree read."""
     outside: Matrix
-    """[u, n + 1] true if the operators below node j take storage u from elsewhere."""
+    """[u, n + 1] True if operators dominated by node j read storage u, made by an operator that j does not dominate."""
 
     def below(self, node: int) -> tuple[int, ...]:
         """Return the positions of the operators that a node strictly dominates."""
@@ -51,7 +50,7 @@ class Dominators:
 
 
 def depends_on_inputs(graph: Graph) -> frozenset[int]:
-    """Return the positions of the operators that data flows to from the inputs of the step."""
+    """Return the positions of the operators that depend on the inputs of the step through data flow."""
     known = {value for value in graph.inputs if graph.values[value].name.startswith("input:")}
     found = set()
     for position, op in enumerate(graph.ops):
@@ -62,7 +61,7 @@ def depends_on_inputs(graph: Graph) -> frozenset[int]:
 
 
 def dominators(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> Dominators:
-    """Build the dominator tree of an axis' operators; ``fed`` are those that depend on the step's inputs."""
+    """Build the dominator tree of an axis' operators; ``fed`` are positions that depend on the step's inputs."""
     everything = [-1, *sorted(cuts)]
     number = {position: index for index, position in enumerate(everything)}
     dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
@@ -80,7 +79,7 @@ def dominators(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> 
 
 
 def flow(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> list[tuple[int, int]]:
-    """List the data flow among operators (pairs of positions); -1, the root, feeds those that no other one feeds."""
+    """Return the data-flow edges among operators, as pairs of positions; -1 is the root."""
     maker = {value: position for position in cuts for value in graph.ops[position].made()}
     edges: list[tuple[int, int]] = []
     for position in sorted(cuts):
@@ -112,7 +111,7 @@ def _with_storages(graph: Graph, positions: tuple[int, ...], parents: tuple[int,
 
 
 def heat(tree: Dominators, hot: Mapping[int, int]) -> Int64s:
-    """Sum the hot-spots (storage -> bytes in memory at the peak) made below each node. Returns: [n + 1] bytes."""
+    """Return [n + 1] bytes of hot-spots (storage -> bytes in memory at the peak) made below each node."""
     nbytes = np.zeros(len(tree.parents), dtype=np.int64)
     for storage in hot.keys() & tree.made.keys():
         nbytes[tree.made[storage]] += hot[storage]
@@ -120,26 +119,25 @@ def heat(tree: Dominators, hot: Mapping[int, int]) -> Int64s:
 
 
 def scores(graph: Graph, tree: Dominators, hot: Mapping[int, int], parts: int = 2) -> Int64s:
-    """Score each node. Returns: [n + 1] scores times ``parts``, so that they are whole numbers of bytes."""
+    """Return [n + 1] scores of the nodes times ``parts``, so that they are integers."""
     cold = [0 if storage in hot else graph.storages[storage].nbytes for storage in tree.taken]
     inputs = np.asarray(cold, dtype=np.int64) @ tree.outside
     return np.asarray((parts - 1) * heat(tree, hot) - parts * inputs, dtype=np.int64)
 
 
-# The D-Graph (paper): which dimensions of which tensors are one and the same axis of the computation.
+# D-Graph (paper): which dimensions of which tensors are one axis of the computation.
 #
 #     c = mm(a, b)     a.0 - c.0     a.1 - (sum of mm)     b.0 - (sum of mm)     b.1 - c.1
 #
-# Vertices are dimensions of tensors and reduction axes of operators; the labels of an operator (``magis.ops.splits``)
-# are its edges. A connected component is an axis that runs through the step; the operators that have exactly one way
-# to be cut along it are the sub-graph that it induces. We depart from the paper in this: weight updates, which float,
-# and random operators are never in it; dimensions count from 0; what an operator without labels does is unknown, it
-# has no vertex; an axis ends where windows overlap (halo rows), on the side that needs rows of other parts.
+# Vertices are dimensions of tensors and reduction axes of operators; edges are the splits of an operator
+# (``magis.ops.splits``). A connected component is an axis through the step; it induces the sub-graph of the operators
+# with exactly one split along it. Deviations from the paper: weight updates and random operators are never included;
+# dimensions count from 0; an operator without known splits has no vertex; an axis ends where windows overlap (halo
+# rows), on the side that needs rows of other parts.
 
 
 class Vertex(NamedTuple):
-    """A dimension of a tensor ("dim", value, dimension), or a reduction axis ("axis", position of the operator, number
-    of its split)."""
+    """Tensor dimension ("dim", value, dimension), or reduction axis ("axis", operator's position, split's index)."""
 
     kind: str
     of: int
@@ -148,15 +146,15 @@ class Vertex(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """A connected component of the D-Graph, and the operators (by position) with exactly one way to be cut in it."""
+    """Connected component of the D-Graph, and the operators (by position) with exactly one split along it."""
 
     vertices: frozenset[Vertex]
     cuts: Mapping[int, Split]
 
 
 def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple[list[Vertex], list[Vertex]]:
-    """List the vertices of a split of the operator at a position: those of its inputs, and those of its outputs with
-    the reduction axis, if the parts of an output combine."""
+    """Return the vertices of a split of the operator at a position: those of its inputs, and those of its outputs, with
+    the reduction axis if the parts of an output are combined."""
     op = graph.ops[position]
     taken = zip(op.inputs(), split.inputs, strict=True)
     sources = [Vertex("dim", value, dim) for value, dim in taken if isinstance(dim, int)]
@@ -168,7 +166,7 @@ def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple
 
 
 def dimension_edges(graph: Graph) -> Iterator[tuple[Vertex, Vertex]]:
-    """Yield the edges, in program order; a split with vertices on one side only joins them in a row."""
+    """Yield the edges in program order; if a split has vertices on only one side, they are chained."""
     for position, number, split in _numbered_splits(graph):
         sources, targets = vertices_of(graph, position, number, split)
         if sources and targets:
@@ -179,7 +177,7 @@ def dimension_edges(graph: Graph) -> Iterator[tuple[Vertex, Vertex]]:
 
 
 def _numbered_splits(graph: Graph) -> Iterator[tuple[int, int, Split]]:
-    """Yield position, number and split of the operators that may be split."""
+    """Yield position, index and split of all operators that may be split."""
     for position, op in enumerate(graph.ops):
         if op.random or op.phase == "update" or op.body is not None:
             continue
@@ -188,7 +186,7 @@ def _numbered_splits(graph: Graph) -> Iterator[tuple[int, int, Split]]:
 
 
 def components(graph: Graph) -> tuple[Component, ...]:
-    """Return the connected components, in the order in which the program meets them."""
+    """Return the connected components, ordered by first occurrence in the program."""
     number_of: dict[Vertex, int] = {}
     links: rx.PyGraph[Vertex, None] = rx.PyGraph(multigraph=False)
     for source, target in dimension_edges(graph):

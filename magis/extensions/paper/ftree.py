@@ -1,12 +1,13 @@
-"""The F-Tree (paper, Algorithm 1): candidates for fission from the hot-spots of a schedule, and its mutations.
+"""F-Tree of the paper (Algorithm 1): candidates for fission from the hot-spots of a schedule, and its mutations.
 
-A node is a sub-graph with a cut of each operator (S, D) and a number of parts n: 1 for a candidate, more for a node
-that is *enabled*. What hangs below a node is a subset of it.
+A node is a sub-graph with a split of each operator (S, D) and a number of parts n: 1 for a candidate, more for an
+*enabled* node. Descendants of a node are subsets of it.
 
-Where we depart from the paper, or it is silent: candidates of different axes may overlap without one holding the other.
-Each hangs below the smallest node that holds it, so siblings may overlap, but of two enabled nodes one is always an
-ancestor of the other or they share no operator (``problems``); a mutation that would break this is not offered. Nested
-enabled nodes along one axis divide it together. Legality of candidates is what ``region_problems`` says, not an error.
+Deviations from the paper, and choices that it leaves open: candidates of different axes may overlap without one
+containing the other. The parent of a node is the smallest node that contains it, so siblings may overlap, but two
+enabled nodes are either ancestor and descendant or disjoint (``parts_problems``); mutations that would violate this are
+not offered. Nested enabled nodes along one axis multiply their parts. The legality of candidates is decided by
+``region_problems``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LEVELS = 4
 
 @dataclass(frozen=True)
 class Node:
-    """A candidate (parts == 1) or an enabled region (more), along the axis number ``component`` of the step."""
+    """Candidate (parts == 1) or enabled region (parts > 1), along the axis with index ``component`` of the step."""
 
     component: int
     positions: tuple[int, ...]
     """Positions of the operators, ascending."""
     parts: int
     extent: int = field(compare=False)
-    """Size that the number of parts must divide, times the parts of nested nodes along the same axis."""
+    """Size that the parts, multiplied with those of nested nodes along the same axis, must divide."""
     cuts: Mapping[int, Split] = field(compare=False, repr=False)
 
     @property
@@ -45,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class FTree:
-    """Nodes, each behind its parent; ``parents[i]`` is the index of node i's, -1 at the top."""
+    """Tree of nodes, each after its parent; ``parents[i]`` is the index of node i's parent, -1 for a root."""
 
     nodes: tuple[Node, ...] = ()
     parents: tuple[int, ...] = ()
@@ -54,7 +55,7 @@ class FTree:
         return [child for child, parent in enumerate(self.parents) if parent == index]
 
     def ancestors(self, index: int) -> Iterator[int]:
-        """Yield the ancestors from the parent up."""
+        """Yield the ancestors, from the parent up."""
         while (index := self.parents[index]) >= 0:
             yield index
 
@@ -65,18 +66,18 @@ class FTree:
         return [index for index, node in enumerate(self.nodes) if node.enabled]
 
     def parent_along(self, index: int) -> int:
-        """Return the closest ancestor along the node's own axis; -1: there is none."""
+        """Return the closest ancestor along the node's own axis; -1 if there is none."""
         own = self.nodes[index].component
         return next((other for other in self.ancestors(index) if self.nodes[other].component == own), -1)
 
     def with_parts(self, parts: Mapping[int, int]) -> FTree:
-        """Return the tree with other numbers of parts at some nodes."""
+        """Return the tree with the numbers of parts of some nodes replaced."""
         nodes = tuple(replace(n, parts=parts[i]) if i in parts else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
 
 def parts_problems(tree: FTree) -> Iterator[str]:
-    """Yield a line for each rule that the enabled nodes break; the shape of the tree is taken for granted."""
+    """Yield a line for each rule that the enabled nodes violate; the shape of the tree is not checked."""
     on = tree.enabled()
     sets = {index: frozenset(tree.nodes[index].positions) for index in on}
     for index in on:
@@ -89,7 +90,7 @@ def parts_problems(tree: FTree) -> Iterator[str]:
 
 
 def parts_along(tree: FTree, index: int) -> int:
-    """Multiply the parts of a node with those of its ancestors along the same axis."""
+    """Return the product of the parts of a node and of its ancestors along the same axis."""
     count = tree.nodes[index].parts
     for other in tree.ancestors(index):
         if tree.nodes[other].component == tree.nodes[index].component:
@@ -98,8 +99,8 @@ def parts_along(tree: FTree, index: int) -> int:
 
 
 def arranged(nodes: Sequence[Node]) -> FTree:
-    """Arrange nodes as a tree: each below the smallest one that holds it, the first of several; doubles once, enabled
-    if one of them is."""
+    """Arrange nodes as a tree, each below the smallest node that contains it; merged duplicates are enabled if any
+    is."""
     known: dict[tuple[int, tuple[int, ...]], Node] = {}
     for node in nodes:
         key = (node.component, node.positions)
@@ -115,7 +116,7 @@ def arranged(nodes: Sequence[Node]) -> FTree:
 
 
 class Analysis:
-    """Algorithm 1 on one graph, for any hot-spots: all that does not depend on them is worked out once."""
+    """Algorithm 1 on one graph, for any hot-spots; everything independent of hot-spots is computed once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -125,7 +126,8 @@ class Analysis:
         self._known: dict[tuple[int, int], Node | None] = {}
 
     def tree(self, hot: Mapping[int, int], *, levels: int = LEVELS, kept: Sequence[Node] = ()) -> FTree:
-        """Build the F-Tree for hot-spots (temporary storage -> bytes in memory at the peak), with ``kept`` in it."""
+        """Return the F-Tree for hot-spots (temporary storage -> bytes in memory at the peak), including ``kept``
+        nodes."""
         found = list(kept)
         for component, tree in enumerate(self.trees):
             for node in hottest_nodes(self.graph, tree, hot, levels):
@@ -135,7 +137,7 @@ class Analysis:
         return arranged(found)
 
     def candidate(self, component: int, node: int) -> Node | None:
-        """Return the F-Tree node of all that a node of an axis' dominator tree dominates; None if that is illegal."""
+        """Return the F-Tree node of all operators that a dominator node strictly dominates; None if it is illegal."""
         key = (component, node)
         if key not in self._known:
             positions = self.trees[component].below(node)
@@ -148,7 +150,7 @@ class Analysis:
 
 
 def hottest_nodes(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) -> list[int]:
-    """List the dominators that Algorithm 1 takes: at each level of normalized score those with none of it below."""
+    """Return Algorithm 1's dominators: at each level of normalized score, those with no descendant in the level."""
     score = scores(graph, tree, hot)
     most = int(score.max(initial=0))
     if most <= 0:
@@ -166,21 +168,21 @@ def least_divisor(extent: int, above: int = 1) -> int:
     return next((n for n in range(above + 1, extent + 1) if extent % n == 0), 1)
 
 
-# The mutation rules of the F-Tree (paper): each yields named trees, and only ones that keep the rules of ``ftree``.
+# Mutation rules of the F-Tree (paper): each yields named, legal trees.
 #
 #     enable   a disabled leaf, or the disabled parent of an enabled node without enabled ancestors
-#     lift     an enabled node without enabled ancestors goes, its parent comes in its place
+#     lift     disables an enabled node without enabled ancestors, and enables its parent
 #     disable  an enabled node without enabled descendants
-#     mutate   the parts of an enabled node to the next larger number that divides the dimension
+#     mutate   raises the parts of an enabled node to the next larger divisor of the dimension
 #
-# Leaves and parents are meant along one axis: a candidate of another axis that happens to lie inside would else keep a
-# node from being enabled, and to lift would change the axis. The paper does not say how many parts a node starts with:
-# the least that is legal, or, lifted, as many as the node that goes if they divide the parent's dimension.
+# Leaves and parents are meant along one axis: else a candidate of another axis inside a node would keep the node from
+# being enabled, and a lift would change the axis. The paper does not say how many parts a node starts with: here the
+# smallest legal number, or after a lift the parts of the lifted node if they divide the parent's dimension.
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A tree and the rule that made it."""
+    """Tree, and the name of the rule that made it."""
 
     name: str
     tree: FTree
@@ -196,7 +198,7 @@ def enable(tree: FTree) -> Iterator[Mutation]:
 
 
 def lift(tree: FTree) -> Iterator[Mutation]:
-    """Yield trees with a larger region instead of one of the outermost."""
+    """Yield trees in which an outermost enabled node is replaced by its parent."""
     for index in _tops(tree):
         parent = tree.parent_along(index)
         if parent < 0:
@@ -218,13 +220,13 @@ def disable(tree: FTree) -> Iterator[Mutation]:
 
 
 def mutate(tree: FTree) -> Iterator[Mutation]:
-    """Yield trees with one node in more parts."""
+    """Yield trees with more parts at one enabled node."""
     for index in tree.enabled():
         yield from _with_fewest_parts(f"mutate {index}", tree, index, above=tree.nodes[index].parts)
 
 
 def mutations(tree: FTree) -> Iterator[Mutation]:
-    """Yield every tree one mutation away."""
+    """Yield every tree that one mutation makes."""
     for rule in (enable, lift, disable, mutate):
         yield from rule(tree)
 
@@ -235,7 +237,7 @@ def is_legal(tree: FTree) -> bool:
 
 
 def _tops(tree: FTree) -> list[int]:
-    """List the enabled nodes without enabled ancestors."""
+    """Return the enabled nodes without enabled ancestors."""
     return [i for i in tree.enabled() if not any(tree.nodes[other].enabled for other in tree.ancestors(i))]
 
 
@@ -246,7 +248,7 @@ def _if_legal(name: str, tree: FTree, parts: Mapping[int, int]) -> Iterator[Muta
 
 
 def _with_fewest_parts(name: str, tree: FTree, index: int, above: int = 1) -> Iterator[Mutation]:
-    """Yield the tree with the smallest number of parts above ``above`` that keeps the rules; nothing if none does."""
+    """Yield the legal tree with the smallest number of parts larger than ``above``; nothing if there is none."""
     extent = tree.nodes[index].extent
     while (above := least_divisor(extent, above)) > 1:
         found = list(_if_legal(f"{name}: n = {above}", tree, {index: above}))

@@ -1,9 +1,9 @@
 """Full and incremental scheduling (paper, Algorithm 2).
 
 old order                a b [c d e f] g h        d, e are replaced by x
-spliced                  a b  c x f    g h        survivors as they stood, new nodes as soon as they can run
+spliced                  a b  c x f    g h        old nodes in their old order, new nodes as early as possible
 extended to waists       a [b c x f g] h
-ordered anew             a [b x c g f] h          if the evaluator finds it no worse, else as spliced
+rescheduled              a [b x c g f] h          if the evaluator finds no higher peak, else as spliced
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem, Rows
 
 FURTHEST = 20
-"""Nodes that the interval grows by on either side (paper)."""
+"""Maximum number of nodes by which an interval is extended on either side (paper)."""
 ENOUGH = 4
-"""The interval stops growing behind a node with fewer nodes than this beside it (paper), once they get more."""
+"""An interval stops after a node with fewer incomparable nodes than this, once their number increases (paper)."""
 
 
 def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
-    """Order nodes legally by rank: of nodes that may run the one of least rank comes first, then the least number.
+    """Return a legal order by rank: of the ready nodes, the one with the lowest rank runs first, then the lowest index.
 
-    ``rank`` [v]: position in the old order, -1 for a new node. That one runs as soon as it can if what dies with it is
-    as large as what it makes, or if all shall be ``early``; else right before its first reader.
+    ``rank`` [v] is the position in the old order, -1 for a new node. A new node runs as early as possible if it frees
+    at least as many bytes as it allocates, or with ``early``; else right before its first reader.
     """
     needs = steps.needs
     order = np.arange(len(rank))
@@ -49,7 +49,7 @@ def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
 
 
 def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
-    """Return True if a new node frees as many bytes as it makes, where it stands between old ones."""
+    """Return True if a new node, at its current rank, frees at least as many bytes as it allocates."""
     problem = steps.problem
     freed = 0
     for storage in problem.inputs(node).tolist():
@@ -79,12 +79,10 @@ def _by_rank(needs: Rows, after: Rows, rank: Int64s) -> Int32s:
 
 
 def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list[tuple[int, int]]:
-    """Return an interval of positions around each touched node, extended on both sides to where the step is narrow.
+    """Return an interval of positions around each touched node, extended on both sides to a narrow waist.
 
-    Intervals that are closer to each other than a stretch is wide are joined.
-
-    The paper takes all from the first to the last touched node, which is most of a step where a rewrite changes
-    a part of the forward pass and of the backward pass.
+    Intervals closer to each other than the maximum width of a stretch are joined. The paper uses one interval from the
+    first to the last touched node, which is most of a step if a rewrite changes parts of forward and backward.
     """
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -103,7 +101,7 @@ def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list
 
 @numba.njit(cache=True)
 def _narrow(beside: Int64s, at: int, step: int) -> int:
-    """Find the narrowest position on the way from ``at``; the end of the order is narrow."""
+    """Return the narrowest position on the way from ``at``; the end of the order counts as narrow."""
     best = at
     for _ in range(FURTHEST):
         if not 0 <= at < len(beside) or not 0 <= at + step < len(beside):
@@ -121,7 +119,7 @@ def _narrow(beside: Int64s, at: int, step: int) -> int:
 def incremental_order(
     evaluator: Evaluator, flags: Int8s, touched: Collection[int], *, steps: Steps | None = None, most: int = MOST
 ) -> Int32s:
-    """Order the intervals around touched nodes anew; never to a higher peak than the evaluator's order has."""
+    """Reschedule the intervals around touched nodes; the peak never exceeds that of the evaluator's order."""
     if not len(touched):
         return evaluator.order
     problem = evaluator.problem
@@ -137,13 +135,13 @@ def incremental_order(
 
 
 def survivors(old: Compiled, order: Int32s, new: Compiled) -> Int64s:
-    """Find each node of the new graph in the old order. Returns: [v] positions; -1: not in the old graph."""
+    """Return [v] the position of each node of the new graph in the old order; -1 for a new node."""
     place = {node_name(old.nodes[node]): at for at, node in enumerate(order.tolist())}
     return np.array([place.get(node_name(group), -1) for group in new.nodes], dtype=np.int64)
 
 
 def node_name(group: Group) -> tuple[object, ...]:
-    """Name a node so that a graph's nodes differ, and keep the name where a rewrite leaves the node alone."""
+    """Return the identity of a node, unique in a graph and unchanged by rewrites of other nodes."""
     return tuple(_op_name(op) for op in group)
 
 
@@ -157,7 +155,7 @@ def _op_name(op: Op) -> tuple[object, ...]:
 def rescheduled(
     problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: NodeStep | None = None, most: int = MOST
 ) -> tuple[Int32s, Int32s]:
-    """Schedule a rewritten step: return the better splice (``rank`` as there), and that ordered anew at new nodes."""
+    """Schedule a rewritten step; return the better splice (of old positions ``rank``), and that order rescheduled."""
     steps = Steps(problem, step)
     flags = np.full(problem.n_storages, KEEP, dtype=np.int8) if flags is None else flags
     judges = [Evaluator(problem, splice(steps, rank, early=early), steps.step) for early in (False, True)]
@@ -173,7 +171,7 @@ def rescheduled(
 
 
 def full_order(problem: Problem, *, step: NodeStep | None = None, most: int = MOST) -> Int32s:
-    """Find a legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
+    """Return a legal order with a low peak, without recomputation; its peak is at most that of program order."""
     steps = Steps(problem, step)
     program = np.arange(problem.n_nodes, dtype=np.int32)
     order = in_parts(steps.needs, steps.waists, program)

@@ -1,6 +1,6 @@
-"""The rules of the paper that compute the same in another way, and by that bring together what can be aggregated.
+"""Interim rules of the paper: equivalent rewrites that move operators together so that aggregations apply.
 
-They lead back and forth. Neither search plans with them; `benchmarks/rules.py` counts where they apply.
+The rules have inverses. Neither search plans with them; `benchmarks/rules.py` counts the places where they apply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from magis.rewrite.rules.rule_table import AGGREGATIONS, TIDYING, Rule, matches
 
 
 def some_are_left(bound: Bound) -> bool:
-    """Return False for a concatenation around one of the same tensors alone, which is the same one."""
+    """Return False if a concatenation would be nested around all of its own inputs, which changes nothing."""
     return bool(bound.lists["l"] or bound.lists["r"])
 
 
@@ -84,16 +84,16 @@ INTERIM = (
 )  # fmt: skip
 
 RULES = (*AGGREGATIONS, *TIDYING, *INTERIM)
-"""All rules. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``);
-``a -> t(t(a))`` and ``a -> split(cat(a))`` apply everywhere and lead nowhere."""
+"""All rules. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``); ``a
+-> t(t(a))`` and ``a -> split(cat(a))`` apply everywhere and gain nothing."""
 
 
 def rule(name: str) -> Rule:
-    """Return the rule of a name. Raises KeyError without one."""
+    """Return a rule by name. Raises KeyError for an unknown name."""
     return {each.name: each for each in RULES}[name]
 
 
 def counted(graph: Graph, rules: Sequence[Rule] = RULES) -> Mapping[str, int]:
-    """Count the places where each rule applies."""
+    """Return the number of places at which each rule applies, by name."""
     index = Index(graph)
     return {each.name: sum(1 for _ in matches(each, graph, index)) for each in rules}

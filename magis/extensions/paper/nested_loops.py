@@ -1,10 +1,10 @@
-"""Enabled nodes of an F-Tree as loops, side by side and nested, judged level by level.
+"""Enabled nodes of an F-Tree as loops, side by side and nested, evaluated level by level.
 
-They are compiled by ``magis.search.loop_nest``. Every body is a step of its own at the size of a part; to the step
-around it a loop is one node, whose time is that of its body times the number of parts and whose workspace is the body's
-peak. A decision (storage of the original step -> flag of ``simulate.events``) holds wherever the tensor is made:
-outside of loops, or in a body as a part of it, which is known by ``Op.origin``. What a loop hands out is never
-recomputed from outside, which would run the whole loop.
+``magis.search.loop_nest`` compiles them. Every loop body is a step of its own with the tensor sizes of one part; to the
+enclosing step a loop is one node, whose time is that of its body times the number of parts, and whose workspace is the
+body's peak. A decision (storage of the original step -> flag of ``simulate.events``) applies wherever the tensor is
+made: outside of loops, or in a body as a part of it, identified by ``Op.origin``. Outputs of a loop are never
+recomputed from outside, which would run the whole loop again.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ Decisions = Mapping[int, int]
 
 @dataclass(frozen=True, eq=False)
 class LoopFrame:
-    """A compiled graph, the storages of the original step that its own stand for, and the frames of its loops."""
+    """Compiled graph of one level, the original storages of its storages, and the frames of its loops."""
 
     nest: LoopNest
     evaluator: Evaluator
-    """On program order, with the figures of loops as they were compiled: without any decision."""
+    """Evaluator in program order, with the figures of loops without decisions."""
     names: tuple[int, ...]
-    """[s] the storage of the original step that each storage is, or is a part of; -1: of none."""
+    """[s] Storage of the original step that each storage is equal to, or a part of; -1 for none."""
     places: Mapping[int, tuple[int, ...]]
-    """Storage of the original step -> its storages here."""
+    """Storages of this level by storage of the original step."""
     handed: Bools
-    """[s] true if a loop makes it."""
+    """[s] True if a loop makes the storage."""
     inner: tuple[tuple[int, LoopFrame], ...]
-    """Loops by node."""
+    """Frames of loops, each with the loop's node."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor of the original step gets another flag; ``inside``: in a loop's body."""
+    """Change of a tensor's flag (keep, recompute, swap) in the original step; ``inside``: in a loop's body."""
 
     storage: int
     flag: int
     inside: bool
     rank: int = field(default=0, compare=False)
-    """Place among moves of its kind and level, most bytes per nanosecond first."""
+    """Rank among moves of the same kind and level, most bytes per nanosecond first."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoopView:
-    """The peak of a judged step: its tensors, and moves that may lower it."""
+    """Peak of an evaluated step: its tensors, and the moves that may lower it."""
 
     figures: Evaluation
     evaluator: Evaluator
@@ -72,7 +72,7 @@ class LoopView:
 
 
 def frame_of(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame:
-    """Frame a compiled graph whose bodies' operators name operators of ``original`` as their origin."""
+    """Return the frame of a compiled graph; operators in bodies have operators of ``original`` as their origin."""
     compiled, problem = nest.compiled, nest.compiled.problem
     known = _body_names(compiled.graph, original) if inside else {storage: storage for storage in original.storages}
     names = tuple(known.get(storage, -1) for storage in compiled.storages)
@@ -99,7 +99,7 @@ def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
 
 
 def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
-    """Return the flags of one level; tensors without a decision stay until nobody needs them."""
+    """Return the flags of one level; tensors without a decision are kept until their last use."""
     flags = np.full(len(level.names), KEEP, dtype=np.int8)
     for storage, flag in decisions.items():
         for place in level.places.get(storage, ()):
@@ -109,7 +109,7 @@ def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
 
 
 def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Evaluation:
-    """Evaluate one level, of a body one part; ``order`` is that of its nodes, program order if None."""
+    """Evaluate one level (of a loop's body, one part); ``order`` is an order of its nodes, None for program order."""
     return _judged(level, decisions, order)[0]
 
 
@@ -139,7 +139,7 @@ def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tup
 def view_at_peak(
     level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False
 ) -> LoopView:
-    """Judge a level and list the tensors and moves at its peak, those of a loop that runs there included."""
+    """Evaluate a level, and return the tensors and moves at its peak, including those of a loop that runs there."""
     figures, evaluator = _judged(level, decisions, order)
     flags = flags_of(level, decisions)
     alive = hot(evaluator)
@@ -166,34 +166,32 @@ def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *
 
 
 def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
-    """Return the graph of a level with its decisions carried out, those inside of loops included."""
+    """Return the graph of a level with all decisions applied, including those inside of loops."""
     bodies = {node: Loop(other.nest.parts, realized(other, decisions)) for node, other in level.inner}
     _, evaluator = _judged(level, decisions, order)
     return realize(with_loops(level.nest.compiled, bodies), evaluator.events())
 
 
-# The enabled nodes of an F-Tree as loops, nested ones as loops within loops.
-#
-#     nodes  {0-8, n = 2} > {3-5, n = 4}   ->   a loop of 2 parts whose body holds a loop of 4 parts
-#
-# Every operator in a body says, as its ``origin``, which operator of the graph it is a part of, at any depth.
+# Enabled nodes of an F-Tree as loops, nested ones as loops in loops: nodes {0-8, n = 2} > {3-5, n = 4} become a loop of
+# 2 parts whose body has a loop of 4 parts. The ``origin`` of every operator in a body is the operator of the graph that
+# it is a part of, at any depth.
 
 
 class Refusal(Exception):  # noqa: N818  (no error: the answer "not these")
-    """The enabled nodes cannot all be loops."""
+    """Raised if the enabled nodes cannot all be loops."""
 
 
 def loops_for_tree(graph: Graph, tree: FTree) -> Graph:
-    """Return the graph with a loop for every enabled node. Raises Refusal where they cannot all be loops.
+    """Return the graph with a loop for every enabled node. Raises Refusal if they cannot all be loops.
 
-    Each candidate was legal by itself on the whole graph. Together, or at the sizes of a part, they need not be: two
-    regions may wait for each other, and what had one way to be cut may have none in a part of size 1.
+    Each candidate was legal alone on the whole graph. Together, or at the sizes of a part, they may be illegal: two
+    regions may depend on each other, and an operator may have no split in a part of size 1.
     """
     return _loops(graph, _Original(graph), tree, -1)
 
 
 class _Original:
-    """Finds the operator of the original graph that an operator stands for."""
+    """Lookup of the original operator from which an operator of a rewritten graph derives."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops = graph.ops
@@ -209,7 +207,7 @@ class _Original:
 
 
 def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph:
-    """Return the graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
+    """Return the graph (the body of node ``parent``'s loop) with loops for the next enabled nodes below the parent."""
     for index in tree.enabled():
         above = next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1)
         if above == parent:
@@ -218,7 +216,7 @@ def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph
 
 
 def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph:
-    """Return the graph with the loop of one node and the loops in it."""
+    """Return the graph with the loop of one node, including nested loops."""
     node = tree.nodes[index]
     place = {original.position(op, inside=inside): at for at, op in enumerate(graph.ops)}
     region = Region(_cuts(graph, node, place), node.parts)
@@ -235,7 +233,7 @@ def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside:
 
 
 def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split]:
-    """Map the node's operators, where they stand in a graph, to the split there that equals the node's own."""
+    """Return the splits of a node's operators by their positions in a graph, which must equal the node's own splits."""
     found: dict[int, Split] = {}
     for position in node.positions:
         if position not in place:

@@ -1,4 +1,4 @@
-"""The plan of the published search: realized, proved and simulated as every plan is."""
+"""Plan of the published search, realized, verified and simulated like every other plan."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from magis.search.budgeted_evaluator import Deadline, Objective
 
 
 def published_plan(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
-    """Plan a step under a limit by Algorithm 3, from program order.
+    """Plan a step under a limit by Algorithm 3, starting from program order.
 
-    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). Without fission where
-    the proof of a cut fails: the plan says so.
+    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). If the proof of a split
+    fails, the plan has no fission, and `unsplit` has the reason.
     """
     deadline, states = Deadline(seconds), STATES if budget is None else budget
     subject = scratch.subject

@@ -1,13 +1,12 @@
-"""The best order of a stretch of nodes, by dynamic programming over the sets of nodes that can have run (paper).
+"""Best order of a stretch of nodes, by dynamic programming over the sets of nodes already run (paper).
 
-The tensors in memory once a set of nodes has run do not depend on their order, so that of all orders of one set only
-the one with the lowest peak counts. Bytes are exactly those of ``simulate.kernel`` for a plan without recomputation:
-in-place re-use, workspaces, and update blocks that run as soon as they may. Sets are found layer by layer, by their
-size; a layer that grows beyond ``most`` keeps its best, so that small stretches are ordered exactly and others well.
+The tensors alive after a set of nodes do not depend on the order of the set, so only the order with the lowest peak is
+kept for each set. Bytes are exactly those of ``simulate.kernel`` for a plan without recomputation: in-place reuse,
+workspaces, and update blocks that run as early as possible. Sets are enumerated layer by layer, by size; a layer larger
+than ``most`` keeps its best sets, so small stretches are ordered optimally and others heuristically.
 
-Two things keep layers small without loss: no peak is below the largest working set that no order avoids, so that
-nothing below it counts; and a node that can run within the peak so far and leaves no more in memory than before runs
-at once.
+Two rules keep layers small without loss: no peak is below the largest unavoidable working set, so lower differences are
+ignored; and a node that can run within the peak so far and leaves no more bytes in memory than before runs immediately.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ import numpy as np
 from magis.simulate.problem import Int64s, Rows
 
 WIDEST = 60
-"""Most nodes of a stretch: a set of them is one word."""
+"""Maximum number of nodes in a stretch, whose sets are one machine word."""
 FAR = 1 << 62
 
 
 class Stretch(NamedTuple):
-    """Nodes that stand together, numbered in their order, and all storages that are in memory while they run.
+    """Consecutive nodes, numbered in their order, and all storages alive while they run.
 
-    Sets of nodes are bit masks. Storages that live through and that no node here touches are left out. Defined beside
-    the compiled functions: numba's cache on disk knows fields by their position, and the age of this file only.
+    Sets of nodes are bit masks. Storages that stay alive and that no node of the stretch uses are left out. Defined
+    beside the compiled functions: numba's cache on disk identifies fields by position, and checks the age of this file
+    only.
     """
 
     before: Int64s  # [w] nodes here that must precede it
@@ -59,7 +59,7 @@ def _start_bytes(st: Stretch) -> int:
 
 @numba.njit(cache=True)
 def _read_later(st: Stretch, after: int, node: int, at: int, storage: int) -> bool:
-    """Return True if a block behind the one at ``at``, and run right behind the same node, reads the storage."""
+    """Return True if a later block, triggered by the same node as the block at ``at``, reads the storage."""
     for k in range(at + 1, st.fires.ptr[node + 1]):
         block = st.fires.idx[k]
         if st.trigger[block] & after == st.trigger[block]:
@@ -71,7 +71,7 @@ def _read_later(st: Stretch, after: int, node: int, at: int, storage: int) -> bo
 
 @numba.njit(cache=True)
 def _run_node(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
-    """Run a node and the blocks behind it: return the peak meanwhile, and the bytes in memory afterwards."""
+    """Run a node and the blocks that it triggers; return the peak, and the bytes in memory afterwards."""
     after = ran | 1 << node
     level += st.out_bytes[node]
     peak = level + st.ws[node]
@@ -99,7 +99,7 @@ def _run_node(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
 
 @numba.njit(cache=True)
 def peak_of(st: Stretch, order: Int64s) -> int:
-    """Return the peak of bytes while the nodes run in this order."""
+    """Return the peak bytes while the nodes run in this order."""
     ran = int(np.int64(0))  # no literal (see ``magis.simulate.kernel``)
     level = _start_bytes(st)
     worst = 0
@@ -112,7 +112,7 @@ def peak_of(st: Stretch, order: Int64s) -> int:
 
 @numba.njit(cache=True)
 def floor_of(st: Stretch) -> int:
-    """Return the bytes that no order avoids: those that, while a node runs, were made before and are needed later."""
+    """Return the peak bytes that no order avoids: at some node, those made by ancestors and used by descendants."""
     width = len(st.before)
     above = np.zeros(width, dtype=np.int64)
     below = np.zeros(width, dtype=np.int64)
@@ -140,7 +140,7 @@ def floor_of(st: Stretch) -> int:
 
 @numba.njit(cache=True)
 def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
-    """Find a node that costs nothing to run next, so that no order does better than that; -1: none."""
+    """Return a node that can run now without a higher peak and without more bytes afterwards; -1: none."""
     for node in range(len(st.before)):
         if ran >> node & 1 or st.before[node] & ran != st.before[node]:
             continue
@@ -157,8 +157,7 @@ def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
 
 @numba.njit(cache=True)
 def best_order(st: Stretch, most: int) -> Int64s:  # noqa: C901 (compiled: one layer in place of the other)
-    """Return the order with the lowest peak; the old one if none is lower, or none was found with ``most`` sets a
-    layer."""
+    """Return the order with the lowest peak; the old order if no lower peak is found with ``most`` sets per layer."""
     width = len(st.before)
     same = np.arange(width)
     bound = peak_of(st, same)

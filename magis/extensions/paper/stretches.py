@@ -1,4 +1,4 @@
-"""Orders cut into stretches at narrow waists and ordered one after another."""
+"""Orders cut into stretches at narrow waists, and reordered one stretch after another."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int32s, Int64s, Problem, Rows, int64s, rows_of
 
 MOST = 2048
-"""Sets of nodes that a layer of the dynamic program keeps."""
+"""Maximum number of sets of nodes in a layer of the dynamic program."""
 LEAST = 20
-"""Nodes of a stretch, if more follow: cutting earlier saves little."""
+"""Minimum number of nodes in a stretch, except the last one: shorter stretches save little time."""
 
 
 class Steps:
-    """Tables of a problem for scheduling, each worked out when first asked for."""
+    """Lazily computed tables of a problem for scheduling."""
 
     def __init__(self, problem: Problem, step: NodeStep | None = None) -> None:
         self.problem = problem
@@ -40,7 +40,7 @@ class Steps:
 
     @cached_property
     def triggers(self) -> list[list[int]]:
-        """[b] nodes that each block waits for: last writers of what it reads, readers of what it writes."""
+        """[b] Nodes that each block waits for: last writers of its inputs, and readers of what it writes."""
         problem = self.problem
         return [
             sorted({*self.step.block_after(b).tolist(), *problem.last_write[problem.block_inputs(b)].tolist()})
@@ -49,7 +49,7 @@ class Steps:
 
     @cached_property
     def fires(self) -> dict[int, list[int]]:
-        """Node -> blocks that wait for it."""
+        """Blocks that wait for each node."""
         found: dict[int, list[int]] = {}
         for block, nodes in enumerate(self.triggers):
             for node in nodes:
@@ -58,21 +58,21 @@ class Steps:
 
     @cached_property
     def holders(self) -> Rows:
-        """[s] blocks that read each storage."""
+        """[s] Blocks that read each storage."""
         return self.problem.block_inputs.turned(self.problem.n_storages)
 
     @cached_property
     def _readers(self) -> Rows:
-        """[s] nodes that read or write a storage made before."""
+        """[s] Nodes that read or write a storage made before."""
         return self.problem.inputs.turned(self.problem.n_storages)
 
     def released_by(self, storage: int) -> list[int]:
-        """List the nodes after all of which a storage is gone."""
+        """Return the nodes after all of which a storage is freed."""
         touch = [int(self.problem.producer[storage]), *self._readers(storage).tolist()]
         return touch + self.held_by(storage)
 
     def held_by(self, storage: int) -> list[int]:
-        """List the nodes that the blocks which read a storage wait for."""
+        """Return the nodes that all blocks which read a storage wait for."""
         return [node for block in self.holders(storage).tolist() for node in self.triggers[block]]
 
 
@@ -81,7 +81,7 @@ Lives = dict[int, int]
 
 
 def lives_of(evaluator: Evaluator) -> Lives:
-    """Return the lives of the plan judged last."""
+    """Return the last uses of first copies in the plan evaluated last."""
     short = evaluator.recomputed() | evaluator.swapped()
     if not short.any():
         return {}
@@ -92,7 +92,7 @@ def lives_of(evaluator: Evaluator) -> Lives:
 
 
 def cuts(narrowness: Int64s, order: Int32s, low: int, high: int) -> list[tuple[int, int]]:
-    """Cut the positions from ``low`` to ``high`` into stretches, behind the narrowest nodes."""
+    """Cut the positions from ``low`` to ``high`` into stretches, after the narrowest nodes."""
     found = []
     while high - low > WIDEST:
         here = narrowness[order[low + LEAST - 1 : low + WIDEST]]
@@ -107,7 +107,7 @@ def cuts(narrowness: Int64s, order: Int32s, low: int, high: int) -> list[tuple[i
 def improved(
     steps: Steps, order: Int32s, stretches: list[tuple[int, int]], lives: Lives | None = None, most: int = MOST
 ) -> Int32s:
-    """Return the order with the nodes of each stretch in their best order."""
+    """Return the order with each stretch reordered for the lowest peak."""
     order = order.copy()
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -121,10 +121,10 @@ def improved(
 
 
 def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, lives: Lives) -> Stretch:
-    """Return the nodes at the positions from ``low`` to ``high`` as input of the dynamic program.
+    """Return the nodes at positions ``low`` to ``high`` as input of the dynamic program.
 
-    The later copy of a storage that leaves and comes back counts as a storage of its own, which is there from the
-    beginning; the evaluator judges that it is made again, and when.
+    The later copy of a recomputed or swapped storage counts as a separate storage that is alive from the start; the
+    evaluator decides when it is recomputed.
     """
     problem = steps.problem
     nodes = order[low:high].tolist()
@@ -136,7 +136,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
     nbytes: list[int] = []
 
     def copy_of(storage: int, at: int) -> tuple[int, bool]:
-        """Return the number of the copy that a node at a position uses, and True if it may die here."""
+        """Return the index of the copy that a node at a position uses; True if it may be freed in the stretch."""
         later = at > lives.get(storage, at)
         if (storage, later) in number:
             found = number[storage, later]
@@ -192,7 +192,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
 
 
 def _mask(places: list[int], low: int, high: int) -> int:
-    """Return the positions from ``low`` to ``high`` among these as a bit mask."""
+    """Return a bit mask of those places that lie from ``low`` to ``high``."""
     mask = 0
     for place in places:
         if low <= place < high:
@@ -201,7 +201,7 @@ def _mask(places: list[int], low: int, high: int) -> int:
 
 
 def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], narrow: int) -> Iterator[int]:
-    """Yield the positions where stretches meet that had to be cut at a wide place."""
+    """Yield the positions between stretches that are wide, since no narrow node was in reach."""
     for _, end in stretches[:-1]:
         if narrowness[order[end - 1]] > narrow:
             yield end

@@ -2,10 +2,11 @@
 
     nw(v) = |V| - |ancestors of v| - |descendants of v| - 1
 
-is the number of nodes that may run before v as well as behind it. Where it is 0, every order runs v's ancestors, v, and
-then its descendants. Weight gradients need v and nobody needs them; constants are needed by v's descendants and need
-nothing. They would hide every waist of a training step, so that only the *core* counts here: nodes between the ends of
-the step's longest path. Other nodes go with the part that they first can, or last must, run in.
+is the number of nodes that are incomparable to v: they may run before or after v. If it is 0, every order runs v's
+ancestors, v, and then its descendants. Weight gradients have no descendants and constants no ancestors, so they are
+incomparable to most nodes and would hide every waist of a training step. So only the *core* counts: nodes on paths
+between the ends of the step's longest path. Other nodes join the first part that they can run in, or the last part that
+they must run in.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ import numpy as np
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows
 
 NARROW = 1
-"""A waist has at most so many nodes beside it (paper)."""
+"""Maximum number of incomparable nodes of a waist (paper)."""
 OUTSIDE = 2**31
-"""More than any node has beside it."""
+"""Narrowness of nodes outside of the core, larger than that of any node in it."""
 WORD = 62
-"""Nodes per word of a bit set: words stay positive, compiled or not."""
+"""Nodes per word of a bit set; words stay positive, compiled or not."""
 
 
 class Waists(NamedTuple):
     """Narrowness and ancestors of a problem's nodes."""
 
     beside: Int64s
-    """[v] nodes of the core, v left out, that may run before as well as behind v."""
+    """[v] Number of other core nodes that may run before or after v."""
     core: Bools
     ancestors: Int64s
-    """[v, word] bit sets of nodes."""
+    """[v, word] Ancestors as bit sets of nodes."""
 
     def narrowness(self) -> Int64s:
-        """Return [v] nw; OUTSIDE for nodes outside of the core, so that no cut is there."""
+        """Return [v] nw; OUTSIDE for nodes outside of the core, so that no cut is made there."""
         return np.where(self.core, self.beside, OUTSIDE)
 
 
 def precedence(problem: Problem) -> Rows:
-    """List the nodes that must precede each node, ascending, each once: data flow and order constraints."""
+    """Return the nodes that must precede each node, ascending, without duplicates: data flow and order constraints."""
     after = np.concatenate([problem.inputs.places(), problem.extras.places()])
     before = np.concatenate([problem.producer[problem.inputs.idx], problem.extras.idx])
     pairs = np.unique(after.astype(np.int64) * problem.n_nodes + before)
@@ -50,7 +51,7 @@ def precedence(problem: Problem) -> Rows:
 
 
 def waists(needs: Rows, counted: Bools | None = None) -> Waists:
-    """Find the waists of a problem; ``counted`` takes the place of its core."""
+    """Return the waists of a problem; ``counted`` replaces its core."""
     counted = core(needs) if counted is None else counted
     ancestors = _ancestors(needs)
     return Waists(_beside(needs, ancestors, counted), counted, ancestors)
@@ -72,7 +73,7 @@ def _ancestors(needs: Rows) -> Int64s:
 
 @numba.njit(cache=True)
 def _ones(word: int) -> int:
-    """Count the bits set in a word that is not negative."""
+    """Return the number of bits set in a non-negative word."""
     word -= word >> 1 & 0x5555555555555555
     word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333)
     word = word + (word >> 4) & 0x0F0F0F0F0F0F0F0F
@@ -93,7 +94,7 @@ def _beside(needs: Rows, ancestors: Int64s, counted: Bools) -> Int64s:
             total += 1
     descendants = np.zeros((nodes, words), dtype=np.int64)
     beside = np.zeros(nodes, dtype=np.int64)
-    for node in range(nodes - 1, -1, -1):  # its own set is complete once all that come later are done
+    for node in range(nodes - 1, -1, -1):  # a node's set is complete once all later nodes are done
         related = 0
         for word in range(words):
             related += _ones((ancestors[node, word] | descendants[node, word]) & mask[word])
@@ -108,7 +109,7 @@ def _beside(needs: Rows, ancestors: Int64s, counted: Bools) -> Int64s:
 
 @numba.njit(cache=True)
 def core(needs: Rows) -> Bools:
-    """Mark [v] the nodes between the ends of the longest path; of several the one that begins and ends first."""
+    """Return [v] True for nodes on paths between the ends of the longest path; of several longest paths, the first."""
     nodes = len(needs.ptr) - 1
     depth = np.zeros(nodes, dtype=np.int64)
     start = np.arange(nodes)
@@ -135,7 +136,7 @@ def core(needs: Rows) -> Bools:
 
 
 def in_parts(needs: Rows, found: Waists, order: Int32s) -> Int32s:
-    """Sort an order by the parts between waists, nodes outside of the core as said above; it stays legal."""
+    """Sort an order by the parts between waists, keeping it legal; other nodes join the part where they may run."""
     hangs = _hanging(needs, found.core)
     part = _parts(needs, found.ancestors, found.core, hangs, found.beside <= NARROW)
     return order[np.argsort(part[order], kind="stable")]
@@ -143,7 +144,7 @@ def in_parts(needs: Rows, found: Waists, order: Int32s) -> Int32s:
 
 @numba.njit(cache=True)
 def _hanging(needs: Rows, core: Bools) -> Bools:
-    """Mark [v] nodes that need the core while the core does not need them."""
+    """Return [v] True for nodes outside of the core that depend on it."""
     hangs = np.zeros(len(core), dtype=np.bool_)
     for node in range(len(core)):
         if not core[node]:
@@ -156,7 +157,7 @@ def _hanging(needs: Rows, core: Bools) -> Bools:
 def _parts(  # noqa: C901 (compiled, and plain: pass by pass)
     needs: Rows, ancestors: Int64s, core: Bools, hangs: Bools, narrow: Bools
 ) -> Int64s:
-    """Number [v] the parts: one for each of a chain of waists, and one behind the last."""
+    """Return [v] the part of each node: one part per waist of a chain, and one after the last waist."""
     nodes = len(needs.ptr) - 1
     parts = 0
     last = -1

@@ -1,4 +1,4 @@
-"""Processes that run a strategy together, and what they measured. Loads no torch: the processes do."""
+"""Processes that run a distributed strategy, and their measurements. Does not import torch; the processes do."""
 
 from magis.extensions.ranks.processes.agents import Agents, lead, serve
 from magis.extensions.ranks.processes.pool import RankPool

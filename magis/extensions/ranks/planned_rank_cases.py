@@ -1,8 +1,8 @@
-"""One case of ranks that run a plan: its limit is a share of what a rank needs without one, which is the original.
+"""Case of ranks that run a plan; the limit is a share of a rank's peak without a plan, which is the original.
 
-The plans are made here, in a fake world, with their memory: one for each rank of a group, or for all. Ranks make them
-anew and agree on them; what they measure is held against them to the byte, and losses and weights against the
-unplanned ones.
+Plans are made here, with fake process groups: one for each rank of a group, or one for all ranks. Ranks make the plans
+again and agree on them; measured tensor bytes must equal the planned ones, and losses and weights are compared with
+those of unplanned ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from magis.units import share_of
 
 
 def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Callable[[str], None]) -> CaseResult:
-    """Run a case on ranks, or predict it (``pool`` None); raises UsageError for a case without a memory limit."""
+    """Run a case on ranks, or predict it if ``pool`` is None. Raises UsageError for a case without a memory limit."""
     if case.memory_ratio is None:
         raise UsageError(
             f"strategy {case.strategy!r} needs a memory limit", hint="give a memory ratio (--magis-memory-ratios=0.8)"
@@ -58,7 +58,7 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
 
 
 class _RankPlan(NamedTuple):
-    """The plan of a rank, with the unplanned step's latency in nanoseconds and the bytes that no plan avoids."""
+    """Plan of one rank, with the unplanned step's latency in nanoseconds and the lower bound of bytes for any plan."""
 
     plan: Plan
     eager_ns: int
@@ -73,8 +73,8 @@ def _plan_rank(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) 
 
 
 def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limits: tuple[int, ...]) -> CaseResult:
-    """Return the result with every rank's memory as planned, and the search's figures of the fullest rank's plan, or of
-    one that exceeds its limit; latencies are of the slowest rank's step alone, planned and not."""
+    """Return the result with every rank's planned memory, and the search's figures of the plan with the highest peak,
+    or of one that exceeds its limit; latencies are those of the slowest rank, planned and unplanned."""
     plans = [each.plan for each in found]
     place = max(range(len(plans)), key=lambda at: (not plans[at].feasible, plans[at].peak))
     fullest = plans[place]
@@ -105,8 +105,8 @@ def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limi
 def _with_measurements(
     result: CaseResult, reports: tuple[RankReport, ...], before: tuple[RankReport, ...], *, loops: bool
 ) -> CaseResult:
-    """Return the result with the ranks' measurements, and their numbers compared with those of the unplanned ranks;
-    ``loops``: parts of some step are loops, which sum in another order."""
+    """Return the result with the ranks' measurements, and the losses and weights compared with unplanned ranks;
+    ``loops``: some plan runs loops (fission), which sum in another order."""
     shown = [each for each in reports if result.ranks[each.rank].predicted == result.optimized.simulated]
     worst = max(shown, key=lambda report: report.memory.tensor_bytes)
     ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
@@ -119,9 +119,9 @@ def _with_measurements(
 
 
 def numbers_of(reports: Sequence[RankReport], before: Sequence[RankReport], *, loops: bool) -> str:
-    """Compare losses and weights after three steps with those of the unplanned ranks, in words.
+    """Compare losses and weights after three steps with those of unplanned ranks, and return the outcome as text.
 
-    Bit by bit; with ``loops``, losses alone, and up to rounding.
+    The comparison is bitwise; with ``loops``, only losses are compared, up to rounding.
     """
     pairs = list(zip(reports, before, strict=True))
     losses = [(x, y) for one, other in pairs for x, y in zip(one.losses, other.losses, strict=True)]

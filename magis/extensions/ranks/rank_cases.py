@@ -1,4 +1,4 @@
-"""One case of a distributed strategy: predicted on fake tensors, and measured where ranks are available."""
+"""Case of a distributed strategy: predicted on fake tensors, and measured if ranks are available."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from magis.strategies.rank_step import RankStrategy, without_dropout
 from magis.units import median_and_spread
 
 OFF_BY = 0.02
-"""Relative difference that is allowed between a rank's measured and predicted tensor bytes."""
+"""Allowed relative difference between a rank's measured and predicted tensor bytes."""
 NOISE = 0.05
-"""Relative difference of a rank's peak with scratch from run to run: communication has threads of its own."""
+"""Relative run-to-run difference of a rank's peak with workspaces, since communication has its own threads."""
 ROUNDING = 1e-4
-"""Relative difference of losses in three steps that sums in another order may make."""
+"""Allowed relative difference of losses in three steps if only the order of sums differs."""
 PRECISION = 0.05
-"""The same for lower precision."""
+"""Allowed relative difference of losses in three steps with lower precision."""
 STEPS_COMPARED = 3
 TIMED = 3
 """Number of timed steps; their times are printed, not gated."""
 
 Pool = Callable[[int, str], RankPool]
-"""Function that returns the pool of so many ranks on a device, made at the first call."""
+"""Function (number of ranks, device) that returns a pool, created by the first call."""
 
 
 def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Callable[[str], None]) -> CaseResult:
-    """Run a case on ranks, or predict it (``pool`` None: a simulated device, or a network that ranks cannot import).
+    """Run a case on ranks, or predict it if ``pool`` is None (simulated device, or network that ranks cannot import).
 
-    Raises UsageError for a world or a network that the strategy is not for, RankError for ranks that fail.
+    Raises UsageError for a number of ranks or a network that the strategy does not support, RankError for failed ranks.
     """
     chosen = distributed_strategy(case.strategy)
     check_world(chosen, case.ranks)
@@ -62,7 +62,7 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
 
 
 def predicted_peaks(result: CaseResult, subject: Subject) -> tuple[int, ...]:
-    """Return the predicted peak bytes of tensors of a result's ranks, by their place in a group."""
+    """Return the predicted peak bytes of tensors of each rank in a group."""
     case, chosen = result.case, distributed_strategy(result.case.strategy)
     if chosen.group == 1:
         return (result.optimized.simulated.tensor_bytes,)
@@ -79,9 +79,9 @@ class _RankedCase:
     strategy: RankStrategy
 
     def predicted(self, note: str = "") -> CaseResult:
-        """Return the result without a measurement: the bytes of the fullest rank, the time of the slowest.
+        """Return the predicted result: the bytes of the rank with the highest peak, the time of the slowest.
 
-        Of ranks that are alike one is predicted: each takes seconds at paper size.
+        Only one of several equal ranks is predicted, since each takes seconds at paper size.
         """
         found = [self.predict(rank) for rank in _distinct_ranks(self.case.strategy, self.strategy, self.case.ranks)]
         worst = max((rank.predicted or Memory(0, 0) for rank, _ in found), key=lambda memory: memory.peak_bytes)
@@ -90,7 +90,7 @@ class _RankedCase:
         return replace(self._result(original, figures), ranks=tuple(rank for rank, _ in found), note=note)
 
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
-        """Return the result with these measurements, and a prediction for the rank that measured the highest peak."""
+        """Return the result with measurements, and a prediction for the rank with the highest measured peak."""
         worst = max(reports, key=lambda report: report.memory.tensor_bytes)
         times = slowest_ms(reports)
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
@@ -144,7 +144,7 @@ class _RankedCase:
         return replace(other_result(self.case, self.subject, original, optimized), off_by=OFF_BY, noise=NOISE)
 
     def _compare_losses(self, losses: tuple[float, ...]) -> str:
-        """Compare the mean losses of all ranks with those of one rank that takes the whole batch, in words."""
+        """Compare the mean losses of all ranks with those of one rank with the whole batch; the outcome is text."""
         parts = int(getattr(self.strategy, "micro_batches", None) or 1)
         normalizes = self.case.ranks * parts > 1 and any(
             isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
@@ -179,10 +179,10 @@ class _RankedCase:
 
 
 def _distinct_ranks(name: str, chosen: RankStrategy, size: int) -> tuple[int, ...]:
-    """Return ranks one of which needs the most memory and one the most time; no two of them are alike.
+    """Return the ranks to predict, which include the ones with the most memory and the most time.
 
-    Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` assigns whole
-    parameters to ranks, and of a user's own strategy nothing is known.
+    Replicas are equal, and so are shards, up to bytes that do not divide evenly. But `oss` assigns whole parameters to
+    ranks, and a user's own strategy may do anything, so all their ranks are predicted.
     """
     if is_own(name) or name.removeprefix("amp+").startswith("oss"):
         return tuple(range(size))

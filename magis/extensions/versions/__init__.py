@@ -1,4 +1,4 @@
-"""Versions of the code under test: revisions of a project, releases of its dependencies; a run of the gate on one."""
+"""Versions of the code under test (git revisions, releases of dependencies), and runs of the gate on them."""
 
 from magis.extensions.versions.environments import environment_of, is_requirement
 from magis.extensions.versions.gate_run import GatedCase, GateRun, run_gate, without_flag

@@ -1,4 +1,4 @@
-"""`magis bisect`: find the revision, or the release of a dependency, at which a case of the gate grew."""
+"""Command `magis bisect`: find the revision, or the release of a dependency, at which a case of the gate grew."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING_GREW = 1
 
 
 def add_bisect(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
+    """Add the command `bisect` to the command line."""
     parser = commands.add_parser("bisect", help="the revision at which a case grew", description=DESCRIPTION)
     parser.add_argument("good", metavar="GOOD", help="a revision, or a release such as timm==1.0.20")
     parser.add_argument("bad", metavar="BAD", help="a later one of the same kind")

@@ -1,7 +1,7 @@
-"""The version at which a case of the gate grew: a binary search over commits, or over releases of a dependency.
+"""Binary search for the version at which a case of the gate grew, over commits or releases of a dependency.
 
-The first version is measured, and every other one is compared with it. The last one is measured only where all before
-it are as good: n versions take 1 + log2(n) measurements, rounded up.
+The first version is measured, and every later one is compared with it. The last version is measured only if all before
+it are good: n versions take 1 + log2(n) measurements, rounded up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from magis.units import format_bytes
 Say = Callable[[str], None]
 RESERVED = "opt reserved bytes (predicted)"
 Needs = Mapping[str, int]
-"""Bytes by case, of the optimized step where there is one: predicted reserved bytes if the limit is on these, else
-bytes of tensors at the peak."""
+"""Bytes by case, of the optimized step if there is one: reserved bytes if the limit counts them, else tensor bytes."""
 
 
 @dataclass(frozen=True)
 class CaseGrowth:
-    """A case that needs more at one version than at the first one."""
+    """Case that needs more memory at a version than at the first version; before and after are bytes."""
 
     case: str
     before: int
@@ -42,10 +41,10 @@ class CaseGrowth:
 
 @dataclass(frozen=True)
 class GrowthFound:
-    """The version at which memory grew."""
+    """Result of a bisection."""
 
     versions: tuple[str, ...]
-    """First version that needs more; several if those between could not be measured; empty if nothing grew."""
+    """First version that needs more; several if versions between could not be measured; empty if nothing grew."""
     grown: tuple[CaseGrowth, ...]
     measurements: int
 
@@ -62,10 +61,10 @@ def bisect(
 ) -> GrowthFound:
     """Find the first version after `first`, up to `last`, at which one of the cases needs more memory than at `first`.
 
-    Both are revisions of the repository that `start` lies in, or releases ("torch==2.12.0") of one package. `arguments`
-    are pytest's; `cases` are names as a run or its results have them ("bert[magis-mem0.8]", "bert[magis mem 0.8]"), all
-    cases without any. `tolerance` is the share by which a case may grow. Raises UsageError in one line for what cannot
-    be compared.
+    Both are revisions of the repository that contains `start`, or releases ("torch==2.12.0") of one package.
+    `arguments` are pytest's; `cases` are names as printed by a run or its results ("bert[magis-mem0.8]", "bert[magis
+    mem 0.8]"); default: all cases. `tolerance` is the share by which a case may grow. Raises UsageError in one line for
+    versions that cannot be compared.
     """
     if is_requirement(first) != is_requirement(last):
         raise UsageError(f"{first} and {last} are a revision and a release", hint="give two of one kind")
@@ -124,12 +123,12 @@ def _search(
 
 
 def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
-    """Return the first bad one of the versions 1 ... count - 1; 0 is good, and those after a bad one are bad.
+    """Return the first bad index of 1 ... count - 1, given that 0 is good and all after a bad one are bad.
 
-    `is_bad` returns None for a version that cannot be judged; its neighbours are then asked, and all that may be the
-    first bad one are returned, the last of them known to be bad. The list is empty if none is known to be bad.
+    `is_bad` returns None for a version that cannot be judged; its neighbours are then tried, and all candidates for the
+    first bad one are returned, of which the last is known to be bad. The list is empty if none is known to be bad.
     """
-    good, bad = 0, count  # `count` stands for no bad one at all
+    good, bad = 0, count  # `count`: none is known to be bad
     unknown: set[int] = set()
     while True:
         middle = (good + bad) // 2
@@ -146,7 +145,7 @@ def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
 
 
 def needs(run: GateRun, cases: Sequence[str]) -> Needs:
-    """Return the bytes that the cases of a run need; raises UsageError if one is missing or nothing was gated."""
+    """Return the bytes that each case of a run needs. Raises UsageError for a missing case, or if nothing was gated."""
     run.check_gated()
     frame = read_results(run.csv)
     found: dict[str, int] = {}
@@ -164,7 +163,7 @@ def needs(run: GateRun, cases: Sequence[str]) -> Needs:
 
 
 def growths(before: Needs, after: Needs, tolerance: float) -> Iterator[CaseGrowth]:
-    """Yield the cases of both versions that grew by more than the tolerance."""
+    """Yield the cases that are in both versions and grew by more than the tolerance."""
     for case, nbytes in before.items():
         if after.get(case, 0) > nbytes * (1 + tolerance):
             yield CaseGrowth(case, nbytes, after[case])

@@ -1,4 +1,4 @@
-"""Virtual environments that differ from this one in some requirements, kept for later runs."""
+"""Virtual environments that differ from the current one in some requirements, kept for later runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from magis.child_process import run_bound
 from magis.errors import UsageError
 
 FOLDER = "MAGIS_ENVIRONMENTS"
-"""Variable that names the folder of kept environments (else pytest-magis/environments in the user's cache)."""
+"""Environment variable with the folder of environments (default: pytest-magis/environments in the user's cache)."""
 READY = "ready"
-"""Name of the file that marks a finished environment."""
+"""Name of the file that marks a complete environment."""
 
 
 def is_requirement(text: str) -> bool:
-    """Return True if a text names releases of a package ("torch==2.12.0", "timm<1.1"), and not a revision of git."""
+    """Return True if a text is a requirement with a version or an address ("torch==2.12.0", "timm<1.1")."""
     try:
         found = Requirement(text)
     except InvalidRequirement:
@@ -36,12 +36,12 @@ def is_requirement(text: str) -> bool:
 
 
 def environment_of(requirements: Sequence[str], say: Callable[[str], None], scratch: Path) -> Path:
-    """Return the interpreter of an environment with these requirements on top of the packages of this one.
+    """Return the Python interpreter of an environment with these requirements on top of the current packages.
 
-    It is made once, announced by `say`, and kept: its name is a digest of the requirements and of this environment.
-    The package at an address ("pkg @ file:///...") may change, so with one among the requirements the environment is
-    made in `scratch`, a folder of this run. Packages that the requirements bring shadow ours; all others are ours.
-    Raises UsageError with pip's last error if it cannot be made; nothing is then left of it.
+    The environment is installed once, announced through `say`, and kept under a digest of the requirements and the
+    current environment. A package at an address ("pkg @ file:///...") may change, so its environment is created in
+    `scratch`, a folder of this run. Installed requirements shadow current packages. Raises UsageError with pip's last
+    error if the installation fails; the incomplete environment is removed.
     """
     is_kept = not any(map(_has_address, requirements))
     place = (_folder() if is_kept else scratch) / _name(requirements)
@@ -72,7 +72,7 @@ def _install(place: Path, requirements: Sequence[str]) -> None:
         (packages / "of_the_other_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
         _pip(str(place / "bin" / "python"), "install", "--quiet", *requirements)
         addresses = list(filter(_has_address, requirements))
-        if addresses:  # which pip leaves out where ours is of the same version
+        if addresses:  # pip skips them if the current package has the same version
             _pip(str(place / "bin" / "python"), "install", "--quiet", "--no-deps", "--force-reinstall", *addresses)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
@@ -89,7 +89,7 @@ def _has_address(requirement: str) -> bool:
 
 
 def _pip(python: str, command: str, *arguments: str) -> str:
-    """Return the output of a pip command; raises UsageError with its last error."""
+    """Return the output of a pip command. Raises UsageError with pip's last error."""
     return _checked_output([python, "-m", "pip", command, "--disable-pip-version-check", *arguments])
 
 
@@ -104,10 +104,10 @@ def _checked_output(command: Sequence[str]) -> str:
 
 
 def releases(first: str, last: str) -> list[str]:
-    """Return the releases from one requirement (`name==version`) to another of the same package, inclusive, in order.
+    """Return the releases of a package between two requirements (`name==version`), inclusive, in order.
 
-    Pre-releases and local builds between the two are left out. Raises UsageError for anything else, and where pip knows
-    no such package.
+    Pre-releases and local builds between the two are left out. Raises UsageError for other requirements, and for a
+    package that pip does not know.
     """
     good, bad = _pinned(first), _pinned(last)
     if good[0] != bad[0]:
@@ -144,7 +144,7 @@ def _pinned(text: str) -> tuple[str, Version]:
 
 
 def read_version(text: str) -> Version | None:
-    """Return a release; None for a text that is none."""
+    """Return the parsed version; None if the text is not a version."""
     try:
         return Version(text.strip())
     except InvalidVersion:
@@ -158,8 +158,8 @@ def _folder() -> Path:
 
 
 def _name(requirements: Sequence[str]) -> str:
-    """Return an environment's name: a digest of the interpreter, the packages installed here and the requirements."""
-    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # pip takes those that satisfy
+    """Return an environment's name: a digest of the interpreter, the installed packages and the requirements."""
+    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # pip keeps those that satisfy
     what = "\n".join((sys.version, sys.prefix, *here, *sorted(requirements)))
     first = Requirement(requirements[0]).name
     return f"{first}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"

@@ -1,8 +1,7 @@
-"""One run of the gate on another version: the same pytest command in a process of its own, its results in a folder.
+"""Run of the gate on another version: the same pytest command in a child process, with its results in a folder.
 
-What a checkout runs must be its own code: an editable installation would hand it that of the working tree. So Python
-looks for the project's code in the checkout first, and modules that came from the working tree all the same are
-reported by the plugin of that process.
+A checkout must run its own code, but an editable installation would import the working tree. So Python searches the
+checkout first, and the plugin in the child process reports modules that still came from the working tree.
 """
 
 from __future__ import annotations
@@ -22,68 +21,68 @@ from magis.version_run import COMPARED_WITH, VersionRun, rebased_path
 
 NO_FILE = "ERROR: file or directory not found"
 RAN = (0, 1, 5)
-"""pytest's exit codes of a run that came to its end: green, red, nothing collected."""
+"""pytest's exit codes of a complete run: green, red, nothing collected."""
 
 
 @dataclass(frozen=True)
 class GatedCase:
-    """The result of one case in a run, compared with its baseline."""
+    """Result of one case in a run, compared with its baseline."""
 
     name: str
     passed: bool
     differs: str
-    """Difference from the baseline, or another fault, in words; "" if there is none."""
+    """Difference from the baseline, or another failure, in words; "" if there is none."""
     needs: tuple[str, ...]
-    """Kinds of updates that would store the result; empty if there is nothing to store, or it must not be."""
+    """Kinds of updates that would store the result; empty if there is nothing to store, or nothing can accept it."""
     stored_with: tuple[str, ...]
-    """Identities of the devices of which the baseline has measurements."""
+    """Identities of the devices that the baseline has measurements of."""
     is_foreign: bool
-    """True if these are all of other machines or another torch, so that only tensor bytes were compared. Baselines of
-    simulated devices hold everywhere."""
+    """True if the baseline only has measurements of other devices or another torch, so that only tensor bytes were
+    compared. Always False on simulated devices."""
     path: str
-    """File of its baseline."""
+    """Path of the case's baseline file."""
     outcome: str
-    """Text from which the plugin makes a baseline."""
+    """Serialized outcome, from which the plugin makes a baseline."""
 
     @property
     def is_new(self) -> bool:
-        """True if it has no baseline."""
+        """True if the case has no baseline."""
         return "new" in self.needs
 
     @property
     def has_moved(self) -> bool:
-        """True if its figures differ from those of its baseline, and may replace them."""
+        """True if the figures differ from the baseline's, and an update would replace the baseline."""
         return bool(self.needs) and not self.is_new
 
 
 @dataclass(frozen=True)
 class GateRun:
-    """A version's results."""
+    """Results of a version, as files in a folder."""
 
     folder: Path
 
     @property
     def baselines(self) -> Path:
-        """Folder of the baselines that it stored."""
+        """Folder of the baselines that the run stored."""
         return self.folder / "baselines"
 
     @property
     def csv(self) -> Path:
-        """Its results.csv, which is missing if nothing was gated."""
+        """Path of the run's results.csv, which is missing if nothing was gated."""
         return self.folder / "results.csv"
 
     @property
     def strays(self) -> Path:
-        """File of the modules that it imported from the working tree, a line each; missing if there are none."""
+        """File that lists modules imported from the working tree by mistake, one per line; missing without any."""
         return self.folder / "strays"
 
     @property
     def cases(self) -> Path:
-        """File of its `GatedCase`s, a line of JSON each; missing if nothing was gated."""
+        """File of the run's `GatedCase`s, one line of JSON each; missing if nothing was gated."""
         return self.folder / "cases"
 
     def read_cases(self, names: Sequence[str] = ()) -> dict[str, GatedCase]:
-        """Return the cases of these names, or all; raises UsageError if one is missing or nothing was gated."""
+        """Return the cases of these names; default: all. Raises UsageError for a missing case, or if none was gated."""
         self.check_gated()
         lines = self.cases.read_text(encoding="utf-8").splitlines()
         cases = [from_plain(GatedCase, json.loads(line), "case") for line in lines]
@@ -99,7 +98,7 @@ class GateRun:
 
 
 def check_cases(names: Sequence[str], found: Collection[str]) -> None:
-    """Raise UsageError if a run lacks a case of one of these names."""
+    """Raise UsageError if a name is not among the cases found."""
     missing = [name for name in names if name not in found]
     if missing:
         raise UsageError(f"there is no case {missing[0]}", hint=f"the run has {', '.join(sorted(found)[:8]) or 'none'}")
@@ -116,13 +115,13 @@ def run_gate(
     python: Path | None = None,
     stores: bool = True,
 ) -> GateRun:
-    """Run `pytest` with `arguments` on a version called `name`, and leave what it measures in `folder`.
+    """Run `pytest` with `arguments` on a version called `name`, and write its results to `folder`.
 
-    `start` is where the command was given; with `tree`, a checkout of the repository at `root`, the run begins at that
-    place there. `python` is the interpreter of another environment. The run stores its figures as baselines in the
-    folder, or else (`stores`) is compared with those of the project. Latencies have the prices of the working tree's
-    operator profiles. Raises UsageError in one line where the run does not come to its end, or runs code of another
-    checkout.
+    `start` is the folder in which the command was given; with `tree`, a checkout of the repository at `root`, the run
+    starts in the same place of the checkout. `python` is the interpreter of another environment. With `stores`, the run
+    stores its figures as baselines in the folder, else it is compared with the project's baselines. Operator profiles
+    are those of the working tree. Raises UsageError in one line if the run does not complete, or imports code of
+    another checkout.
     """
     run = GateRun(folder)
     run.baselines.mkdir(parents=True)
@@ -156,7 +155,7 @@ def run_gate(
 
 
 def without_flag(arguments: Iterable[str], flag: str) -> Iterator[str]:
-    """Yield arguments without an option and its value."""
+    """Yield the arguments without an option and its value."""
     skip = False
     for argument in arguments:
         if skip or argument == flag:
@@ -166,7 +165,7 @@ def without_flag(arguments: Iterable[str], flag: str) -> Iterator[str]:
 
 
 def _python_path(root: Path, tree: Path) -> str:
-    """Return the child's PYTHONPATH: its own checkout in place of ours, ahead of installed packages."""
+    """Return PYTHONPATH for the child process: the checkout's folders in place of the working tree's, before others."""
     prefix = Path(sys.prefix)
     ours = [Path(entry or ".").absolute() for entry in sys.path]
     ours = [entry for entry in ours if entry.is_relative_to(root) and not entry.is_relative_to(prefix)]

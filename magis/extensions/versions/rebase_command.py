@@ -1,4 +1,4 @@
-"""`magis rebase`: baselines after an upgrade of a dependency."""
+"""Command `magis rebase`: update baselines after an upgrade of a dependency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STILL_RED = 1
 
 
 def add_rebase(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
+    """Add the command `rebase` to the command line."""
     parser = commands.add_parser("rebase", help="accept what an upgrade of a dependency moved", description=DESCRIPTION)
     parser.add_argument(
         "requirements",

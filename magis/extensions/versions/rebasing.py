@@ -1,13 +1,13 @@
-"""Baselines after an upgrade: those of cases that the environment moved are stored anew, all others stay.
+"""Update of baselines after an upgrade: cases changed by the environment are stored anew, all others are kept.
 
-The code of the working tree is measured twice: here, and with the releases that the baselines were stored with. A case
-that is as stored there, and is not here, was moved by the environment alone, since the code is the same. One that
-differs there already was moved by the code, perhaps by both: it stays as it is, since an entry is one measurement, and
-cannot be updated by a share. A difference is what the gate reports as one, tolerances included. What is stored is what
-was judged, nothing is measured again for it; and no file is written before all is known.
+The code of the working tree is measured twice: in the current environment, and with the releases that the baselines
+were stored with. A case that equals its baseline with the old releases, but not with the current ones, was changed by
+the environment alone. A case that differs with the old releases was changed by the code, perhaps by both, and is kept,
+since a baseline is always one measurement. Differences are those that the gate reports, with tolerances. The compared
+results are stored without another measurement, and no file is written before all comparisons are done.
 
-Peaks and latencies are compared with a measurement of the same device and torch. Where the baseline has one with the
-releases of before, but none with what is installed, a case that is as stored there has its measurement here added.
+Peaks and latencies are compared with a measurement of the same device and torch. If the baseline has one with the old
+releases but none with the current ones, the current measurement of an unchanged case is added.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from magis.extensions.versions.gate_run import GatedCase, run_gate
 from magis.extensions.versions.scratch_folders import scratch_folder
 
 STORE = "pytest_magis.store_outcomes"
-"""Module of the plugin, run as a program, that stores outcomes as baselines."""
+"""Module of the plugin that stores outcomes as baselines, run with `python -m`."""
 NAME_THEM = "name them: magis rebase transformers==5.22.0 -- test_memory.py"
 
 
 @dataclass(frozen=True)
 class RebasedCase:
-    """A case that differs from its baseline, could not be compared with all of it, or is red for another reason."""
+    """Case that differs from its baseline, could not be compared completely, or is red for another reason."""
 
     name: str
     is_updated: bool
-    """True if its baseline is now the measurement made here."""
+    """True if the baseline is now the current measurement."""
     is_red: bool
-    """True if the gate still is red for it, or compares its tensor bytes alone."""
+    """True if the gate is still red for the case, or compares only its tensor bytes."""
     text: str
 
     def __str__(self) -> str:
@@ -50,10 +50,10 @@ class RebasedCase:
 
 @dataclass(frozen=True)
 class Rebased:
-    """The outcome of a rebase."""
+    """Result of a rebase."""
 
     releases: str
-    """Releases that were compared with; "" if nothing moved, so that none were."""
+    """Releases used for the comparison; "" if no case had changed."""
     looked_at: int
     cases: tuple[RebasedCase, ...]
 
@@ -66,11 +66,11 @@ def rebase(
     cases: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> Rebased:
-    """Update the baselines of cases that differ here, but not with other releases ("transformers==5.22.0").
+    """Update the baselines of cases that differ in the current environment, but not with other releases.
 
-    Without requirements the release of torch is taken that the baselines name. `arguments` are pytest's; `cases` are
-    names as the table of a run has them ("bert[eager]"), all cases without any. Raises UsageError in one line for what
-    cannot be compared; nothing is then written.
+    `requirements` are these releases ("transformers==5.22.0"); default: the torch release that the baselines name.
+    `arguments` are pytest's; `cases` are names as in a run's table ("bert[eager]"); default: all cases. Raises
+    UsageError in one line if a comparison is impossible; nothing is written then.
     """
     for text in requirements:
         if not is_requirement(text):
@@ -101,7 +101,7 @@ def rebase(
 
 
 def _judge_cases(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases: str) -> Iterator[RebasedCase]:
-    """Yield the verdict on each case that is not as stored, and whether it is updated."""
+    """Yield the decision on each case that differs from its baseline: updated or kept, with the reason."""
     torch = Version(version("torch")).public
     unmeasured = f"peaks not compared: the baseline has no measurement of this device with torch {torch}"
     for case in here:
@@ -132,15 +132,15 @@ def _judge_cases(here: Iterable[GatedCase], there: Mapping[str, GatedCase], rele
 
 
 def _is_uncompared(case: GatedCase) -> bool:
-    """Return True if only its tensor bytes could be compared, and are as stored."""
+    """Return True if only the case's tensor bytes could be compared, and equal the baseline's."""
     return case.is_foreign and case.passed and not case.differs
 
 
 def stored_with(cases: Iterable[GatedCase]) -> list[str]:
-    """Return the release of torch with which the baselines of these cases were stored, as a requirement.
+    """Return the torch release with which the baselines of these cases were stored, as a requirement.
 
-    Baselines of simulated devices name none, and none name other packages. Raises UsageError where they name no single
-    release, or the one that is installed.
+    Baselines of simulated devices do not name torch, and none name other packages. Raises UsageError unless they name
+    exactly one release, other than the installed one.
     """
     named = re.findall(r"\btorch=([^,\n]+)", "\n".join(place for case in cases for place in case.stored_with))
     found = {release.public for text in named if (release := read_version(text)) is not None}
@@ -155,7 +155,7 @@ def stored_with(cases: Iterable[GatedCase]) -> list[str]:
 
 
 def _store_baselines(cases: Sequence[GatedCase], file: Path) -> None:
-    """Store the results of these cases, measured here, as baselines."""
+    """Store the current results of these cases as baselines."""
     if not cases:
         return
     file.write_text("".join(f"{json.dumps((case.path, case.outcome))}\n" for case in cases), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Revisions of a git repository, each checked out in a folder of its own: nothing changes in the working tree."""
+"""Revisions of a git repository, checked out in separate folders; the working tree is not changed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OF_A_HOOK = (
     "GIT_PREFIX",
     "GIT_NAMESPACE",
 )
-"""Variables that git sets for its hooks: with them a checkout would go into the index of the commit being made."""
+"""Environment variables that git sets for hooks, with which a checkout would modify the index of the current commit."""
 FETCH = "name a branch, a tag or a commit that was fetched"
 SHALLOW = "the clone is shallow: fetch its history with git fetch --unshallow (in CI: fetch-depth: 0)"
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Return the output of a git command; raises UsageError with git's last line if it fails."""
+    """Return the output of a git command. Raises UsageError with git's last line if it fails."""
     try:
         done = run_captured(["git", "-C", str(folder), *arguments], env=environment())
     except OSError as error:
@@ -39,17 +39,17 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without the variables that git sets for its hooks."""
+    """Return this process's environment variables without those that git sets for hooks."""
     return {name: value for name, value in os.environ.items() if name not in OF_A_HOOK}
 
 
 def repository(start: Path) -> Path:
-    """Return the root of the repository in which a folder lies."""
+    """Return the root of the repository that contains a folder."""
     return Path(git(start, "rev-parse", "--show-toplevel"))
 
 
 def resolved(root: Path, revision: str) -> str:
-    """Return the commit that a revision names; raises UsageError if there is none."""
+    """Return the commit hash of a revision. Raises UsageError if there is no such revision."""
     try:
         return git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except UsageError:
@@ -60,7 +60,7 @@ def resolved(root: Path, revision: str) -> str:
 def commits_between(root: Path, good: str, bad: str) -> list[str]:
     """Return the commits from `good` to `bad`, inclusive, oldest first, along the first parents of `bad`.
 
-    Raises UsageError if `good` is no ancestor of `bad` along first parents.
+    Raises UsageError if `good` is not an ancestor of `bad` along first parents.
     """
     first, last = resolved(root, good), resolved(root, bad)
     listed = git(root, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
@@ -75,13 +75,13 @@ def commits_between(root: Path, good: str, bad: str) -> list[str]:
 
 
 def title(root: Path, commit: str) -> str:
-    """Return a commit in one line: abbreviated name, date, author and subject."""
+    """Return a one-line description of a commit: abbreviated hash, date, author and subject."""
     return git(root, "show", "--no-patch", "--date=short", "--format=%h %ad %an: %s", commit)
 
 
 @contextmanager
 def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
-    """Check a commit out in `folder` for the duration of a block; checkouts that killed runs left are removed first."""
+    """Check out a commit in `folder` within a `with` block, after removing checkouts left behind by killed runs."""
     forget_abandoned(root)
     try:
         git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
@@ -92,7 +92,7 @@ def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
 
 
 def forget_abandoned(root: Path) -> None:
-    """Remove the checkouts whose process was killed, and their entries in the repository; no others."""
+    """Remove checkouts left behind by killed processes of magis, with their entries in the repository."""
     listed = git(root, "worktree", "list", "--porcelain").splitlines()
     paths = [Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")]
     ours = [path for path in paths if path.parent.name.startswith(PREFIX)]
@@ -103,6 +103,6 @@ def forget_abandoned(root: Path) -> None:
 
 
 def _unregister(root: Path, path: Path) -> None:
-    """Remove the repository's entry of a checkout that is gone; `prune` would remove those of unmounted disks, too."""
-    with suppress(UsageError):  # it is not known, or somebody else was quicker
+    """Remove the worktree entry of a deleted checkout; `git worktree prune` could remove unmounted ones, too."""
+    with suppress(UsageError):  # not registered, or another process removed it
         git(root, "worktree", "remove", "--force", "--force", str(path))

@@ -1,4 +1,4 @@
-"""Temporary folders of runs that compare versions; those of a killed run are removed by the next one."""
+"""Temporary folders of runs that compare versions; folders left by a killed run are removed by the next run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "magis-versions-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for the duration of a block, locked as long as this process lives."""
+    """Create a temporary folder within a `with` block, locked while this process lives."""
     remove_abandoned(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -33,7 +33,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove those of our folders whose process was killed: nobody holds their lock any more."""
+    """Remove the folders of killed processes of magis, recognized by their released lock."""
     for folder in folders:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,6 +1,6 @@
-"""Draws memory over simulated time: a panel for each step, bytes stacked by kind, on the same axes.
+"""Plots of memory over simulated time: one panel per step, bytes stacked by kind, on common axes.
 
-Shapes are an SVG that is stretched to the page; words are HTML above it, so that they keep their size.
+Shapes are an SVG that stretches with the page; labels are HTML on top of it, so that their size stays fixed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from magis.units import format_bytes, format_milliseconds
 from pytest_magis.outputs.html.page_parts import element, text
 
 WIDTH, PANEL, GAP = 1000, 170, 34
-"""Width of the SVG in its own units; pixels of a panel's height, and of the words above it."""
+"""Width of the SVG in its own units; height in pixels of a panel, and of the labels above it."""
 LINE = 16
-"""Pixels of a line of words."""
+"""Height of a line of text in pixels."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Picture of a case: memory over time of its steps."""
+    """Plot of a case's memory over time, with one panel per step."""
 
     lines: Mapping[str, Sequence[Span]]
-    """Calls on the time line by step."""
+    """Time line of each step, as a sequence of operator calls."""
     limit: int | None = None
-    """Memory limit in bytes."""
+    """Memory limit in bytes; None for a case without one."""
 
     @cached_property
     def calls(self) -> dict[str, list[Span]]:
-        """Return the calls to draw by step: copies and messages run beside them and are left out."""
+        """Return the calls on the compute stream by step; overlapping copies and collectives are not drawn."""
         return {step: [span for span in spans if span.stream == "compute"] for step, spans in self.lines.items()}
 
     @cached_property
@@ -47,17 +47,17 @@ class Curves:
 
     @cached_property
     def kinds(self) -> dict[int, str]:
-        """Return the kinds that are ever in memory, by their index in `Span.KINDS`; empty if calls have no kinds."""
+        """Return the kinds of bytes that occur, keyed by index in `Span.KINDS`; empty if a call lacks bytes by kind."""
         spans = [span for spans in self.calls.values() for span in spans]
         if not all(len(span.kinds) == len(Span.KINDS) for span in spans):
             return {}
         return {at: kind for at, kind in enumerate(Span.KINDS) if any(span.kinds[at] for span in spans)}
 
     def data(self) -> dict[str, Any]:
-        """Return the data of the page's script.
+        """Return the JSON data for the page's script.
 
-        Each step's calls are [start, milliseconds, bytes, index of name]. Bytes by kind are a list over the calls, or
-        one number if all calls have the same.
+        Each step is a list of [start in ms, duration in ms, bytes, index of name] per call. Bytes by kind are a list
+        with one number per call, or a single number if all are equal.
         """
         names: dict[str, int] = {}
         found = {
@@ -80,7 +80,7 @@ class Curves:
         return {"lines": found, "kinds": kinds, "names": list(names), **ends}
 
     def html(self, number: int, title: str) -> str:
-        """Return the picture with its key, and an element that the script fills."""
+        """Return the plot with its legend, and an output element for the script."""
         height = len(self.lines) * (PANEL + GAP)
         peaks = [f"{step}: at most {format_bytes(_most(spans))}" for step, spans in self.lines.items()]
         limit = [] if self.limit is None else [f"memory limit {format_bytes(self.limit)}"]
@@ -159,7 +159,7 @@ def _column(values: Sequence[int]) -> Sequence[int] | int:
 
 
 def _area(starts: Sequence[float], levels: Sequence[float], end: float, base: float) -> str:
-    """Return the path of an area under levels, each from the start of its call to that of the next."""
+    """Return the SVG path of a filled step curve; each level lasts until the next start."""
     found = [f"M0 {base}"]
     drawn = f"{base:.1f}"
     for x, level in zip(starts, levels, strict=True):
@@ -171,7 +171,7 @@ def _area(starts: Sequence[float], levels: Sequence[float], end: float, base: fl
 
 
 def _call_in_words(span: Span) -> str:
-    """Write a call in words."""
+    """Return a call as text: operator, module, phase, and line of source."""
     module = f" of {span.module}" if span.module else ""
     again = ", recomputed" if span.again else ""
     return printable(f"{span.op}{module} ({span.phase}{again}){f' {span.line}' if span.line else ''}")

@@ -1,6 +1,6 @@
-"""The HTML page: verdicts first, then every case with its curves, peak, plan and history.
+"""The HTML report: verdicts first, then every case with its plot, peak, plan and history.
 
-`page.html` is its template; what is not `Markup` is escaped there, whatever a name in the report contains.
+`page.html` is the template. Everything except `Markup` is escaped, so names in the report cannot inject HTML.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pytest_magis.run_plan import Outcome
 from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 
 ROWS = 20
-"""Most rows of a table of modules; the others are summed up."""
+"""Maximum rows of a table of modules; the others are summed up."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content security policy: nothing is fetched, whatever a name in the report contains."""
+"""Content security policy: the page loads nothing from outside, even if a name injects HTML."""
 LARGEST_PICTURE = 4 * 1024 * 1024
 
 
 def write_report(path: Path, run: Run) -> str:
-    """Write the report; return a line that says so. Raises UsageError if that fails."""
+    """Write the report, and return a line for the terminal. Raises UsageError on failure."""
     resources = {name: (files(__package__) / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
     commits: dict[Path, tuple[Commit, ...]] = {}
     cases, series, verdicts = [], list[object](), []
@@ -77,12 +77,12 @@ def write_report(path: Path, run: Run) -> str:
 
 
 def _escaped(value: object) -> Markup:
-    """Escape what the template shows, line breaks and control characters included; markup is left as it is."""
+    """Escape a value for the template, line breaks and control characters included; `Markup` is unchanged."""
     return value if isinstance(value, Markup) else Markup(text(value))  # noqa: S704
 
 
 def curves_of(outcome: Outcome) -> Curves | None:
-    """Return the curves of a case, one of the eager strategy; None without time lines."""
+    """Return the plot of a case, with one panel for the eager strategy and two for others; None without time lines."""
     result = outcome.result
     if result is None or result.timelines is None:
         return None
@@ -96,7 +96,7 @@ def curves_of(outcome: Outcome) -> Curves | None:
 def case_of_page(
     number: int, outcome: Outcome, run: Run, curves: Curves | None, rows: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Return what the template shows of a case: findings, curves, tables of modules, and `rows` of its history."""
+    """Return the template variables of a case: findings, plot, tables of modules, and `rows` of its history."""
     verdict, result = outcome.verdict, outcome.result
     lines = [(found.kind, f"{found.kind}: {found.text}", found.why) for found in verdict.findings]
     lines += [("note", note, "") for note in verdict.notes]
@@ -140,7 +140,7 @@ def case_of_page(
 
 
 def module_rows(rows: Sequence[ModuleBytes]) -> list[list[object]]:
-    """Return rows by module, most bytes first; the last row sums up the rest."""
+    """Return table rows of modules, most bytes first; a last row sums up those above the maximum."""
     total = sum(row.nbytes for row in rows)
     shown, others = rows[:ROWS], rows[ROWS:]
     if others:
@@ -156,7 +156,7 @@ def module_rows(rows: Sequence[ModuleBytes]) -> list[list[object]]:
 
 
 def history_rows(outcome: Outcome, run: Run, commits: Sequence[Commit]) -> Iterator[tuple[str, ...]]:
-    """Yield stored bytes by the commits that changed them, oldest first, as they are stored now, and of this run."""
+    """Yield rows of tensor bytes: each commit that changed them, oldest first; the stored baseline; this run."""
 
     def amounts(original: int, optimized: int) -> tuple[str, str]:
         return f"{original:,} ({format_bytes(original)})", f"{optimized:,} ({format_bytes(optimized)})"
@@ -178,7 +178,7 @@ def history_rows(outcome: Outcome, run: Run, commits: Sequence[Commit]) -> Itera
 
 
 def pictures(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield models and the pictures of --magis-pareto, for images, in which no script can run."""
+    """Yield (model, base64 SVG) for each --magis-pareto picture; shown as an image, it cannot run scripts."""
     for model, path in run.fronts:
         try:
             content = path.read_bytes()

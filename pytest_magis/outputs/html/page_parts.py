@@ -1,4 +1,4 @@
-"""Parts of the HTML page: escaped text, earlier versions of a baseline file from git."""
+"""Parts of the HTML report: escaped text and elements, and earlier versions of a baseline file from git."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pytest_magis.baselines import ModelBaseline
 
 
 def text(words: object) -> str:
-    """Escape plain text, quotes included."""
+    """Return text escaped for HTML, quotes included."""
     return printable(words, "html")
 
 
 def element(name: str, inner: str, **attributes: object) -> str:
-    """Put an element around HTML; a trailing "_" of an attribute's name is left out."""
+    """Return an HTML element around inner HTML; a trailing "_" of an attribute's name is removed."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{inner}</{name}>"
 
 
 def embedded(data: object) -> str:
-    """Write JSON for a <script> element, without characters that could end that element or begin a comment."""
+    """Return JSON for a <script> element, with escapes for characters that could end the element or begin a comment."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for mark in "<>&\u2028\u2029":
         plain = plain.replace(mark, f"\\u{ord(mark):04x}")
@@ -35,9 +35,9 @@ def embedded(data: object) -> str:
 
 
 MOST = 20
-"""Most commits to read."""
+"""Maximum number of commits to read."""
 SECONDS = 5.0
-"""Time limit of one call of git: a slow disk must not hold up a run."""
+"""Timeout of one git command in seconds, so that a slow disk does not delay a run."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Commit:
 
 
 def history(path: Path) -> tuple[Commit, ...]:
-    """Return the last commits that changed a baseline file, newest first, without those that left no readable one.
+    """Return the last commits that changed a baseline file, newest first, skipping unreadable versions.
 
-    Never raises: without git, repository or commits there is no history.
+    Returns () on any failure: without git, without a repository or without commits.
     """
     found = []
     log = _git(path.parent, "log", f"--max-count={MOST}", "--format=%h%x1f%cs%x1f%s", "--", path.name)
@@ -67,7 +67,7 @@ def history(path: Path) -> tuple[Commit, ...]:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Run git and return its output; None if it fails."""
+    """Run git and return its standard output; None if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

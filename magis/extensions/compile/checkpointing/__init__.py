@@ -1,1 +1,1 @@
-"""Plans for people who keep their own stack: policies of torch's selective activation checkpointing."""
+"""Plans as policies of torch's selective activation checkpointing, for training loops that magis does not run."""

@@ -1,10 +1,10 @@
-"""`magis.checkpoint_policy`: which blocks to recompute, and what of them to save, for a limit on the peak.
+"""`magis.checkpoint_policy`: the choice of blocks to recompute, and of results to save in them, under a peak limit.
 
-Every candidate is judged by capturing the whole step under it: torch's own checkpointing runs on fake tensors, which
-are freed when the real ones would be, so the peak is that of the step that will run. Blocks whose repetition would
-compute something else stay as they are. Candidates come from one price: an operator is saved if recomputing it costs
-more nanoseconds than its bytes are worth. The price is bisected; then blocks are left plain again, the last first,
-while the limit holds.
+Every candidate is evaluated by capturing the whole step under it: torch's checkpointing runs on fake tensors, freed
+exactly when real ones would be, so the peak is that of the real step. Blocks whose recomputation would give other
+results are not checkpointed. Candidates follow from one price: an operator's result is saved if recomputing it takes
+more nanoseconds than its bytes times the price. The price is bisected; then blocks are excluded from checkpointing, the
+last block first, while the limit holds.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from magis.units import format_bytes
 __all__ = ["checkpoint_policy"]
 
 TRIES = 24
-"""Limit on the number of captures."""
+"""Maximum number of captures."""
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A result that may be saved: its key, the bytes that it occupies, and the time that saving it spares."""
+    """Result that may be saved in a block: its key, its bytes, and the time to recompute it in nanoseconds."""
 
     path: str
     key: tuple[str, int] | str
-    """Operator by name and number; for torch_remat, path of a sub-module."""
+    """Operator name and its index among calls of that name; for torch_remat, the path of a sub-module."""
     nbytes: int
     ns: int
 
     @property
     def worth(self) -> float:
-        """Nanoseconds per byte."""
+        """Recomputation time per saved byte, in nanoseconds; infinite if saving takes no memory."""
         return self.ns / self.nbytes if self.nbytes else float("inf")
 
 
@@ -82,17 +82,17 @@ def checkpoint_policy(
     library: Literal["torch", "torch_remat"] = "torch",
     autocast: torch.dtype | None = None,
 ) -> RegionPolicies:
-    """Return a policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
+    """Return a policy of selective activation checkpointing under which forward and backward of `module` meet a limit.
 
     `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss` None
-    the module returns its loss; an optimizer that is given is not used. The limit is `memory_ratio` (share of the
-    plain peak) or `memory_limit` (bytes, or "8 GiB"), with parameters, buffers, batch and gradients; the optimizer's
-    state counts with neither. `blocks` are the paths of the sub-modules that may be recomputed; default: the children
-    of lists and sequences of layers. `library` is what will run the policy: `torch.utils.checkpoint`, which saves
-    results of operators, or `torch_remat`, which saves calls of sub-modules.
+    the module returns its loss; the optimizer is ignored. The limit is `memory_ratio` (share of the peak without
+    checkpointing) or `memory_limit` (bytes, or "8 GiB"); peaks count parameters, buffers, batch and gradients, but not
+    the optimizer's state. `blocks` are the paths of the sub-modules that may be recomputed; default: the children of
+    lists and sequences of layers. `library` is the library that will run the policy: `torch.utils.checkpoint`, which
+    saves results of operators, or `torch_remat`, which saves calls of sub-modules.
 
-    The module is not changed. Raises UsageError for arguments that cannot be and for limits that no policy keeps,
-    CaptureError for a step that is no single static graph.
+    The module is not changed. Raises UsageError for invalid arguments and for limits that no policy meets, CaptureError
+    for a step that is not a single static graph.
     """
     if (memory_ratio is None) == (memory_limit is None):
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
@@ -103,7 +103,7 @@ def checkpoint_policy(
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UsageError("checkpoint_policy was called under torch.autocast", hint="leave that out, and pass autocast=")
     if library == REMAT:
-        torch_remat()  # which says where it is missing
+        torch_remat()  # raises UsageError if it is not installed
     limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
     parts = live_parts("magis.checkpoint_policy", module, batch, loss, optimizer)
     check_parts(parts.module, parts.loss, parts.optimizer)
@@ -127,7 +127,7 @@ def checkpoint_policy(
 
 
 def blocks_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the layers: children, with parts of their own, of the outermost lists and sequences.
+    """Return the paths of the layers: children of the outermost lists and sequences that have sub-modules themselves.
 
     Raises UsageError if there are none.
     """
@@ -145,7 +145,7 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
 
 
 class _PolicySearch:
-    """Search for a policy of one step."""
+    """Search for a checkpointing policy of one training step."""
 
     def __init__(
         self, module: nn.Module, work: Workload, blocks: Sequence[str], library: str, autocast: torch.dtype | None
@@ -173,7 +173,7 @@ class _PolicySearch:
             reads = observe_step(work, self._autocast, draws=True)
         check_stateless(reads)
         self.left: dict[str, str] = {}
-        """Blocks that stay as they are, with the reasons."""
+        """Blocks that are not checkpointed, with the reasons."""
         with drawing(module, blocks, self.left):
             self._plain = self._captured(())
         self.plain = self._judge((), self._plain)
@@ -181,7 +181,7 @@ class _PolicySearch:
         self._paths = tuple(dict.fromkeys(item.path for item in self._items))
 
     def run(self, limit: int) -> _Judged:
-        """Return the cheapest policy found under a limit in bytes; raises UsageError if there is none."""
+        """Return the cheapest policy found under a limit in bytes. Raises UsageError if there is none."""
         if self.plain.peak <= limit:
             return self.plain
         prices = sorted({item.worth for item in self._items if item.nbytes})
@@ -210,9 +210,9 @@ class _PolicySearch:
         return best
 
     def _mixed(self, prices: Sequence[float], low: int, limit: int, best: _Judged) -> _Judged:
-        """Give the next lower price to as many blocks as fit, from the last on.
+        """Lower the price to the next value for as many blocks as fit, beginning with the last block.
 
-        Blocks mostly have the same operators, so one price for all moves in large steps.
+        Blocks mostly have the same operators, so one price for all blocks changes the peak in large steps.
         """
         if not 0 < low < len(prices):
             return best
@@ -227,7 +227,7 @@ class _PolicySearch:
         return best
 
     def _at(self, price: float, other: float = 0.0, others: frozenset[str] = frozenset()) -> _Judged:
-        """Judge the policy that recomputes all blocks and saves what is worth more than a price (ns per byte); the
+        """Evaluate the policy that recomputes all blocks and saves results worth more than a price (ns per byte); the
         blocks ``others`` have the price ``other``."""
         regions = {path: CheckpointedRegion(path) for path in self._paths}
         for item in self._items:
@@ -245,7 +245,7 @@ class _PolicySearch:
 
     def _judge(self, regions: tuple[CheckpointedRegion, ...], captured: Captured) -> _Judged:
         # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none.
-        # With torch_remat it keeps another one behind each saved call, and one while it runs again.
+        # torch_remat also saves a state after each saved call, and one during a recomputation.
         states = sum(1 + len(region.modules) for region in regions) + (self._library == REMAT and bool(regions))
         peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * states
         return _Judged(regions, peak, self._subject.latency_ns(captured.graph))
@@ -256,7 +256,7 @@ class _PolicySearch:
             return capture(*self._work.parts, autocast=self._autocast)
 
     def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
-        """Return what may be saved of each block that runs once and can be run again."""
+        """Return the results that may be saved in each block that runs once per step and can be recomputed."""
         where = next(path for path, part in self._work.module.named_modules() if part is self._module)
         prefix = f"{where}." if where else ""
         inside: dict[str, list[Op]] = {}
@@ -301,7 +301,7 @@ class _PolicySearch:
         return found
 
     def _no_repetition(self, error: Exception) -> UsageError:
-        """Return the error for a step that runs as it is, but not with its blocks run again."""
+        """Return the error for a step that can be captured, but not with its blocks recomputed."""
         if getattr(getattr(self._module, "config", None), "use_cache", False):
             return UsageError(
                 "the blocks keep keys and values for later calls, and cannot be recomputed",
@@ -311,10 +311,10 @@ class _PolicySearch:
         return UsageError(f"the blocks cannot be recomputed: {text}", hint="name others: blocks=[...]")
 
     def _why_not_again(self, ops: Sequence[Op]) -> str:
-        """Return the reason why a block cannot run again; "" if it can.
+        """Return the reason why a block cannot be recomputed; "" if it can.
 
-        It must not write what others made, nor read what is changed afterwards: its repetition would meet the new
-        contents.
+        A block must not write to tensors made outside it, nor read tensors that are changed later in-place, since its
+        recomputation would read the new contents.
         """
         graph = self._plain.graph
         maker = {graph.values[value].storage: op.id for op in reversed(graph.ops) for value in op.made()}
@@ -360,9 +360,9 @@ class _PolicySearch:
             yield _Item(path, (op.target, number), nbytes, self._subject.roofline.nanoseconds(op, graph.values))
 
     def _modules_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:
-        """Yield the leaf modules of a block that run once and write nothing but their own buffers.
+        """Yield the leaf modules of a block that run once and write only to their own buffers.
 
-        A saved call occupies its result and what it reads besides parameters, buffers and the batch.
+        A saved call occupies its result and its inputs, except for parameters, buffers and the batch.
         """
         graph = self._plain.graph
         block = self._module.get_submodule(path)

@@ -1,10 +1,10 @@
-"""A plan of selective checkpointing: its regions, how it is put on a module, and its file.
+"""A policy of selective checkpointing: its blocks, its application to a module, and its JSON file.
 
     {"format": "magis checkpoint policy", "version": 1, "planned_bytes": ..., "regions": [
         {"path": "layers.0", "saved": [["aten.addmm.default", 0], ...]}, ...]}
 
-A plan for `torch_remat` is of version 2 and has `"library": "torch_remat"`; its regions name `"modules"` to save.
-Reading a file runs no code, and what it names can only be saved or recomputed: numbers do not depend on it.
+A policy for `torch_remat` has version 2 and `"library": "torch_remat"`; its regions list the `"modules"` to save.
+Loading a file runs no code, and a policy never changes the numbers that a step computes.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ __all__ = ["RegionPolicies"]
 
 TORCH, REMAT = "torch", "torch_remat"
 LIBRARIES = (TORCH, REMAT)
-"""Libraries that can run a policy; a file's version is the place in this tuple, from 1."""
+"""Libraries that can run a policy; a file's version is the 1-based index in this tuple."""
 
 Seen: TypeAlias = Callable[[str], object]
-"""Function that is told the name of every operator of a region's forward as it runs."""
+"""Callback that receives the name of every operator in a block's forward as it runs."""
 
 
 @dataclass(frozen=True)
 class CheckpointedRegion:
-    """A block that is recomputed in the backward, except for saved results."""
+    """Block (sub-module) whose forward is recomputed in the backward, except for saved results."""
 
     path: str
     """Path of the module (`get_submodule`)."""
     saved: frozenset[tuple[str, int]] = frozenset()
-    """Operators by name ("aten.mm.default") and the count of that name in the block before."""
+    """Results to save: operator name ("aten.mm.default") and the index among calls of that name in the block."""
     modules: frozenset[str] = frozenset()
-    """With torch_remat: paths, below the block, of sub-modules whose calls are saved whole; ``saved`` is then empty."""
+    """For torch_remat: paths, below the block, of sub-modules whose calls are saved; ``saved`` is then empty."""
 
 
 def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
-    """Return contexts of a forward and of its repetition, for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
+    """Return the contexts of forward and recomputation, for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
 
-    Buffers change once: the repetition leaves running statistics and counters as the forward left them.
+    The recomputation does not write to buffers, so running statistics and counters are updated once.
     """
     counted: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
@@ -84,7 +84,7 @@ def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = N
 def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if an operator casts a trained weight.
 
-    Autocast caches the result for the next use of the weight, so a block and its repetition may run different casts.
+    Autocast caches casts of weights, so a block's forward and its recomputation may run different casts.
     """
     if func is not torch.ops.aten._to_copy.default:  # noqa: SLF001 (its name)
         return False
@@ -93,7 +93,7 @@ def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
 
 @cache
 def _past_casts(kind: type[Any]) -> type[Any]:
-    """Return a subclass of one of torch's checkpointing modes that does not count casts of weights."""
+    """Return a subclass of torch's checkpointing mode that passes casts of weights through uncounted."""
 
     class PastCasts(kind):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ def _past_casts(kind: type[Any]) -> type[Any]:
 
 
 class _Repetition:
-    """The context of a repetition: torch's, inside of the one that spares buffers."""
+    """Context of a recomputation: torch's own context, nested in the mode that skips writes to buffers."""
 
     def __init__(self, again: Any, block: nn.Module) -> None:
         self._again = again
@@ -123,7 +123,7 @@ class _Repetition:
 
 
 class _Sparing(TorchDispatchMode):
-    """Mode that runs operators without their writes to a block's buffers."""
+    """Dispatch mode that runs operators without their writes to a block's buffers."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,14 +141,14 @@ class _Sparing(TorchDispatchMode):
 
 
 def may_be_left_out(func: Any, args: tuple[Any, ...], written: Sequence[Tensor], buffers: set[int]) -> bool:
-    """Return True if a call writes to its first argument alone, to one of the ``buffers``, and returns that."""
+    """Return True if a call writes only to its first argument, one of the ``buffers``, and returns that argument."""
     returns = func._schema.returns  # noqa: SLF001 (what it says of itself)
     alone = len(written) == 1 and bool(args) and written[0] is args[0] and len(returns) == 1
     return alone and returns[0].alias_info is not None and memory(args[0]) in buffers
 
 
 def memory(tensor: Tensor) -> int:
-    """Return a storage's identity, fake ones included."""
+    """Return the identity of a tensor's storage, also of a fake tensor."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (its only name)
 
 
@@ -161,7 +161,7 @@ def wrapped(
     preserve_rng_state: bool = True,
     seen: Seen | None = None,
 ) -> Callable[..., Any]:
-    """Return a block's forward under checkpointing; plain where no gradient is wanted."""
+    """Return a block's forward under checkpointing; without grad mode it runs the plain forward."""
     if library == REMAT:
         return by_remat(
             region.path,
@@ -190,8 +190,8 @@ def wrapped(
 
 @dataclass(frozen=True, eq=False)
 class _Forward:
-    """A block's forward under checkpointing, as an attribute of the block. A copy of the block, or one that is loaded,
-    has its own: a closure would run the original."""
+    """Checkpointed forward, set as an attribute of its block. An object instead of a closure, so that a copied or
+    unpickled block runs its own forward, not the original's."""
 
     block: nn.Module
     region: CheckpointedRegion
@@ -210,7 +210,7 @@ AGAIN = "plan and save it again"
 
 @dataclass(frozen=True)
 class RegionPolicies:
-    """A policy: the results to save in each checkpointed block; other blocks stay as they are.
+    """Checkpointing policy: the blocks to recompute, and the results to save in each of them.
 
     Bytes are peaks of forward and backward, with parameters, buffers and batch.
     """
@@ -219,16 +219,16 @@ class RegionPolicies:
     original_bytes: int
     planned_bytes: int
     latency_ratio: float
-    """Planned time / original time, predicted from operators' times."""
+    """Planned time / original time, predicted from times of operators."""
     library: str = TORCH
-    """Library that runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
+    """Library that runs the policy: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
     left: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Blocks that cannot run again, with the reasons; not part of the file."""
+    """Blocks that cannot be recomputed, with the reasons; not saved to the file."""
 
     def context_fn(self, path: str, block: nn.Module) -> Callable[[], tuple[Any, Any]]:
         """Return the `context_fn` for `checkpoint(block, ..., use_reentrant=False, context_fn=...)`.
 
-        Raises UsageError for a block without region, and for a policy that torch_remat runs.
+        Raises UsageError for a block outside the policy, and for a policy of torch_remat.
         """
         if self.library != TORCH:
             raise UsageError(f"a policy for {self.library} has no context_fn", hint="use apply()")
@@ -239,7 +239,7 @@ class RegionPolicies:
         raise UsageError(f"{path!r} is no region of the policy", hint=f"leave it plain; regions: {known}")
 
     def apply(self, module: nn.Module) -> Applied:
-        """Put every region of a module under checkpointing, in place; raises UsageError for blocks that it lacks."""
+        """Checkpoint every block of the policy, in place. Raises UsageError if the module lacks one of the blocks."""
         blocks = [(region, _block(module, region.path)) for region in self.regions]
         for region, block in blocks:
             if "forward" in vars(block):
@@ -252,7 +252,7 @@ class RegionPolicies:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Apply the policy for the duration of a block."""
+        """Apply the policy within a `with` block."""
         handle = self.apply(module)
         try:
             yield module
@@ -260,7 +260,7 @@ class RegionPolicies:
             handle.remove()
 
     def save(self, path: Path | str) -> None:
-        """Write the policy as JSON, in one step."""
+        """Write the policy as JSON, atomically."""
         remat = self.library == REMAT
         data = {
             "format": FORMAT,
@@ -280,7 +280,7 @@ class RegionPolicies:
 
     @staticmethod
     def load(path: Path | str) -> RegionPolicies:
-        """Read a file of `save`; raises UsageError, one line, for any other."""
+        """Load a policy from a file written by `save`. Raises UsageError, one line, for any other file."""
         try:
             data = json.loads(read_regular(Path(path)))
         except OSError as error:
@@ -312,12 +312,12 @@ class RegionPolicies:
 
 @dataclass(frozen=True)
 class Applied:
-    """Blocks under checkpointing; `remove` gives them their own forward back."""
+    """Handle of an applied policy; `remove` restores the plain forward of its blocks."""
 
     forwards: tuple[_Forward, ...]
 
     def remove(self) -> None:
-        """Undo `RegionPolicies.apply`; a second call does nothing, and none touches what came later."""
+        """Undo `RegionPolicies.apply`; repeated calls do nothing, and forwards replaced since then are kept."""
         for each in self.forwards:
             if vars(each.block).get("forward") is each:
                 del each.block.forward
@@ -333,7 +333,7 @@ def _block(module: nn.Module, path: str) -> nn.Module:
 
 
 def _from_json(data: dict[str, Any]) -> RegionPolicies:
-    """Read a policy from JSON; raises KeyError, TypeError or ValueError if it is none."""
+    """Parse a policy from JSON data. Raises KeyError, TypeError or ValueError for invalid data."""
     regions = []
     library = data.get("library", TORCH)
     if library not in LIBRARIES:

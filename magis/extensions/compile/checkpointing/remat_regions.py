@@ -1,11 +1,11 @@
-"""Checkpointed blocks by the library `torch_remat`, which saves calls of sub-modules instead of operators' results.
+"""Checkpointed blocks with the library `torch_remat`, which saves calls of sub-modules instead of operators' results.
 
     y = torch_remat.checkpoint(region_name="layers.0")(block)(x)
     # and in the block, of every sub-module that is kept:
     out = torch_remat.region(part, "up", recompute=False)(x); torch_remat.recompute_needs_tensor(out)
 
-A kept sub-module is not run again: all that autograd saves in it stays, and so does its result. The generator's state
-is noted where a block begins and behind every kept sub-module, from where a repetition goes on.
+A kept sub-module is not recomputed: its result and all tensors that autograd saves in it stay in memory. The RNG state
+is recorded at the start of a block and after every kept sub-module, and restored from there during recomputation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 
 
 def torch_remat() -> Any:
-    """Import the library; raises UsageError, one line, if it is not installed."""
+    """Import the library. Raises UsageError, one line, if it is not installed."""
     try:
         return import_module("torch_remat")
     except ImportError:
@@ -33,27 +33,27 @@ def torch_remat() -> Any:
 
 
 class _GeneratorState:
-    """The states of the generators for torch_remat: a `RecomputeStateHook`.
+    """Saving and restoring of RNG states for torch_remat: a `RecomputeStateHook`.
 
-    A repetition puts earlier states back; `leave` restores the states that it found.
+    A recomputation starts from earlier states; `leave` restores the states from before the recomputation.
     """
 
     def __init__(self) -> None:
         self._found: list[Tensor] | None = None
 
     def snapshot(self) -> list[Tensor]:
-        """Return the states of the CPU's generator and, where CUDA is in use, of the current device's."""
+        """Return the states of the CPU's generator and, if CUDA is initialized, of the current device's generator."""
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *cuda]
 
     def restore(self, state: list[Tensor]) -> None:
-        """Put noted states back."""
+        """Set the generators to recorded states."""
         if self._found is None:
             self._found = self.snapshot()
         self._set(state)
 
     def leave(self) -> None:
-        """End a repetition: restore the states that it found."""
+        """End a recomputation: restore the states that the generators had before it."""
         if self._found is not None:
             self._set(self._found)
             self._found = None
@@ -75,10 +75,10 @@ def by_remat(
     preserve_rng_state: bool = True,
     seen: Callable[[str], object] | None = None,
 ) -> Forward:
-    """Return a block's forward under torch_remat; plain where no gradient is wanted. Buffers change once.
+    """Return a block's forward under torch_remat; without grad mode the plain forward. Buffers are updated once.
 
-    `kept` are paths of sub-modules below the block; `sparing` makes the mode under which a repetition leaves buffers;
-    `seen` is told the path of every sub-module without parts of its own that the forward, not a repetition, calls.
+    `kept` are paths of sub-modules below the block; `sparing` makes the mode that skips a recomputation's writes to
+    buffers; `seen` receives the path of every leaf module that the forward, not the recomputation, calls.
     """
     remat = torch_remat()
 
@@ -107,13 +107,13 @@ def by_remat(
 
 
 def leaves(block: nn.Module) -> tuple[str, ...]:
-    """Return the paths, below a block, of its leaf modules."""
+    """Return the paths of a block's leaf modules, relative to the block."""
     return tuple(name for name, part in block.named_modules() if name and not any(True for _ in part.children()))
 
 
 @contextmanager
 def forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
-    """Replace a module's forward for the duration of a block."""
+    """Replace a module's forward within a `with` block."""
     own = vars(part).get("forward")
     part.forward = forward
     try:
@@ -126,7 +126,7 @@ def forward_as(part: nn.Module, forward: Forward) -> Iterator[None]:
 
 
 def _saving_calls(remat: Any, part: nn.Module, name: str) -> Any:
-    """Save the calls of a sub-module for the duration of a block; repetitions may read their results."""
+    """Save the calls of a sub-module within a `with` block; recomputations may read their results."""
     call = remat.region(part.forward, name, recompute=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -138,8 +138,7 @@ def _saving_calls(remat: Any, part: nn.Module, name: str) -> Any:
 
 
 def _telling_calls(part: nn.Module, name: str, seen: Callable[[str], object]) -> Any:
-    """Tell ``seen`` of a sub-module's calls for the duration of a block; "" if the result is no tensor, and so cannot
-    be saved."""
+    """Pass a sub-module's name to ``seen`` at each call within a `with` block; "" if the result is no tensor."""
     own = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Comparison of checkpointed blocks with their repetitions while a step is captured.
+"""Comparison of checkpointed blocks with their recomputation while a step is captured.
 
-Torch puts the default generators back before a block runs again, a policy leaves its buffers as they are. Nothing puts
-back other generators, counters and whatever else Python code has changed by then.
+Torch restores the default generators before it recomputes a block, and a policy skips writes to the block's buffers.
+Nothing restores other generators, counters and other Python state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from magis.ops.operators import op_info
 def _forwards(
     module: nn.Module, paths: Sequence[str], make: Callable[[nn.Module, str], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace the forwards of a module's blocks for the duration of a block, by those that ``make`` returns."""
+    """Replace the forwards of a module's blocks, within a `with` block, by those that ``make`` returns."""
     with ExitStack() as stack:
         for path in paths:
             block = module.get_submodule(path)
@@ -44,9 +44,9 @@ def _forwards(
 def under(
     module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, Runs] | None
 ) -> AbstractContextManager[None]:
-    """Put the module's blocks under checkpointing while a step is captured, in which no random numbers are drawn.
+    """Checkpoint a module's blocks while a step is captured, which draws no random numbers.
 
-    ``seen`` receives the calls of each block, and the operators that they run.
+    ``seen`` records the calls of each block, and the operators that they run.
     """
     by_path = {region.path: region for region in regions}
 
@@ -67,8 +67,8 @@ def under(
 
 
 def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> AbstractContextManager[None]:
-    """Note in ``left``, while a step is captured, blocks that draw from other generators than torch's default ones, or
-    count their calls: torch puts the default generators back, and nothing else."""
+    """Record in ``left``, while a step is captured, the blocks that cannot be recomputed: they draw from generators
+    other than torch's default ones, read numbers off tensors, count their calls, or write to outside memory."""
 
     def make(block: nn.Module, path: str) -> Callable[..., Any]:
         own = block.forward
@@ -93,7 +93,7 @@ def drawing(module: nn.Module, blocks: Sequence[str], left: dict[str, str]) -> A
 
 
 def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], object]:
-    """Return the plain attributes of a block and of its parts."""
+    """Return the int, float, bool and str attributes of a block and its sub-modules."""
     parts = block.named_modules()
     return {(path, name): it for path, part in parts for name, it in vars(part).items() if type(it) in _PLAIN}
 
@@ -103,23 +103,23 @@ _PLAIN = (int, float, bool, str)
 
 @dataclass
 class Runs:
-    """The operators that a block runs in a step, first and again."""
+    """Operators that a block runs in one step, in its forward and in its recomputations."""
 
     calls: int = 0
     names: list[str] = field(default_factory=list)
     made: list[_Calls] = field(default_factory=list)
     held: list[torch.UntypedStorage] = field(default_factory=list)
-    """Storages that it has met, so that no other one gets their identity."""
+    """Storages met so far, kept alive so that their identities stay unique."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Clear all records."""
         self.calls = 0
         self.names.clear()
         self.made.clear()
         self.held.clear()
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward, with its operators noted at each run."""
+        """Return a forward that records its operators at each run."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.made.append(_Calls(None, self.held))
@@ -129,30 +129,30 @@ class Runs:
         return run
 
     def alike(self) -> bool:
-        """Return True if every repetition runs the operators of the first run, as far as it goes.
+        """Return True if every recomputation runs the same operators as the forward, up to where it stops.
 
-        A repetition ends as soon as the backward has what it needs.
+        A recomputation stops as soon as the backward has the tensors that it needs.
         """
         first, *again = [each.calls for each in self.made]
         return all(each == first[: len(each)] for each in again)
 
 
 class _Calls(TorchDispatchMode):
-    """Mode that notes operators with their arguments, tensors by shape: numbers that Python computed show up."""
+    """Dispatch mode that records operators with their arguments; numbers computed in Python are recorded by value."""
 
     def __init__(self, block: nn.Module | None, held: list[torch.UntypedStorage] | None = None) -> None:
-        """``held`` gets the storages that are met. Those that die meanwhile in a run without may lend their names."""
+        """Record to ``held`` all storages met, which keeps their identities unique; None: keep no storage alive."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = set() if block is None else {memory(each) for each in block.buffers()}
         self._held = held
         self._made: dict[int, str] = {}
         self.calls: list[tuple[str, ...]] = []
         self.writes = False
-        """True once an operator writes to memory that the block has not made: a repetition would do so again."""
+        """True once an operator writes to memory from outside the block, which a recomputation would write again."""
         self.draws = False
-        """True once an operator draws from another generator than the default one."""
+        """True once an operator draws from a generator other than the default one."""
         self.reads = False
-        """True once Python reads a number off a tensor."""
+        """True once Python reads a number off a tensor (`item()`)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class _Calls(TorchDispatchMode):
         spared = op_info(str(func)).undeclared_writes(args) or may_be_left_out(func, args, written, self._buffers)
         self.writes = self.writes or (not spared and any(memory(each) not in self._made for each in written))
         cast = is_weight_cast(func, args)
-        noted = func is not torch.ops.aten.detach.default and not cast  # those are checkpointing's own
+        noted = func is not torch.ops.aten.detach.default and not cast  # added by checkpointing itself
         if noted:
             fresh = func is torch.ops.aten.lift_fresh.default
             looks = (self._look(each, fresh=fresh) if isinstance(each, Tensor) else repr(each) for each in leaves)
@@ -183,9 +183,9 @@ class _Calls(TorchDispatchMode):
             self._held.append(tensor.untyped_storage())
 
     def _look(self, tensor: Tensor, *, fresh: bool) -> str:
-        """Tell which tensor it is: one that this run has made by its place in the run, another one by its identity.
+        """Describe a tensor: one made in this run by its index in the run, any other by the identity of its storage.
 
-        One made of numbers just now is told by these.
+        A tensor just created from Python numbers is described by its values.
         """
         if fresh and memory(tensor) not in self._made:
             with _disable_current_modes():
@@ -202,7 +202,7 @@ def _cast_of(weight: Tensor) -> str:
 
 
 def _weight_under(tensor: Tensor) -> Tensor | None:
-    """The trained weight that a tensor is a cast of: autocast keeps casts from ahead of the block."""
+    """Return the trained weight that a tensor is a cast of, since autocast caches casts across blocks; else None."""
     base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (what a view is of)
     node = base.grad_fn
     if node is None or node.name() != "ToCopyBackward0":

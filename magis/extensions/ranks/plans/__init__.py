@@ -1,1 +1,1 @@
-"""Plans across ranks: each captures its own step, those with the same step run one plan."""
+"""Plans for several ranks: each rank captures its own step, and ranks with equal steps run one plan."""

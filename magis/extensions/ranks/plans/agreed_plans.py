@@ -1,4 +1,4 @@
-"""One plan for all ranks that run the same step: the first of them searches, and none begins before all agree."""
+"""Agreement of ranks on plans: the first rank with a given step searches, and no rank runs before all agree."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ S = TypeVar("S", bound="Digested")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that make and plan their steps together."""
+    """Group of all ranks, which build and plan their steps together."""
 
     world: World
 
     def all_or_none(self, what: str, make: Callable[[], T]) -> T:
-        """Return ``make()`` of this rank; raises MagisError, the same on all ranks, if it fails on one."""
+        """Return ``make()`` of this rank. Raises MagisError on all ranks if it fails on one."""
         found = attempt(make)
         tell_all(what, found if isinstance(found, str) else "", "", self.world)
         return cast("T", found)
 
     def agreed(self, subject: Callable[[], S], planned: Callable[[S], OfGraph]) -> Graph:
-        """Return the first rank's plan of the step that all of them have."""
+        """Return the plan of the first rank, for a step that is equal on all ranks."""
         return agreed(subject, planned, self.world, group=1)
 
 
 class Digested(Protocol):
-    """A captured step."""
+    """Captured step with a digest for comparison."""
 
     @property
     def digest(self) -> str: ...
 
 
 class OfGraph(Protocol):
-    """A plan of a captured step."""
+    """Plan that holds its graph."""
 
     @property
     def graph(self) -> Graph: ...
 
 
 def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: World, *, group: int) -> Graph:
-    """Return the plan of the first rank with the same step as this one; all ranks with that step run it.
+    """Return the plan made by the first rank whose step equals this rank's step.
 
-    Consecutive groups of ``group`` ranks are replicas of each other. Raises MagisError, with the same line on all
-    ranks, if one of them captures no step, or another one than its replicas, if a first one finds no plan, or if one
-    receives another plan.
+    Consecutive groups of ``group`` ranks are replicas of each other. Raises MagisError, with the same message on all
+    ranks, if a rank cannot capture its step or captures another step than its replicas, if a search fails, or if a rank
+    receives a different plan.
     """
     if world.size == 1:
         return planned(subject()).graph
@@ -75,7 +75,7 @@ def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: Wor
 
 
 def attempt(make: Callable[[], T]) -> T | str:
-    """Return ``make()``, or its error in one line."""
+    """Return ``make()``, or the message of its MagisError."""
     try:
         return make()
     except MagisError as error:
@@ -83,7 +83,7 @@ def attempt(make: Callable[[], T]) -> T | str:
 
 
 def tell_all(what: str, wrong: str, mine: str, world: World) -> list[str]:
-    """Send ``mine`` to all ranks, and return every rank's; raises MagisError, the same on all, if one is ``wrong``."""
+    """All-gather ``mine`` and return every rank's value. Raises MagisError on all ranks if one has a ``wrong``."""
     found: list[tuple[str, str]] = [("", "")] * world.size
     dist.all_gather_object(found, (wrong, mine))
     for rank, (each, _) in enumerate(found):
@@ -93,7 +93,7 @@ def tell_all(what: str, wrong: str, mine: str, world: World) -> list[str]:
 
 
 def check_same(what: str, found: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise MagisError unless every rank found the same as the rank that ``firsts`` names for it."""
+    """Raise MagisError unless every rank's entry in ``found`` equals that of the rank given by ``firsts``."""
     others = [rank for rank, each in enumerate(found) if each != found[firsts[rank]]]
     if others:
         raise MagisError(

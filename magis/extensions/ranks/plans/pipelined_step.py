@@ -1,11 +1,11 @@
-"""A pipeline stage's whole step as one function of its parameters: torch's `Schedule1F1B` as operators.
+"""The whole step of a pipeline stage as one function of its parameters: torch's `Schedule1F1B` as operators.
 
-    warm-up    forwards of the first micro-batches, one less than stages are left behind this one
-    then       one forward, one backward, in turns: hidden states go on to the next stage, gradients back
-    at last    the backwards that are left; gradients are means over the micro-batches and the replicas
+    warm-up    forwards of the first micro-batches, one fewer than there are stages from this one on
+    then       one forward, one backward, in turn: hidden states go to the next stage, gradients back
+    at last    the remaining backwards; gradients are averaged over micro-batches and replicas
 
-The messages are operators of the step (`magis/ops/exchanges.py`), which a plan leaves in their order. It is free to
-choose what it keeps of a forward until its backward.
+Sends and receives are operators of the step (`magis/ops/exchanges.py`), whose order a plan must keep. The plan may
+choose which tensors it saves from a forward to its backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from magis.strategies.rank_step import split
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Size and type of the tensor that goes from stage to stage for one micro-batch."""
+    """Size, data type and device of the hidden state that stages send for one micro-batch."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class HiddenState:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline, and its groups of ranks."""
+    """Stage of a pipeline, and its process groups."""
 
     cut: StageCut
     blocks: range
@@ -51,9 +51,9 @@ class Stage:
     group: str
     """Name of the pipeline's process group."""
     replicas: Replica
-    """Averages gradients over the pipelines."""
+    """Averaging of gradients over the replicas of the pipeline."""
     ends: str = ""
-    """Name of the group of both ends."""
+    """Name of the process group of the first and the last stage; "" if they share no tied weight."""
 
     @property
     def is_first(self) -> bool:
@@ -65,10 +65,10 @@ class Stage:
 
 
 def pipelined(work: Workload, stage: Stage) -> Workload:
-    """Return the workload as this stage's step.
+    """Return the workload with this stage's step.
 
-    Its module, with the parameters of the stage alone, takes what the stage reads of the batch and returns the mean
-    loss, which is 0 on all stages but the last.
+    Its module, with the parameters of the stage alone, takes the inputs and targets that the stage reads, and returns
+    the mean loss; on all stages but the last, the loss is 0.
     """
     inputs = work.inputs if stage.is_first or not stage.cut.in_methods else ()
     targets = work.targets if stage.is_last else ()
@@ -83,13 +83,13 @@ def _itself(loss: Tensor) -> Tensor:
 
 @dataclass
 class Forward:
-    """The forward of a stage's module: one step, with its gradients ready for the backward."""
+    """Forward of a stage's module: runs the whole schedule, and passes its gradients to autograd for the backward."""
 
     net: nn.Module
     stage: Stage
     loss_fn: Callable[..., Tensor]
     inputs: int
-    """Number of the arguments that are inputs of the network; the others are targets."""
+    """Number of arguments that are inputs of the network; the others are targets."""
 
     def __call__(self, *given: Tensor) -> Tensor:
         params = {name: each for name, each in self.net.named_parameters() if each.requires_grad}
@@ -99,7 +99,7 @@ class Forward:
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """The loss of a step whose gradients have been computed with it."""
+    """Autograd function that returns the loss of a step, with gradients already computed in the forward."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 @dataclass
 class OneForwardOneBackward:
-    """One step of a stage."""
+    """One step of a stage under the schedule one-forward-one-backward (1F1B)."""
 
     net: nn.Module
     stage: Stage
@@ -124,13 +124,13 @@ class OneForwardOneBackward:
     names: tuple[str, ...]
     params: tuple[Tensor, ...]
     begun: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque)
-    """Input and output of each micro-batch whose backward is to come."""
+    """Input and output of each micro-batch that still needs its backward."""
     losses: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
-    """Sums of the gradients so far."""
+    """Accumulated gradients by parameter; None before the first one."""
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Run the schedule; return the mean loss, and the gradients of all parameters."""
+        """Run the schedule, and return the mean loss and the gradients of all parameters."""
         stage, count = self.stage, self.stage.micro_batches
         before, behind = stage.index - 1, stage.index + 1
         warm = min(count, stage.stages - stage.index)
@@ -165,7 +165,7 @@ class OneForwardOneBackward:
     def _forward(
         self, number: int, given: Tensor | None, inputs: Sequence[tuple[Tensor, ...]], targets: Sequence[Any]
     ) -> list[Tensor]:
-        """Run a micro-batch forward; return what goes to the next stage: nothing from the last, which has the loss."""
+        """Run the forward of a micro-batch, and return the tensors to send to the next stage; none from the last."""
         stage = self.stage
         with torch.enable_grad():
             start = None if given is None else given.requires_grad_()
@@ -177,7 +177,7 @@ class OneForwardOneBackward:
         return [] if stage.is_last else [out]
 
     def _backward(self, grad: Tensor | None) -> list[Tensor]:
-        """Add up the gradients of a micro-batch; return what goes to the stage before."""
+        """Run the backward of a micro-batch, accumulate gradients, and return the tensors for the previous stage."""
         start, out = self.begun.popleft()
         wanted = self.params if start is None else (start, *self.params)
         found: list[Tensor | None] = [*torch.autograd.grad(out, wanted, grad, allow_unused=True)]

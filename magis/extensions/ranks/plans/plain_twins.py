@@ -1,7 +1,7 @@
-"""Plain twins of modules that ranks share by `fully_shard` or `DistributedDataParallel`.
+"""Plain copies ("twins") of modules under `fully_shard` or `DistributedDataParallel`, which can be captured.
 
-These work by hooks, which a capture does not see. Their twin is a copy of the module on the very memory of this rank's
-weights, with the same messages as operators (`sharded_weights.py`). Its gradients are handed to the user's parameters.
+Torch's wrappers communicate in hooks, which a capture cannot see. A twin is a copy of the module whose parameters share
+this rank's memory, and whose collectives are operators (`sharded_weights.py`). The user's parameters get its gradients.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from magis.strategies.single_device import blocks_of
 
 FSDP = "torch.distributed.fsdp"
 _COPIED = (nn.Module, types.MethodType, partial, dict, list, tuple, set)
-"""Types that may hold modules, so that the twin needs its own."""
+"""Types that may hold modules, so that the twin needs copies of such objects."""
 _HELD = Reads(own=None, names=frozenset())
-"""Reads of all that modules hold, but not of what other objects hold."""
+"""Reads of all that modules hold, without what other objects hold."""
 STATES = (STATE_KEY, REGISTRY_KEY)
-"""Attributes in which torch notes what was done to a module."""
+"""Attributes in which torch's composable APIs record their state on a module."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A parameter of the user's module, and the plain one on the same memory."""
+    """Parameter of the user's module, and the plain parameter that shares its memory."""
 
     own: nn.Parameter
     plain: nn.Parameter
     sharded: Any = None
-    """Torch's record of a sharded parameter."""
+    """Torch's FSDPParam of a sharded parameter; None for a whole one."""
 
     @property
     def is_current(self) -> bool:
-        """True if both still lie on the same bytes."""
+        """True if both parameters still share the same memory."""
         memory: Tensor = self.own if self.sharded is None else self.sharded._sharded_param_data
         return memory.data_ptr() == self.plain.data_ptr()
 
     def hand_over(self) -> None:
-        """Add the gradient of the plain parameter to that of the user's."""
+        """Move the gradient of the plain parameter to the user's parameter, adding to an earlier gradient."""
         grad, self.plain.grad = self.plain.grad, None
         if grad is None:
             return
@@ -71,19 +71,19 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class SharedModule:
-    """The plain twin of a module that ranks share."""
+    """Plain twin of a module that torch shards or replicates over ranks."""
 
     module: nn.Module
     world: World
     held: tuple[Held, ...]
     modes: tuple[tuple[nn.Module, nn.Module], ...]
-    """The user's modules and their twins, which are in the same mode, training or evaluation."""
+    """Pairs of user's module and twin, whose `training` flags are kept equal."""
     user: nn.Module
     snapshot: Snapshot
     """State of the user's module when the twin was made."""
 
     def refresh(self) -> None:
-        """Take over the modes of the user's module; raises UsageError if anything else of it has changed."""
+        """Copy the `training` flags of the user's module. Raises UsageError if anything else in the module changed."""
         check_forms(self.user)
         for theirs, plain in self.modes:
             plain.training = theirs.training
@@ -94,23 +94,23 @@ class SharedModule:
             raise UsageError(f"{changed} has changed", hint="call magis.optimize again")
 
     def hand_over(self) -> None:
-        """Give the gradients to the user's parameters."""
+        """Move all gradients to the user's parameters."""
         for each in self.held:
             each.hand_over()
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Return True if ranks share a module, in a form with a twin or without one."""
+    """Return True if a module is sharded or replicated over ranks, even in a way that has no twin."""
     return isinstance(model, DistributedDataParallel) or check_others(model, refuse=False)
 
 
 def shared_module(model: nn.Module) -> SharedModule:
-    """Return the plain twin of a module that ranks share; raises UsageError, one line, for forms that have none."""
+    """Return the plain twin of a sharded or replicated module. Raises UsageError if the wrapper has no twin."""
     return _replicated(model) if isinstance(model, DistributedDataParallel) else _sharded(model)
 
 
 def check_forms(model: nn.Module) -> None:
-    """Raise UsageError for settings that the twin does not follow; gathered weights are resharded."""
+    """Raise UsageError for settings that a twin does not support; reshards gathered weights."""
     if isinstance(model, DistributedDataParallel):
         check_replica(model)
     else:
@@ -134,7 +134,7 @@ def _replicated(model: DistributedDataParallel) -> SharedModule:
 
 @dataclass(frozen=True)
 class _Named:
-    """The part of a workload that `blocks_of` reads."""
+    """Minimal workload, with the attributes that `blocks_of` reads."""
 
     module: nn.Module
     blocks: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ def _sharded(model: nn.Module) -> SharedModule:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
-    """Yield torch's groups of parameters that are gathered together, each with its modules."""
+    """Reshard all modules, and yield torch's FSDP parameter groups, each with its modules."""
     seen = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -207,9 +207,9 @@ def _piece(param: Any, pairs: Mapping[nn.Module, nn.Module], paths: Mapping[nn.M
 
 
 def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output: Any) -> None:
-    """Show the modules the unit's parameters in the backward, too, where checkpointed blocks run again.
+    """Make the unit's gathered parameters visible to the modules in the backward, too, where checkpointed blocks run.
 
-    They stay until their gradients are there, or the backward is over.
+    They stay visible until their gradients arrive or the backward ends.
     """
     places = [(module.get_submodule(path), name) for piece in unit.pieces for path, name in piece.owners]
     shown = {place: vars(place[0])[place[1]] for place in dict.fromkeys(places)}
@@ -240,7 +240,7 @@ def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output
 
 
 def _hook_casts(module: nn.Module, policy: Any) -> None:
-    """Have a module cast its inputs and outputs as its mixed-precision policy says."""
+    """Make a module cast its inputs and outputs as its mixed-precision policy says."""
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), prepend=True, with_kwargs=True)
     if policy.output_dtype is not None:
@@ -263,9 +263,9 @@ def _as(given: Any, dtype: torch.dtype) -> Any:
 
 
 def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Return a copy of a module without the traces of torch's sharding.
+    """Return a copy of a module without the state of torch's sharding.
 
-    ``parameters``: those of the copy, by the `id` of the model's; all other tensors that modules hold are shared.
+    ``parameters`` maps `id` of the model's parameters to the copy's; all other tensors of the modules are shared.
     """
     memo: dict[int, Any] = dict(parameters)
     theirs = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -290,7 +290,7 @@ def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module
 
 
 def _without_sharding(name: str, value: Any) -> Any:
-    """Return an attribute of a module; a table of hooks without those of `fully_shard`."""
+    """Return an attribute of a module; from a dict of hooks, those of `fully_shard` are removed."""
     if not name.endswith("_hooks") or not isinstance(value, dict):
         return value
     others = ((key, hook) for key, hook in value.items() if not str(getattr(hook, "__module__", "")).startswith(FSDP))

@@ -1,9 +1,9 @@
-"""Strategies whose ranks run planned steps, with messages as operators of the plan.
+"""Strategies whose ranks run planned steps, with collectives as operators of the plan.
 
-`magis+ddp` averages gradients unit by unit, `magis+fsdp` also holds weights, gradients and the optimizer's state in
-shards; with either every rank runs the same step on its share of the batch. In `magis+tp2` two ranks share each block,
-in `magis+pp2` two have half of the blocks each. Ranks with the same step run one plan: the first of them searches, the
-others get its plan, and none begins before all agree (`magis/extensions/ranks/plans/agreed_plans.py`).
+`magis+ddp` averages gradients unit by unit; `magis+fsdp` also shards weights, gradients and the optimizer's state; with
+both, every rank runs the same step on its share of the batch. In `magis+tp2` two ranks share each block, in `magis+pp2`
+two ranks hold half of the blocks each. Ranks with equal steps run one plan: the first of them searches and sends its
+plan to the others, and no rank runs before all agree (`magis/extensions/ranks/plans/agreed_plans.py`).
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
 
 SHARE = 0.6
-"""Limit where none is given, as a share of the peak of a rank's own step."""
+"""Default limit, as a share of the peak of a rank's own unplanned step."""
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """`magis+ddp`, `magis+fsdp`, `magis+tpN`, `magis+tpN+sp` or `magis+ppN`."""
+    """Strategy `magis+ddp`, `magis+fsdp`, `magis+tpN`, `magis+tpN+sp` or `magis+ppN`."""
 
     name: str
     limits: tuple[int, ...] = ()
-    """Limits in bytes of tensors, by a rank's place in a group, or one for all ranks; empty: `SHARE`."""
+    """Limits in bytes of tensors, one per rank of a group, or one for all ranks; empty: the default `SHARE`."""
     budget: int | None = None
-    """Number of plans evaluated; None: as many as for a case of one rank."""
+    """Search budget in plans evaluated; None: the default of a case on one rank."""
     device: str = "cpu"
-    """Device whose operators and prices plans are made with: "cpu" or "sim:<name>"."""
+    """Device that plans are made for, "cpu" or "sim:<name>"."""
 
     plans: dict[str, Plan] = field(default_factory=dict, compare=False, repr=False)
-    """Plans made so far, by the digest of the step."""
+    """Cached plans, by digest of the step."""
 
     warm_steps = 1
 
@@ -65,13 +65,13 @@ class PlannedRanks:
         return group_of(self.name)
 
     def within(self, limits: tuple[int, ...], budget: int | None, device: str = "cpu") -> PlannedRanks:
-        """Return the same strategy under limits."""
+        """Return this strategy with other limits, budget and device."""
         return replace(self, limits=limits, budget=budget, device=device, plans={})
 
     def prepare(self, work: Workload, world: World) -> PlannedStep:
         """Return the step on this rank's share of the batch.
 
-        Raises CaptureError if it is no single static graph, MagisError if ranks do not agree on it.
+        Raises CaptureError if the step is not a single static graph, MagisError if ranks do not agree on it.
         """
         check_world(self, world.size)
         shards = plain_of(self.name) == "fsdp"
@@ -85,12 +85,12 @@ class PlannedRanks:
         return PlannedStep(own.module, own, step, world.rank, lengths, sees_loss)
 
     def own_part(self, work: Workload, world: World) -> Workload:
-        """Return the workload with this rank's share of the batch and of the weights; its module is changed."""
+        """Return the workload with this rank's share of the batch and of the weights; modifies its module in place."""
         check_update(work, self.name)
         return _OWN_PARTS[re.sub(r"\d", "", plain_of(self.name))](work, world, self.group)
 
     def subject(self, own: Workload) -> Subject:
-        """Capture a rank's own part, to be planned; raises CaptureError if it is no single static graph."""
+        """Capture a rank's own part for planning. Raises CaptureError if it is not a single static graph."""
         _, fake = on_fake_tensors(own)
         found = Subject(Source(own.name, lambda _seed: fake, "", self.device, 0))
         names = {str(op.args[-1]) for op in found.captured.graph.ops if is_message(op.target)}
@@ -101,7 +101,7 @@ class PlannedRanks:
         return found
 
     def planned(self, subject: Subject, rank: int = 0) -> Plan:
-        """Return the plan of a rank's own part; it does not depend on the scratch memory of this machine's kernels."""
+        """Return the plan of a rank's own part; independent of this machine's workspaces, so that all ranks agree."""
         if subject.digest not in self.plans:
             limits = self.limits or (share_of(SHARE, subject.original_with({}).peak_bytes),)
             self.plans[subject.digest] = plan(
@@ -112,21 +112,21 @@ class PlannedRanks:
 
 
 def _replicated(work: Workload, world: World, _group: int) -> Workload:
-    """Return the workload with all weights on every rank."""
+    """Return the workload of data parallelism, with all weights on every rank."""
     work = share_of_batch(work, world.rank, world.size)
     average_weights(work.module, work.blocks, world.size, register_group(_all_ranks(), REPLICAS))
     return work
 
 
 def _sharded(work: Workload, world: World, _group: int) -> Workload:
-    """Return the workload with a shard of every weight."""
+    """Return the workload of FSDP, with a shard of every weight."""
     work = share_of_batch(work, world.rank, world.size)
     shard_weights(work.module, work.blocks, world.size, world.rank, register_group(_all_ranks(), REPLICAS))
     return work
 
 
 def _tensor_parallel(work: Workload, world: World, tensor: int, *, sequence: bool = False) -> Workload:
-    """Return the workload with this rank's part of every block, of the vocabulary, and of the ``sequence``."""
+    """Return the workload of tensor parallelism: this rank's part of blocks, vocabulary and ``sequence``."""
     count = world.size // tensor
     ranks = mesh(world, {REPLICAS: count, "tp": tensor})
     work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
@@ -139,7 +139,7 @@ def _tensor_parallel(work: Workload, world: World, tensor: int, *, sequence: boo
 
 
 def _pipeline(work: Workload, world: World, stages: int) -> Workload:
-    """Return the workload with the blocks of this rank's stage."""
+    """Return the workload of pipeline parallelism, with the blocks of this rank's stage."""
     replicas, cut = world.size // stages, cut_of(work, stages)
     ranks = mesh(world, {REPLICAS: replicas, "pp": stages, "tp": 1})
     index = ranks.get_local_rank("pp")
@@ -185,12 +185,12 @@ _OWN_PARTS: Mapping[str, Callable[[Workload, World, int], Workload]] = {
 
 
 def factory_of(name: str) -> str:
-    """Return the strategy's name, or "module:factory" for a planned one, as ranks are told."""
+    """Return the name under which ranks find a strategy: "module:factory" for a planned strategy, else its own name."""
     return f"{__name__}:{plain_of(name).replace('+', '_')}" if is_planned(name) else name
 
 
 def __getattr__(name: str) -> Callable[[], PlannedRanks]:
-    """Return a factory: ``ddp``, ``fsdp``, ``tp2``, ``tp2_sp``, ..."""
+    """Return a factory of planned strategies: ``ddp``, ``fsdp``, ``tp2``, ``tp2_sp``, ..."""
     planned = f"magis+{name.replace('_', '+')}"
     if not is_planned(planned):
         raise AttributeError(name)
@@ -199,28 +199,28 @@ def __getattr__(name: str) -> Callable[[], PlannedRanks]:
 
 @dataclass
 class PlannedStep:
-    """One rank's step."""
+    """Planned step of one rank."""
 
     module: nn.Module
     work: Workload
     step: GraphStep
     rank: int
     lengths: Mapping[str, int]
-    """First dimension of every whole parameter that is held in shards."""
+    """Size of the first dimension of every sharded parameter, by name."""
     sees_loss: bool = True
-    """True if this rank knows the loss: in a pipeline, only the last one does."""
+    """True if this rank computes the loss; in a pipeline, only the last stage does."""
 
     def prepare(self) -> None:
-        """Drop all that is left of the last step but its results."""
+        """Free everything left from the last step except its results."""
         self.step.prepare()
 
     def run(self) -> Tensor | None:
-        """Run one whole step; return the mean loss of the share, None on a rank that does not see it."""
+        """Run one whole step, and return the mean loss of this rank's share; None on a rank without the loss."""
         loss = self.step.run().detach()
         return loss if self.sees_loss else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the rank holds for longer than an operator, each with its kind."""
+        """Yield (kind, tensor) for all tensors that the rank keeps alive between steps."""
         yield from (("parameters", parameter) for parameter in self.module.parameters())
         yield from (("buffers", buffer) for buffer in self.module.buffers())
         yield from (("batch", tensor) for tensor in (*self.work.inputs, *self.work.targets))

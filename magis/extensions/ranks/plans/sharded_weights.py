@@ -1,13 +1,13 @@
-"""Weights in shards: a module that holds this rank's part of each parameter and gathers the whole where it uses it.
+"""Sharded weights: a module that holds this rank's shard of each parameter and all-gathers the whole before use.
 
-torch's `fully_shard` does this by hooks on streams; here it is operators of the step itself: the capture sees them, so
-that a plan decides how long a gathered weight stays and when it is gathered again. The messages are those of
-`fully_shard`, unit by unit and byte by byte, hence the same sums:
+Torch's `fully_shard` does this in hooks on streams; here the collectives are operators of the step. The capture sees
+them, so a plan decides how long a gathered weight stays alive and when it is gathered again. Collectives equal those of
+`fully_shard` unit by unit and byte by byte, so sums are bitwise equal:
 
     forward of a unit    shards -> one flat tensor -> all-gather -> whole parameters
     backward of a unit   gradients -> one flat tensor -> reduce-scatter (mean) -> gradients of the shards
 
-Every parameter is cut along its first dimension, and padded with zeros to equal shards: all ranks run the same step.
+Every parameter is cut along its first dimension and padded with zeros to equal shards: all ranks run the same step.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from magis.ops.collectives import all_gather, all_reduce, reduce_scatter
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """One parameter of a unit: where the unit's module and those below it hold it, and its shape when whole."""
+    """Parameter of a unit: its owners among the unit's modules, and its shape when whole."""
 
     owners: tuple[tuple[str, str], ...]
-    """Paths of modules, from the unit's, and the names that the parameter has there; tied ones have several."""
+    """Owners as (module path relative to the unit, parameter name); tied parameters have several."""
     shape: tuple[int, ...]
     trained: bool
     wrap: Callable[[Tensor], Tensor] | None = None
-    """Function from the shown tensor to the one that modules use; None: they use the shown one."""
+    """Function from the exposed tensor to the tensor that modules use; None: they use the exposed tensor itself."""
     dtype: torch.dtype | None = None
-    """Data type to which gradients are cast in the end; None: they are not."""
+    """Data type to which the reduced gradient is cast; None: no cast."""
 
     def rows(self, ranks: int) -> int:
-        """Return the first dimension of a shard, with the padding that makes all of them equal."""
+        """Return the size of a shard's first dimension, including padding."""
         return -(-self.shape[0] // ranks)
 
     def length(self, ranks: int) -> int:
-        """Return the number of elements of a shard."""
+        """Return the number of elements of a shard, including padding."""
         return self.rows(ranks) * prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that go into one message. Its methods are hooks of the module that they belong to."""
+    """Parameters that share one collective. Its methods are forward hooks of the module that owns them."""
 
     pieces: tuple[ShardedParameter, ...]
     ranks: int
@@ -58,15 +58,15 @@ class Unit:
     """Name of the process group."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors that the modules use in place of the parameters that they hold."""
+        """Return the tensors that modules use in place of their own parameters."""
         raise NotImplementedError
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the parameters that the modules hold; None for one without."""
+        """Return the gradients of the modules' own parameters; None for a parameter without one."""
         raise NotImplementedError
 
     def enter(self, module: nn.Module, _args: object) -> None:
-        """Put the shown tensors, before a forward, where the modules look for their parameters."""
+        """Forward pre-hook: expose the tensors to use under the names of the modules' parameters."""
         first = (piece.owners[0] for piece in self.pieces)
         held = (module.get_submodule(path)._parameters[name] for path, name in first)
         for piece, tensor in zip(self.pieces, _Shown.apply(self, *held), strict=True):  # type: ignore[no-untyped-call]
@@ -75,14 +75,14 @@ class Unit:
                 module.get_submodule(path).__dict__[name] = met
 
     def leave(self, module: nn.Module, _args: object, _result: object) -> None:
-        """Put the parameters themselves back after a forward."""
+        """Forward hook: restore the modules' own parameters."""
         for piece in self.pieces:
             for path, name in piece.owners:
                 module.get_submodule(path).__dict__.pop(name, None)
 
 
 class _Shown(torch.autograd.Function):
-    """The tensors that a unit shows, with their gradients returned to the parameters."""
+    """Autograd function from a unit's own parameters to the exposed tensors, with collectives on the gradients."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *held: Tensor) -> tuple[Tensor, ...]:
@@ -99,15 +99,15 @@ class _Shown(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class GatheredUnit(Unit):
-    """Parameters in shards, which are gathered together."""
+    """Sharded parameters that are all-gathered together."""
 
     gathered: torch.dtype | None = None
-    """Data type to which shards are cast before they are gathered; None: they are not."""
+    """Data type to which shards are cast before the all-gather; None: no cast."""
     reduced: torch.dtype | None = None
-    """Data type to which gradients are cast before they are reduced; None: they are not."""
+    """Data type to which gradients are cast before the reduce-scatter; None: no cast."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the whole parameters."""
+        """All-gather the shards, and return the whole parameters."""
         ranks, lengths = self.ranks, [piece.length(self.ranks) for piece in self.pieces]
         flats = [_cast(shard.reshape(-1), self.gathered) for shard in held]
         table = all_gather(flats[0] if len(flats) == 1 else torch.cat(flats), ranks, self.group).view(ranks, -1)
@@ -117,7 +117,7 @@ class GatheredUnit(Unit):
         )
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return this rank's parts of the mean gradients; None for a parameter without one."""
+        """Reduce-scatter the gradients, and return this rank's shards of the means; None where there is no gradient."""
         ranks = self.ranks
         given = [(piece, grad) for piece, grad in zip(self.pieces, grads, strict=True) if grad is not None]
         if not given:
@@ -134,14 +134,14 @@ class GatheredUnit(Unit):
 
 
 class Replica(Unit):
-    """Whole parameters, whose gradients are averaged together."""
+    """Whole parameters whose gradients are all-reduced together."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the parameters."""
+        """Return views of the parameters."""
         return tuple(parameter.view_as(parameter) for parameter in held)
 
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the means of the gradients over all ranks; None for a parameter without one."""
+        """All-reduce the gradients, and return their means; None for a parameter without gradient."""
         given = [grad for grad in grads if grad is not None]
         if not given or self.ranks == 1:
             return tuple(grads)
@@ -160,10 +160,9 @@ def _padded(grad: Tensor, rows: int) -> Tensor:
 
 
 def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: int, group: str) -> None:
-    """Cut the parameters of a module for the ranks of a group: each block is a unit, and so are all other parameters.
+    """Replace the parameters of a module by this rank's shards; each block is a unit, and the rest is one more unit.
 
-    The module then holds shards [rows, ...] under the names of the parameters. Raises UsageError for a parameter that
-    is one number.
+    Shards are [rows, ...] and keep the names of the parameters. Raises UsageError for a 0-d parameter.
     """
     for part, named in units(module, blocks):
         pieces = tuple(_sharded(parameter, owners) for parameter, owners in named.items())
@@ -186,9 +185,9 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
 def average_weights(
     module: nn.Module, blocks: Sequence[str], ranks: int, group: str, wrappers: Wrappers | None = None
 ) -> None:
-    """Average the gradients of a module over the ranks of a group: of each block together, and of the rest.
+    """Average the gradients of a module over the ranks of a group, one all-reduce per block and one for the rest.
 
-    Modules use parameters as ``wrappers`` return them.
+    ``wrappers`` map a parameter to the function that makes the tensor that modules use.
     """
     for part, named in units(module, blocks):
         pieces = (_sharded(parameter, owners) for parameter, owners in named.items())
@@ -197,7 +196,7 @@ def average_weights(
 
 
 def hook_unit(part: nn.Module, unit: Unit, *, first: bool = False) -> None:
-    """Show a unit's parameters while that module runs; ``first``: to the hooks that it already has, too."""
+    """Register the forward hooks of a unit on its module; ``first``: before pre-hooks that are already there."""
     part.register_forward_pre_hook(unit.enter, prepend=first)
     part.register_forward_hook(unit.leave)
 
@@ -212,7 +211,7 @@ Wrappers: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
 
 
 def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Owners]]:
-    """Return the blocks of a module and the module itself, each with its own parameters and their holders."""
+    """Return the blocks of a module, and the module itself, each with its own parameters and their owners."""
     taken: set[nn.Parameter] = set()
     found = []
     for path in (*blocks, ""):
@@ -229,7 +228,7 @@ def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Own
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by path, in the order in which fully_shard puts their parameters side by side."""
+    """Yield modules with their paths, children first: the order in which `fully_shard` concatenates parameters."""
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path, module

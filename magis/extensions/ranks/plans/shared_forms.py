@@ -1,4 +1,4 @@
-"""Refusals, one line each, of ways to share modules between ranks that their plain twins do not follow."""
+"""Checks that refuse, in one line each, the uses of DDP and FSDP that plain twins do not support."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_others(model: nn.Module, *, refuse: bool) -> bool:
-    """Return True if a module is shared in another way than by one `DistributedDataParallel` around it.
+    """Return True if a module is sharded or replicated in any way other than one `DistributedDataParallel` around it.
 
-    With ``refuse``, raises UsageError for every way but `fully_shard`.
+    With ``refuse``, raises UsageError for every way except `fully_shard`.
     """
     shards = False
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def check_others(model: nn.Module, *, refuse: bool) -> bool:
 
 
 def check_replica(model: DistributedDataParallel) -> None:
-    """Raise UsageError for settings of a `DistributedDataParallel` that its twin does not follow."""
+    """Raise UsageError for settings of `DistributedDataParallel` that a plain twin does not support."""
     own: Any = model
     odd = {
         "with a communication hook": own._comm_hooks,
@@ -57,7 +57,7 @@ def check_replica(model: DistributedDataParallel) -> None:
 
 
 def check_group(group: Any) -> None:
-    """Raise UsageError for settings of `fully_shard`, in torch's group of parameters, that the twin does not follow."""
+    """Raise UsageError for settings of a `fully_shard` parameter group that a plain twin does not support."""
     mesh, params = group.mesh_info, group.fsdp_params
     types = {param._sharded_param_data.dtype for param in params}
     casts = group.mp_policy.param_dtype is not None
@@ -88,7 +88,7 @@ def _refuse(what: str, odd: dict[str, Any]) -> None:
 
 
 def changed_part(snapshot: Snapshot) -> str:
-    """Return the first part of a model that has changed since the snapshot, in words; "" if nothing has."""
+    """Return the first part of a model that changed since the snapshot, in words; "" if none did."""
     paths = (path for path, _, _ in snapshot.changes())
     modes = ("/.training", "/._is_full_backward_hook")
     return next((told(path) for path in paths if not path.endswith(modes)), "")

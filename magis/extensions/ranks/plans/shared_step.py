@@ -1,4 +1,4 @@
-"""`magis.optimize` on a module that ranks share: the step of its plain twin, then the user's optimizer."""
+"""`magis.optimize` on a module under DDP or FSDP: the planned step of its plain twin, then the user's optimizer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from magis.strategies.rank_step import World
 BEHIND = "by the optimizer itself, after the step: ranks share the weights; its state and its step are not counted"
 
 Made: TypeAlias = tuple[OptimizedStep, Batch, str]
-"""A step, its first batch, and its limits in words."""
+"""Step, its first batch, and its limits in words."""
 
 
 def shared_step(model: nn.Module) -> type[SharedStep] | None:
-    """Return the kind of step for a module that ranks share; None for any other module."""
+    """Return the step class for a module under DDP or FSDP; None for any other module."""
     return SharedStep if is_shared(model) else None
 
 
 class SharedStep(OptimizedStep):
-    """A training step on a module that ranks share. All ranks call it, on batches of one kind."""
+    """Training step on a module under DDP or FSDP; all ranks call it together, with batches of equal shape."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class SharedStep(OptimizedStep):
 
     @classmethod
     def together(cls, made: Callable[[], Made]) -> Made:
-        """Make a step on every rank, or raise MagisError, the same on all of them."""
+        """Create the step on every rank. Raises MagisError on all ranks if it fails on one."""
         ranks = Ranks(World(dist.get_world_size(), dist.get_rank()))
         found = ranks.all_or_none("step", made)
         check_same("limit", tell_all("limit", "", found[2], ranks.world), [0] * ranks.world.size)
         return found
 
     def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
-        """Run `step(inputs, targets)` or `step(**keywords)`; return the loss of this rank's batch, detached."""
+        """Run `step(inputs, targets)` or `step(**keywords)`, and return the detached loss of this rank's batch."""
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
         self._agree(given)
         if self._behind is not None:
@@ -74,10 +74,10 @@ class SharedStep(OptimizedStep):
         return loss
 
     def _agree(self, batch: Batch) -> None:
-        """Take over the model's present state, on all ranks or on none.
+        """Refresh the twin from the model's current state, on all ranks or on none.
 
-        Raises MagisError on all ranks if one of them cannot, or if some have a plan for their batch and others have
-        none. Ranks tell each other on a CPU alone: a GPU would have to wait for its queue.
+        Raises MagisError on all ranks if one cannot refresh, or if only some ranks have a plan for their batch. Ranks
+        compare this on a CPU only, since a GPU would have to wait for its queue.
         """
         line = attempt(self._refresh)
         if self._device != "cpu":
@@ -106,7 +106,7 @@ class SharedStep(OptimizedStep):
 
 
 def check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
-    """Raise UsageError for a module with a generator of its own: the planned copy would draw from another one."""
+    """Raise UsageError for a module with its own random generator: the planned copy would draw from another one."""
     if held_generators(module, loss_fn):
         raise UsageError(
             "the model holds a random generator of its own, and what is planned is a copy of it",

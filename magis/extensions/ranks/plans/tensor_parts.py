@@ -1,9 +1,9 @@
-"""Parameters shared by tensor parallelism: the rank holds a plain part, modules use a distributed tensor around it.
+"""Parameters under tensor parallelism: the rank holds a plain local part, and modules use a DTensor around it.
 
     held by the rank      part [n / ranks, k], trained by the step's own update
-    used by the modules   DTensor [n, k] around that very part, from which torch takes its operators and messages
+    used by the modules   DTensor [n, k] around that part, from which torch derives operators and collectives
 
-So a step is captured with the operators on the parts and with torch's messages, and its weights are this rank's own.
+So a capture sees operators on local parts and torch's collectives, and the step's weights are this rank's own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from magis.extensions.ranks.strategies.distributed import quiet
 
 
 def hold_parts(module: nn.Module) -> Wrappers:
-    """Replace the modules' distributed parameters by this rank's parts, under the same names.
+    """Replace the modules' DTensor parameters by this rank's local parts, under the same names.
 
-    Returns, by part, the function that makes the distributed tensor again.
+    Returns, for each part, the function that wraps it as a DTensor again.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}
     wrappers: Wrappers = {}
@@ -32,7 +32,7 @@ def hold_parts(module: nn.Module) -> Wrappers:
             if whole not in parts:
                 own = whole.data.to_local().detach()
                 if not own.is_contiguous() or own.untyped_storage().nbytes() != own.nbytes:
-                    own = own.clone()  # in memory of its own
+                    own = own.clone()  # with its own storage
                 part = nn.Parameter(own, whole.requires_grad)
                 parts[whole] = part
                 wrappers[part] = partial(_distributed, whole.data._spec)
@@ -41,7 +41,7 @@ def hold_parts(module: nn.Module) -> Wrappers:
 
 
 def _distributed(spec: DTensorSpec, part: Tensor) -> Tensor:
-    """Return the distributed tensor of which this rank has that part."""
+    """Return the DTensor whose local part on this rank is ``part``."""
     with quiet():
         return DTensor.from_local(
             part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride

@@ -1,1 +1,1 @@
-"""Peaks and times of ranks without hardware: fake runs, named terms, assumptions."""
+"""Predicted peak memory and time of ranks without their hardware, from runs on fake tensors."""

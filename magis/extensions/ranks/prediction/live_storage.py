@@ -1,8 +1,8 @@
-"""Ledger of all live storages of a rank, real or fake, with their bytes and purposes.
+"""Ledger of all live storages of a rank, real or fake, with their bytes and kinds.
 
-Unlike `magis.runtime.measure.tensor_peak`, which counts above a start, it counts persistent tensors too, follows
-storages that change their size (sharded weights come and go that way), and looks into distributed tensors. The same
-ledger counts a prediction on fake tensors and a measurement on real ones, so that both mean the same.
+Unlike `magis.runtime.measure.tensor_peak`, it also counts persistent tensors, follows resized storages (sharded weights
+are freed and gathered by resizing), and unwraps DTensors. One ledger serves predictions on fake tensors and
+measurements on real ones, so both count alike.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class LiveStorage(StorageLedger):
-    """Counts after every operator, and after every change of a storage's size, with inputs and outputs alive.
+    """Dispatch mode that counts live bytes after every operator, inputs and outputs included, and every resize.
 
-    Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` splits it
-    by kind, as far as `name` and `KIND` said what storages are for.
+    Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` splits
+    the peak by kind, as given by `name` and `KIND`.
     """
 
     def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], object] | None = None) -> None:
-        """``replays``: also simulate what a GPU's caching allocator would reserve (``allocator``).
+        """``replays``: also simulate the bytes that a GPU's caching allocator would reserve (``allocator``).
 
-        ``let_threads_rest`` is called before a new peak counts that includes storages lent to a collective: a backend's
-        threads release them a moment after the collective has ended.
+        ``let_threads_rest`` is called before a new peak counts that includes storages passed to a collective: a
+        backend's threads release them shortly after the collective ends.
         """
         super().__init__()
         self.allocator = CachingAllocator() if replays else None
         self._let_threads_rest = let_threads_rest
         self._lent: set[int] = set()
-        """Storages younger than the window that were given to collectives."""
+        """Serial numbers of storages that were created in the window and passed to collectives."""
         self._kinds: dict[int, str] = {}
         self._peak: dict[int, int] = {}
         self._window_from = 0
@@ -51,7 +51,7 @@ class LiveStorage(StorageLedger):
         self._stack = ExitStack()
 
     def open_window(self) -> None:
-        """Begin the peak anew with the storages alive now."""
+        """Start a new peak from the storages alive now."""
         self._watching = True
         if self._let_threads_rest is not None:
             self._let_threads_rest()
@@ -62,29 +62,29 @@ class LiveStorage(StorageLedger):
         self._on_peak()
 
     def close_window(self) -> None:
-        """End the window: later operators do not count for the peak."""
+        """End the window: later operators do not affect the peak."""
         self._watching = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return False: code under it runs in eager mode, not compiled."""
+        """Return False, so that code under the mode runs eagerly instead of compiled."""
         return False
 
     def name(self, kind: str, tensor: torch.Tensor) -> None:
-        """Say what the storage of a tensor is for, unless that was said before."""
+        """Set the kind of a tensor's storage, unless it has one."""
         found = storages_of(tensor)
         self._count(found)
         for reference, _ in found:
             self._kinds.setdefault(self._alive[reference.cdata].serial, kind)
 
     def name_rest(self, kind: str) -> None:
-        """Name all storages alive that have no name yet ``kind``."""
+        """Set ``kind`` for all live storages that have none."""
         self._purge()
         for entry in self._alive.values():
             self._kinds.setdefault(entry.serial, kind)
 
     def at_peak(self) -> dict[str, int]:
-        """Return the bytes by kind at the window's peak, most first; they sum up to it."""
+        """Return the bytes by kind at the window's peak, in descending order; they sum up to the peak."""
         found: Counter[str] = Counter()
         for key, nbytes in self._peak.items():
             found[self._kinds.get(key, TEMPORARY)] += nbytes
@@ -120,7 +120,7 @@ class LiveStorage(StorageLedger):
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
         arguments = {reference.cdata for reference, _ in of_args}
-        # a wrapper (of a result that is waited for when it is used) has no bytes beside those of its parts
+        # a wrapper subclass (of an asynchronous result, for example) has no bytes beside its inner tensors'
         wraps = isinstance(result, torch.Tensor) and is_traceable_wrapper_subclass_type(type(result))
         made = [] if wraps else [each for each in storages_of(result) if each[0].cdata not in arguments]
         self._count((*given, *made))
@@ -158,7 +158,7 @@ class LiveStorage(StorageLedger):
 
 @contextmanager
 def _resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``seen`` with every storage that Python code resizes: no operator shows that."""
+    """Call ``seen`` with every storage that Python code resizes, since dispatch modes do not see resizes."""
     own = vars(torch.UntypedStorage).get("resize_")
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 

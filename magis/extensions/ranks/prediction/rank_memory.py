@@ -32,11 +32,11 @@ from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 from magis.strategies.single_device import on_fake_tensors
 
 _SCALING = 3
-"""Number of further warm-up steps with scaled gradients on a GPU: updates are skipped until the scale fits."""
+"""Number of further warm-up steps with loss scaling on a GPU: updates are skipped until the scale fits."""
 
 
 class Watch(AbstractContextManager[object], Protocol):
-    """Context that sees the operators of a step while it is ``watching``."""
+    """Context manager that observes the operators of a step while ``watching`` is True."""
 
     watching: bool
 
@@ -47,14 +47,14 @@ class _Blind(nullcontext[None]):
 
 @dataclass(frozen=True)
 class RankPeak:
-    """Peak bytes of a rank's tensors in a step, and the losses of all steps (fake ones: none)."""
+    """Peak bytes of a rank's tensors in a step, and the losses of all steps (None on fake tensors)."""
 
     peak_bytes: int
     terms: tuple[Term, ...]
     """Bytes by kind, which sum up to the peak."""
     losses: tuple[float | None, ...] = ()
     reserved_bytes: int | None = None
-    """Bytes that a GPU's caching allocator would have reserved in the end, at its defaults; None if not simulated."""
+    """Bytes that a GPU's caching allocator would reserve by the end, at its defaults; None if not simulated."""
 
 
 def rank_peak(
@@ -67,11 +67,11 @@ def rank_peak(
     watched_by: Watch | None = None,
     let_threads_rest: Callable[[], object] | None = None,
 ) -> RankPeak:
-    """Prepare, run ``warm_steps`` (None: as many as the strategy needs) and one measured step on this rank, with every
-    storage counted from the start.
+    """Run warm-up steps and one measured step on this rank, counting every storage from the start.
 
-    ``watched_by`` sees the measured step. For real ranks, the process group is set up, nobody else may hold the
-    module that ``make_work`` makes, and ``let_threads_rest`` waits for the threads that run collectives.
+    ``warm_steps`` None: as many as the strategy needs. ``watched_by`` observes the measured step. On real ranks, the
+    process group must be initialized, no one else may hold the module that ``make_work`` makes, and
+    ``let_threads_rest`` waits for the threads that run collectives.
     """
     warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
@@ -105,7 +105,7 @@ def rank_peak(
 
 
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
-    """Return the number of steps after which a strategy's next one is like all later ones."""
+    """Return the number of warm-up steps after which a strategy's steps are all alike."""
     steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
     scaled = world.device == "cuda" and not world.fake and is_low_precision(strategy.name)
     return steps + (_SCALING if scaled else 0)
@@ -121,12 +121,12 @@ def predict_rank(
     explicit_attention: bool = False,
     watched_by: Watch | None = None,
 ) -> RankMemory:
-    """Predict the memory of rank ``rank`` of ``world_size`` in a step, without allocating anything.
+    """Predict the memory of rank ``rank`` of ``world_size`` in a step, without allocating it.
 
-    ``make_work`` is called under fake tensors or hollow ones. ``device`` "cuda": with the operators and autocast of a
-    GPU; ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it.
-    The bytes are those of tensors, without workspace and context; on "cuda" also those that the caching allocator
-    reserves. ``watched_by`` sees the step whose bytes count. Raises UsageError if a process group is set up already.
+    ``make_work`` is called under fake or hollow tensors. ``device`` "cuda" uses the operators and autocast of a GPU;
+    ``explicit_attention`` materializes attention scores instead of using fused kernels. The bytes are those of tensors,
+    without workspaces and CUDA context; on "cuda" also those that the caching allocator reserves. ``watched_by``
+    observes the counted step. Raises UsageError if a process group is already initialized.
     """
     with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
         found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
@@ -139,7 +139,7 @@ def predict_rank(
 def fake_rank(
     strategy: RankStrategy, size: int, rank: int, device: str, *, explicit_attention: bool = False
 ) -> Iterator[World]:
-    """Enter the place of rank ``rank`` in a fake world, with fake tensors and the operators of ``device``."""
+    """Act as rank ``rank`` within a `with` block: fake process group, fake tensors, operators of ``device``."""
     check_world(strategy, size)
     with ExitStack() as stack:
         stack.enter_context(fake_world(size, rank))
@@ -159,7 +159,7 @@ def fake_rank(
 
 @contextmanager
 def _hollow_tensors() -> Iterator[None]:
-    """Have all tensors made in a block be hollow: no library can see that nothing is computed."""
+    """Make all tensors created within a `with` block hollow; libraries cannot tell them from real tensors."""
     mode = Hollow()
     mode.keeps_sources = False  # tensors live as long as in a real step
     with convertible(), hollow(mode):
@@ -167,7 +167,7 @@ def _hollow_tensors() -> Iterator[None]:
 
 
 def on_stand_ins(work: Workload) -> Workload:
-    """Return a copy of a workload for the tensors in force, hollow or fake ones."""
+    """Return a copy of a workload on fake or hollow tensors, depending on the active mode."""
     modes = _get_current_dispatch_mode_stack()
     if not any(isinstance(mode, Hollow) for mode in modes):
         return on_fake_tensors(work)[1]
@@ -176,7 +176,7 @@ def on_stand_ins(work: Workload) -> Workload:
     named |= {f"batch:{index}": each for index, each in enumerate((*work.inputs, *work.targets))}
     with _disable_current_modes():
         twins = hollow_like(named, is_readable)
-        made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor
+        made: dict[int, Tensor] = {}  # memo of deepcopy: replacements by id
         for name, each in named.items():
             weight = isinstance(each, nn.Parameter)
             made[id(each)] = nn.Parameter(twins[name], each.requires_grad) if weight else twins[name]
@@ -189,7 +189,7 @@ def on_stand_ins(work: Workload) -> Workload:
 
 @contextmanager
 def fake_world(size: int, rank: int) -> Iterator[None]:
-    """Set up torch.distributed for the duration of a block as in a world of ``size``, in which nothing is sent."""
+    """Initialize torch.distributed within a `with` block with a fake process group of ``size`` ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -198,7 +198,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
             hint="predict before init_process_group, or in another process",
         )
     forget_meshes()
-    hook = sys.excepthook  # which torch wraps anew for every world
+    hook = sys.excepthook  # init_process_group wraps it each time
     with quiet():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -211,12 +211,12 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def number(loss: Tensor | None, world: World) -> float | None:
-    """Return the loss as a number; None if this rank sees none, or tensors are fake."""
+    """Return the loss as a number; None if this rank has no loss, or tensors are fake."""
     return None if loss is None or world.fake else float(loss)
 
 
 def _name_gradients(step: RankStep, ledger: LiveStorage) -> None:
-    """Name gradients in the ledger as soon as they arrive: some are gone before the step ends."""
+    """Set the kind of gradients in the ledger as they arrive, since some are freed before the step ends."""
 
     def came(parameter: Tensor) -> None:
         if parameter.grad is not None:

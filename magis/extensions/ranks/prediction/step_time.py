@@ -1,7 +1,7 @@
-"""Estimate of the time of one rank's step: its operators at a device's prices, and its messages over the links.
+"""Estimated time of one rank's step: its operators at a device's prices, and its collectives over the links.
 
-It is meant for comparing strategies, not for gating: it knows nothing of contention or of the host's work between
-kernels. It rests on the constants of devices (magis/cost/devices.py) and links (magis/cost/links.py).
+The estimate compares strategies and is not gated: it ignores contention and host time between kernels. Its inputs are
+the constants of devices (magis/cost/devices.py) and links (magis/cost/links.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from magis.results import RankMemory
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
 _BY_TORCH = ("ddp", "oss")
-"""Strategies on DistributedDataParallel, whose messages no dispatch mode sees."""
+"""Strategies on DistributedDataParallel, whose collectives no dispatch mode sees."""
 _ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
 _SHARED = frozenset(
     {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
@@ -42,7 +42,7 @@ _TWICE = frozenset({"allreduce_", "all_reduce", "all_reduce_", "allreduce_coales
 
 
 class StepTime(TorchDispatchMode):
-    """Mode that adds up the predicted time of the operators under it."""
+    """Dispatch mode that sums up the predicted time of all operators."""
 
     def __init__(self, device: DeviceModel, links: Links) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,17 +52,17 @@ class StepTime(TorchDispatchMode):
         self._entered = False
         self.compute_ns: int = 0
         self.exposed_ns: float = 0.0
-        """Time of messages that are waited for."""
+        """Nanoseconds of exposed communication (blocking)."""
         self.hidden_ns: float = 0.0
-        """Time of messages beside other work."""
+        """Nanoseconds of communication that can overlap with computation."""
         self.sends: int = 0
-        """Number of messages from stage to stage."""
+        """Number of sends between pipeline stages."""
         self.sent_ns: float = 0.0
-        """Time of these, a part of ``exposed_ns``."""
+        """Nanoseconds of sends between pipeline stages, included in ``exposed_ns``."""
         self.took: dict[tuple[int, str], float] = {}
-        """Time of a pipeline's stages by (stage, kind of computation), parts of ``compute_ns``."""
+        """Nanoseconds of a pipeline's stages by (stage, kind of computation), included in ``compute_ns``."""
         self._updating = 0
-        """Number of optimizers, nested, that are in their step: the backward is over, nothing hides a message."""
+        """Number of nested optimizer steps that are running; the backward is over then, so communication is exposed."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class StepTime(TorchDispatchMode):
 
     @property
     def watching(self) -> bool:
-        """True while operators are added up. Only then optimizers have hooks, with which some are refused."""
+        """True while operators are counted. Only then are optimizers hooked, since some cannot be."""
         return self._watching
 
     @watching.setter
@@ -116,7 +116,7 @@ class StepTime(TorchDispatchMode):
     def ms(self, waiting: Waiting | None = None, *, passes: int = 1) -> float:
         """Return the milliseconds of the whole step.
 
-        ``waiting``: idle time of a rank of a pipeline. Messages hide behind the last of ``passes``.
+        ``waiting``: idle time of a pipeline's rank. Asynchronous communication overlaps with the last of ``passes``.
         """
         compute, exposed = float(self.compute_ns), self.exposed_ns
         if waiting is not None:
@@ -126,7 +126,7 @@ class StepTime(TorchDispatchMode):
         return (compute + exposed + beside) / 1e6
 
     def add_hidden(self, nbytes: int, ranks: int) -> None:
-        """Add an all-reduce of DistributedDataParallel, which no dispatch mode sees."""
+        """Add a gradient all-reduce of DistributedDataParallel, which no dispatch mode sees."""
         self.hidden_ns += 2 * (ranks - 1) / ranks * nbytes / self._links.bytes_per_s * 1e9
 
     def _add_message(self, func: Any, name: str, args: tuple[Any, ...], result: object) -> None:
@@ -157,7 +157,7 @@ def predict_step(
     device: DeviceModel,
     kind: str = "cpu",
 ) -> tuple[RankMemory, float]:
-    """Predict memory and milliseconds of a step of rank ``rank``, by one run on fake tensors (see `predict_rank`).
+    """Predict memory and milliseconds of a step of rank ``rank``, in one run on fake tensors (see `predict_rank`).
 
     ``device`` gives prices and links, ``kind`` ("cpu", "cuda") the operators.
     """
@@ -173,12 +173,12 @@ def predict_step(
 
 @dataclass
 class _ObservedStrategy(Wrapping):
-    """A strategy that notes facts of its step that no operator shows."""
+    """Strategy that records facts about its step that operators do not show."""
 
     strategy: RankStrategy
     trained_bytes: int = 0
     waiting: Waiting | None = None
-    """Idle time, for a rank of a pipeline."""
+    """Idle time of a pipeline's rank; None without a pipeline."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         step = self.strategy.prepare(work, world)
@@ -189,7 +189,7 @@ class _ObservedStrategy(Wrapping):
 
 
 def _call_ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the nanoseconds of one call, priced as an operator of a graph."""
+    """Return the nanoseconds of one call, priced like an operator of a graph."""
     values: dict[int, Value] = {}
 
     def known(item: Any) -> Any:
@@ -215,7 +215,7 @@ def _call_ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any
 
 
 def _is_asynchronous(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return a call's ``async_op``: True if nobody waits for it. Arguments with default values are not handed on."""
+    """Return the ``async_op`` argument of a collective, or its default, since defaults are not passed on."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "async_op":
             return bool(args[index] if index < len(args) else argument.default_value)
@@ -227,7 +227,7 @@ def _nbytes(tree: object) -> int:
 
 
 def _group_size(args: tuple[Any, ...]) -> int:
-    """Return the number of ranks of a call's group; 1 if no argument names a group."""
+    """Return the number of ranks in a collective's group; 1 if no argument is a group."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     for arg in args:
         if isinstance(arg, str | torch.ScriptObject):

@@ -1,1 +1,1 @@
-"""Processes that run ranks together: started, told what to do, and cleared away."""
+"""Processes that run ranks: starting, commands, and cleanup."""

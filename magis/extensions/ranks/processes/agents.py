@@ -1,8 +1,8 @@
-"""Processes of one job that lend their ranks to the one with rank 0.
+"""Processes of a multi-process job that run ranks for the process with rank 0.
 
-Every process starts its own keeper (`fork_server.py`), so that a crash of a rank harms none of them. Rank 0 keeps a
-store, through which commands and events travel as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When rank 0
-is gone, so is its store, which ends the others.
+Every process starts its own fork server (`fork_server.py`), so that a crash of a rank harms none of them. Rank 0 hosts
+a TCPStore that carries commands and events as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When rank 0 exits,
+the store disappears, which ends the others.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _MEET_SECONDS = 300.0
-"""Time for all processes of a job to start."""
+"""Timeout in seconds for all processes of a job to start."""
 _LOOK_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _LOST_SECONDS = 30.0
-"""Time without a sign of life after which a process is given up."""
+"""Seconds without a heartbeat after which a process counts as lost."""
 _OVER_SECONDS = 10.0
 _WHERE = "magis/address"
 
 
 class Agents:
-    """The processes of a job, led by this one: a context manager; at its end they are told that all is over."""
+    """Connections of rank 0 to all processes of its job; as a context manager, it dismisses them at the end."""
 
     def __init__(self, attachment: Attachment, store: Store) -> None:
         self._attachment = attachment
@@ -52,15 +52,15 @@ class Agents:
 
     @property
     def address(self) -> str:
-        """Address at which the others reach this machine."""
+        """Address at which the other processes reach this machine."""
         return "127.0.0.1" if self.one_machine else self._attachment.address
 
     def are_there(self) -> bool:
-        """Return True if all processes of the job serve by now."""
+        """Return True if all processes of the job are serving."""
         return all(host.is_there() for host in self._hosts.values())
 
     def hosts(self, size: int) -> dict[int, RankHost]:
-        """Return the hosts of the first ``size`` ranks; this process's is a keeper of its own, made here."""
+        """Return the hosts of the first ``size`` ranks; rank 0's host is a fork server created by this call."""
         threads = max(1, cores() // min(size, self.local_size))
         own: dict[int, RankHost] = {0: LocalHost(threads, self._attachment.local_rank)}
         return own | {rank: self._hosts[rank] for rank in range(1, size)}
@@ -72,7 +72,7 @@ class Agents:
         self.close()
 
     def close(self) -> None:
-        """Dismiss all processes, and wait until they know: the store ends with this process."""
+        """Dismiss all processes, and wait until they have left, since the store ends with this process."""
         for host in self._hosts.values():
             host.dismiss()
         until = time.monotonic() + _OVER_SECONDS
@@ -83,7 +83,7 @@ class Agents:
 
 
 class _RemoteHost:
-    """Another process of the job, through the store."""
+    """Host in another process of the job, reached through the store."""
 
     def __init__(self, rank: int, store: Store) -> None:
         self._rank, self._store = rank, store
@@ -110,11 +110,11 @@ class _RemoteHost:
         self.send({"do": "close"})
 
     def is_there(self) -> bool:
-        """Return True if the process has given a sign of life."""
+        """Return True if the process has sent a heartbeat."""
         return self._store.check([f"beat/{self._rank}"])
 
     def dismiss(self) -> None:
-        """Let the process go."""
+        """Tell the process to exit."""
         self.send({"do": "over"})
 
     def has_left(self) -> bool:
@@ -144,7 +144,7 @@ class _RemoteHost:
 
 
 def lead(attachment: Attachment) -> Agents:
-    """Lead the other processes of the job, as its rank 0."""
+    """Return the connections to the other processes of the job; called on rank 0."""
     if attachment.kept_elsewhere:  # by torchrun, which outlives this process: that would not end the others
         store = _store(attachment, 0, keep=True)
         _store(attachment, attachment.port).set(_WHERE, str(store.port))
@@ -161,7 +161,7 @@ def lead(attachment: Attachment) -> Agents:
 
 
 def _store(attachment: Attachment, port: int, *, keep: bool = False) -> TCPStore:
-    """Connect to the store at a port of rank 0's machine; ``keep``: host it in this process."""
+    """Connect to the store at a port of rank 0's machine; ``keep``: host the store in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=_MEET_SECONDS)
@@ -175,9 +175,9 @@ def _prefixed(store: Store) -> Store:
 
 
 def serve(attachment: Attachment) -> int:
-    """Lend this process's rank to rank 0 until that dismisses it; return the number of commands obeyed.
+    """Run this process's rank for rank 0 until dismissed, and return the number of executed commands.
 
-    Raises MagisError if rank 0 cannot be found within minutes, or disappears. No process is left in any case.
+    Raises MagisError if rank 0 cannot be found within minutes, or disappears. Started processes always end.
     """
     agent = _Agent(attachment, _find_store(attachment))
     try:
@@ -205,7 +205,7 @@ def _find_store(attachment: Attachment) -> Store:
 
 
 class _Agent:
-    """Passes commands of the store on to a keeper, and its events back."""
+    """Relay between the store and a fork server: passes commands on, and events back."""
 
     def __init__(self, attachment: Attachment, store: Store) -> None:
         self._attachment, self._store = attachment, store
@@ -214,7 +214,7 @@ class _Agent:
         self._beats, self._beat_at = 0, 0.0
 
     def serve(self) -> int:
-        """Pass commands and events on until rank 0 dismisses this process; return the number of commands."""
+        """Relay commands and events until rank 0 dismisses this process, and return the number of commands."""
         own = self._attachment.rank
         while True:
             self._beat()
@@ -237,7 +237,7 @@ class _Agent:
                     self._lose(error)
 
     def close(self) -> None:
-        """End the keeper, if there is one."""
+        """End the fork server, if there is one."""
         if self._host is not None:
             self._host.close()
             self._host = None
@@ -257,7 +257,7 @@ class _Agent:
             self._lose(error)
 
     def _lose(self, error: MagisError) -> None:
-        """Report that the keeper is gone; a new one comes with the next command."""
+        """Report that the fork server died; the next command starts a new one."""
         self.close()
         self._tell({"event": "lost", "said": str(error)})
 

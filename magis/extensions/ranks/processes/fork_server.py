@@ -1,17 +1,17 @@
-"""The process that keeps a machine's ranks: loads torch once, forks ranks, and leaves none of their processes behind.
+"""Fork server for a machine's ranks: imports torch once, forks ranks, and leaves none of their processes behind.
 
-Run as ``python -m``. Commands come as lines of JSON on standard input, events leave on standard output. A fork of a
-process that has loaded torch and used nothing of it costs milliseconds where a start costs seconds, so ranks can be
-thrown away after every failure. The keeper runs nothing of a user's, hence outlives whatever a rank does. It ends,
-and everything below it, when its input closes or its parent is gone, for whatever reason:
+Run as ``python -m``. Commands are lines of JSON on standard input, events lines on standard output. Forking a process
+that has imported but not used torch takes milliseconds instead of seconds, so ranks can be discarded after every
+failure. The server runs no user code, so it survives whatever a rank does. It ends, with everything below it, when its
+input closes or its parent exits, for whatever reason:
 
-* every rank leads a process group of its own, which is killed as one;
-* a process that leaves that group becomes the keeper's child when its parent dies (PR_SET_CHILD_SUBREAPER), and is
+* every rank leads its own process group, which is killed as one;
+* a process that leaves that group is reparented to the server when its parent dies (PR_SET_CHILD_SUBREAPER), and is
   killed too;
-* a rank dies with the keeper (PR_SET_PDEATHSIG), should somebody kill that.
+* a rank dies with the server (PR_SET_PDEATHSIG), should the server be killed.
 
-Commands: start (generation, size, ranks, device, env), tell (rank, line), where, kill. Events, with the generation that
-they belong to: says (rank, line), died (rank, how, said), where (rank, frames), killed, ready.
+Commands: start (generation, size, ranks, device, env), tell (rank, line), where, kill. Events, each with its
+generation: says (rank, line), died (rank, how, said), where (rank, frames), killed, ready.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ASK = signal.SIGUSR1
 _LOOK_SECONDS = 1.0
 _STACK_SECONDS = 0.5
-"""Time for a rank to write its stack, asked by a signal."""
+"""Seconds for a rank to write its stack after the signal that requests it."""
 _SWEEP_SECONDS = 5.0
 _TAIL_BYTES = 16384
 
@@ -69,7 +69,7 @@ class _Child:
 
 
 class _Keeper:
-    """One machine's ranks."""
+    """Event loop of the fork server, with one machine's ranks."""
 
     def __init__(self, commands: int, events: int, parent: int) -> None:
         self._commands, self._events, self._parent = commands, events, parent
@@ -90,7 +90,7 @@ class _Keeper:
         self._selector.register(commands, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Keep ranks until the input closes or the parent is gone."""
+        """Run ranks until the input closes or the parent exits."""
         try:
             self._emit("ready")
             while os.getppid() == self._parent:
@@ -108,7 +108,7 @@ class _Keeper:
                     for message in self._input.feed(data):
                         self._obey(message)
         except BrokenPipeError:
-            pass  # nobody listens any more
+            pass  # the reader is gone
         finally:
             self._kill()
 
@@ -135,7 +135,7 @@ class _Keeper:
         if child is None or message["generation"] != self._generation:
             return
         os.ftruncate(child.log, 0)  # what it prints from now on belongs to this command
-        with contextlib.suppress(BrokenPipeError):  # dead: the next look says so
+        with contextlib.suppress(BrokenPipeError):  # the rank died, which `_reap` reports
             write_line(child.commands, message["line"])
 
     def _hear(self, child: _Child) -> None:
@@ -172,7 +172,7 @@ class _Keeper:
         del self._children[child.rank]
 
     def _send_stacks(self) -> None:
-        """Ask every rank for its stack, and pass the stacks on."""
+        """Request every rank's stack by a signal, and pass the stacks on."""
         asked = list(self._children.values())
         for child in asked:
             os.ftruncate(child.log, 0)
@@ -183,7 +183,7 @@ class _Keeper:
             self._emit("where", rank=child.rank, frames=stack(_tail(child.log)))
 
     def _kill(self) -> None:
-        """Kill all ranks and everything that they started."""
+        """Kill all ranks and all processes that they started."""
         for child in list(self._children.values()):
             _kill_group(child.pid)
             os.waitpid(child.pid, 0)
@@ -222,7 +222,7 @@ class _Keeper:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
-            # above all other ranks' pipes: as long as a copy is open, they do not close
+            # mainly other ranks' pipes, which stay open while a copy is open
             for entry in list(Path("/proc/self/fd").iterdir()):
                 descriptor = int(entry.name)
                 if descriptor > 2 and descriptor not in (commands, events, log):
@@ -246,7 +246,7 @@ class _Keeper:
 
 
 def _unnamed_file() -> int:
-    """Open a file that is gone once nobody has it open; writes append, also after it was truncated."""
+    """Open an unlinked temporary file in append mode, which also holds after truncation."""
     with tempfile.TemporaryFile() as made:
         descriptor = os.dup(made.fileno())
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
@@ -259,14 +259,14 @@ def _tail(log: int) -> str:
 
 
 def _kill_group(leader: int) -> None:
-    """Kill a rank's process group; the rank alone if it does not lead one yet."""
+    """Kill a rank's process group, and the rank itself in case it has no group yet."""
     for kill in (partial(os.killpg, leader), partial(os.kill, leader)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(signal.SIGKILL)
 
 
 def _children_of(parent: int) -> list[int]:
-    """Return the processes whose parent is ``parent``, by /proc."""
+    """Return the pids of the processes whose parent is ``parent``, from /proc."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -280,11 +280,11 @@ def _children_of(parent: int) -> list[int]:
 
 
 def main() -> None:
-    """Keep ranks until the input closes. The first line of the input names the parent's process."""
+    """Run the fork server until its input closes. The first argument of the command is the parent's pid."""
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # whatever a library prints while it is loaded
+    os.dup2(2, 1)  # redirects what libraries print at import
     parent = int(sys.argv[1])
     before_torch()
     for name in _PRELOADED:

@@ -1,8 +1,8 @@
-"""Measurements of one rank in a job: peak memory, times, losses.
+"""Measurement of one rank in a job: peak memory, times, losses.
 
-Peaks include everything that the job keeps. On a CPU all allocations from before the workload is built until the
-measured step has ended are logged, so that nothing in the measured step is older than the log; memory that earlier jobs
-left in the process does not count.
+Peaks include everything that the job keeps. On a CPU, the profiler logs all allocations from before the workload is
+built until the measured step ends, so that no tensor of the measured step is older than the log; memory left by earlier
+jobs in the process does not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MARK = "magis: the measured step"
 
 
 def run_job(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
-    """Run a job on this rank and report; ``enter`` is told the next phase. All ranks run it at the same time."""
+    """Run a job on this rank, together with all others, and return its report; ``enter`` receives each phase's name."""
     where = _Where(world, enter)
     chosen = distributed_strategy(job.strategy)
     check_world(chosen, world.size)
@@ -79,13 +79,13 @@ def run_job(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRep
 
 @dataclass(frozen=True)
 class _Where:
-    """A world, and the function that is told a rank's progress."""
+    """Group of all ranks, and the callback that reports this rank's phase."""
 
     world: World
     enter: Callable[[str], None]
 
     def meet(self) -> None:
-        """Wait for all ranks, and for the GPU."""
+        """Wait at a barrier of all ranks, and for the GPU."""
         if self.world.device == "cuda":
             torch.cuda.synchronize()
             dist.barrier(device_ids=[torch.cuda.current_device()])
@@ -100,7 +100,7 @@ class _Where:
 
 @dataclass
 class _AnnouncedStrategy(Wrapping):
-    """A strategy whose steps announce their beginning; notes facts of the workload."""
+    """Strategy whose steps report their phase; records facts about the workload."""
 
     strategy: RankStrategy
     where: _Where
@@ -112,7 +112,7 @@ class _AnnouncedStrategy(Wrapping):
     """True if the network has dropout."""
 
     def prepare(self, work: Workload, world: World) -> _AnnouncedStep:
-        """Return the strategy's step."""
+        """Return the strategy's step, wrapped to report its phase."""
         self.samples = batch_size(work)
         self.drops = self.drops or has_dropout(work.module)
         self.where.enter("the preparation of the step")
@@ -121,7 +121,7 @@ class _AnnouncedStrategy(Wrapping):
         return _AnnouncedStep(step, self.where)
 
     def release(self) -> None:
-        """Free the steps: a hook on a parameter that refers to the parameter would keep it alive for ever."""
+        """Free the steps: a hook that refers to its own parameter would keep the parameter alive."""
         for module in self.modules:
             for parameter in module.parameters():
                 hooks = parameter._post_accumulate_grad_hooks
@@ -149,12 +149,12 @@ class _AnnouncedStep:
         return self.step.run()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the step says it holds, by kind."""
+        """Yield (kind, tensor) for the tensors that the step keeps alive between steps."""
         own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
         return iter(()) if own is None else own()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's parts of the parameters by name, without padding."""
+        """Yield this rank's parts of the parameters by name, without padding."""
         own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "weights", None)
         named = self.step.module.named_parameters()
         return ((name, local(p)) for name, p in named) if own is None else own()
@@ -163,7 +163,7 @@ class _AnnouncedStep:
 def _peak_and_times(
     job: RankJob, strategy: _AnnouncedStrategy, where: _Where
 ) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
-    """Return peak bytes of the measured step, bytes that a GPU's allocator held, times of later steps, first losses."""
+    """Return peak bytes, a GPU allocator's reserved bytes (else None), times of later steps, first losses."""
     losses: list[float | None] = []
     on_gpu = where.world.device == "cuda"
     resting = nullcontext() if on_gpu else _RestAfterCollectives()
@@ -194,7 +194,7 @@ def _peak_and_times(
 
 
 def _time_steps(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
-    """Return the milliseconds of each timed step, from a barrier before it; its loss is appended to ``losses``."""
+    """Return the milliseconds of each timed step, measured from a barrier; appends its loss to ``losses``."""
     times = []
     with no_collection():
         for _ in range(job.rounds):
@@ -213,8 +213,7 @@ def _losses_and_weights(
 ) -> tuple[tuple[float | None, ...], str]:
     """Return the losses of the first steps from fresh weights, and a digest of this rank's weights after them.
 
-    Without dropout, unless weights are asked for: those are compared with another job's on the same ranks, which draws
-    the same numbers.
+    Dropout is on only with ``job.weights``, whose digest is compared with that of a job that draws the same numbers.
     """
     step = _prepare_fresh(job, strategy, where, dropout=job.weights)
     found: list[float | None] = []
@@ -229,7 +228,7 @@ def _losses_and_weights(
 
 
 def _prepare_fresh(job: RankJob, strategy: _AnnouncedStrategy, where: _Where, *, dropout: bool) -> _AnnouncedStep:
-    """Return this rank's step, from fresh weights."""
+    """Return this rank's step with freshly initialized weights."""
     work = _workload(job, where)
     if not dropout:
         without_dropout(work.module)
@@ -252,7 +251,7 @@ def _workload(job: RankJob, where: _Where) -> Workload:
 
 
 def peak_within(log: profile, mark: str) -> int:
-    """Return the peak bytes during the event called ``mark``, of those allocated since the log began."""
+    """Return the peak bytes during the event ``mark``, counting allocations since the log began."""
     window = _event_times(log, mark)
     live: dict[int, int] = {}
     now = peak = 0
@@ -284,12 +283,12 @@ def _event_times(log: profile, mark: str) -> tuple[int, int]:
 
 
 class _RestAfterCollectives(TorchDispatchMode):
-    """Keep the tensors of a collective alive until all threads rest, before the next other operator.
+    """Dispatch mode that keeps tensors of a collective alive until all threads rest, before the next operator.
 
-    The thread that drops a tensor last frees it, and other threads' frees are not logged: the tensor would count as
-    scratch from then on, in some runs and not in others (seen: 6% of the peak of ``zero3``). A thread that waits for a
-    slower rank rests, too: scratch of collectives that nobody has waited for yet may still differ. If threads never
-    rest, since somebody else computes in this process, that is tried once.
+    The thread that drops a tensor last frees it, and frees of other threads are not logged: the tensor would count as
+    scratch from then on, in some runs and not in others (up to 6% of the peak of ``zero3``). A thread that waits for a
+    slower rank rests, too: scratch of unfinished collectives may still differ. If threads never rest, since other code
+    computes in this process, the mode stops waiting after one attempt.
     """
 
     def __init__(self) -> None:
@@ -299,7 +298,7 @@ class _RestAfterCollectives(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return False: code under it runs in eager mode, not compiled."""
+        """Return False, so that code under the mode runs eagerly instead of compiled."""
         return False
 
     def __torch_dispatch__(
@@ -316,11 +315,10 @@ class _RestAfterCollectives(TorchDispatchMode):
 
 
 def _let_threads_rest() -> bool:
-    """Wait until no other thread of the process runs; return False if that takes too long.
+    """Wait until no other thread of the process runs; return False on timeout.
 
-    Gloo's threads free what they still hold when a collective has ended. A tensor seems alive until then, and torch's
-    profiler, which logs these frees, does not expect them while it stops: seen to crash in one of twenty jobs (torch
-    2.13).
+    Gloo's threads free their tensors shortly after a collective ends. A tensor seems alive until then, and torch's
+    profiler, which logs frees, may crash if they occur while it stops (one of twenty jobs with torch 2.13).
     """
     own, calm = str(threading.get_native_id()), 0
     until = time.monotonic() + _REST_SECONDS
@@ -331,7 +329,7 @@ def _let_threads_rest() -> bool:
 
 
 def _runs(task: Path) -> bool:
-    """Return True if a thread runs or waits for a core, by Linux's table."""
+    """Return True if a thread runs or waits for a core, from /proc."""
     try:
         return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "S"
     except OSError:  # gone meanwhile

@@ -1,7 +1,7 @@
-"""A pool of rank processes for one job after the other, and the choice of the rank to blame when one fails.
+"""Pool of rank processes that run jobs one after another, and the choice of the rank to blame for a failure.
 
-A rank fails if it does not answer: it raises, it dies, it hangs. The job then ends with one line, within a bounded
-time, and all its ranks are killed with everything that they started; the next job gets new ones.
+A rank fails if it raises, dies or hangs. The job then ends with one line, within a bounded time, and all ranks are
+killed with everything that they started; the next job gets new ranks.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
     from magis.extensions.ranks.processes.agents import Agents
 
 _OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "socket", "recvvalue", "store")
-"""Texts in the error of a rank that notices that another one is gone."""
+"""Substrings of errors that a rank raises because another rank is gone."""
 _WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
-"""Files on the stack of a rank that waits for others: in a collective, or in a backward pass that has some."""
+"""Path parts on the stack of a rank that waits for others, in a collective or in a backward with collectives."""
 _WATCHER = "magis/extensions/ranks/prediction/live_storage.py"
-"""File on the stack between an operator and its caller."""
+"""Path part on the stack between an operator and its caller."""
 _OWN = str(Path(__file__).resolve().parent)
 
 
 @dataclass
 class Rank:
-    """One rank's state, as the pool knows it."""
+    """State of one rank, as the pool knows it."""
 
     number: int
     pid: int = 0
     phase: str = "start"
     progress: int = 0
-    """Number of phases that it has begun in this job."""
+    """Number of phases that the rank has begun in this job."""
     answers: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    """Error that it raised."""
+    """Error that the rank raised; None if it raised none."""
     death: str = ""
-    """Cause of its death, in words."""
+    """Cause of the death of the rank's process, in words; "" while it runs."""
     words: str = ""
-    """Last line that it printed before it died."""
+    """Last line that the rank printed before it died."""
     frames: tuple[str, ...] | None = None
-    """Stack when it was asked for it, innermost frame first; None: it did not answer."""
+    """Stack of the rank when requested, innermost frame first; None if it did not answer."""
 
     def begin(self) -> None:
-        """Forget the last job's messages, for a new job."""
+        """Clear the messages of the last job."""
         self.progress, self.phase = 0, "start of the job"
         self.answers, self.error, self.frames = {}, None, None
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take in an event from the keeper."""
+        """Update the state from an event of the fork server."""
         match event["event"]:
             case "died":
                 self.death, self.words = event["how"], event["said"]
@@ -80,7 +80,7 @@ class Rank:
 
     @property
     def refused(self) -> bool:
-        """True if its only message is a UsageError: the job cannot be run."""
+        """True if the rank only raised UsageError, so that the job cannot run."""
         return not self.death and self.error is not None and self.error["usage"]
 
     @property
@@ -89,12 +89,12 @@ class Rank:
 
     @property
     def hit_by_another(self) -> bool:
-        """True if it merely noticed that another rank is gone."""
+        """True if the rank's error only says that another rank is gone."""
         return not self.death and any(text in self.said.casefold() for text in _OF_A_PEER)
 
 
 def failure(ranks: Sequence[Rank]) -> MagisError:
-    """Return the error for a job in which ranks failed: that of the one that probably failed first."""
+    """Return the error of a failed job: that of the rank that probably failed first."""
 
     def blame_order(rank: Rank) -> tuple[bool, bool, int]:
         raised = rank.error is not None and not rank.hit_by_another
@@ -118,7 +118,7 @@ def failure(ranks: Sequence[Rank]) -> MagisError:
 
 
 def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
-    """Return the error for a job in which all ranks were silent for a time: that of the one that others wait for."""
+    """Return the error of a job in which all ranks were silent: it names the rank that the others probably wait for."""
     silent = [rank for rank in ranks if wanted not in rank.answers]
     last = min(silent, key=lambda rank: (rank.progress, _waiting_rank(rank.frames or ()), rank.number))
     place = _user_frame(last.frames or ())
@@ -130,7 +130,7 @@ def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
 
 
 def _waiting_rank(frames: Sequence[str]) -> int:
-    """Rate by the innermost part of a stack if a rank merely waits for others: 0 (in its own code) to 2 (it does)."""
+    """Rate from 0 (runs its own code) to 2 (waits for others) by the innermost frames of a stack."""
     inner = [frame for frame in frames if _WATCHER not in frame][:3]
     if any(text in frame for frame in inner for text in _WAITING):
         return 2
@@ -138,7 +138,7 @@ def _waiting_rank(frames: Sequence[str]) -> int:
 
 
 def _user_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of the strategy or the network: neither torch's nor this package's."""
+    """Return the innermost frame outside torch and this package, in the strategy or the network; else ""."""
     for frame in frames:
         path, _, rest = frame.rpartition(":")
         if "site-packages" not in path and not path.startswith((_OWN, "<frozen")) and "/lib/python" not in path:
@@ -147,20 +147,20 @@ def _user_frame(frames: Sequence[str]) -> str:
 
 
 _START_SECONDS = 300.0
-"""Time for processes to load torch and to meet, on a busy machine."""
+"""Timeout in seconds for processes to import torch and connect, on a busy machine."""
 _GRACE_SECONDS = 1.5
-"""Time after a failure to learn its cause: a rank's death is often first noticed by the others."""
+"""Seconds to collect other ranks' events after a failure, since a rank's death is often first noticed by the others."""
 _STACK_SECONDS = 5.0
 _KILL_SECONDS = 20.0
 _SLICE_SECONDS = 0.2
 
 
 class RankPool:
-    """``size`` ranks on "cpu" (gloo) or "cuda" (nccl, one GPU each): a context manager. They start with the first job.
+    """Pool of ``size`` ranks on "cpu" (gloo) or "cuda" (nccl, one GPU each), started by the first job.
 
-    With ``agents`` they run where the processes of an attached job are, else all on this machine. ``timeout_s``: how
-    long all ranks together may be silent in a job, in seconds; they say so when a step or another phase begins, so a
-    job may take as long as it needs, and one that hangs ends that much later.
+    With ``agents``, ranks run in the processes of the multi-process job, else all on this machine. ``timeout_s`` is the
+    longest time in seconds without any message from any rank; ranks report every step and phase, so a job may take any
+    time, but a hanging job ends after the timeout.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class RankPool:
         self._timeout_s = timeout_s
         self._agents = agents
         self._hosts: dict[int, RankHost] = {}
-        """Host of each rank; ranks of one machine share theirs."""
+        """Host of each rank; ranks on one machine share a host."""
         self._ranks: list[Rank] = []
-        """Ranks that run; empty before the first job and after a failure."""
+        """Running ranks; empty before the first job and after a failure."""
         self._generation = 0
         self._jobs = 0
 
@@ -197,11 +197,12 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, on their machines; empty while none run."""
+        """Process ids of the ranks on their machines; empty while none run."""
         return tuple(rank.pid for rank in self._ranks)
 
     def run(self, job: RankJob) -> tuple[RankReport, ...]:
-        """Run a job; return each rank's report. Raises RankError if a rank fails, UsageError if one refuses the job."""
+        """Run a job and return each rank's report. Raises RankError if a rank fails, UsageError if all refuse the
+        job."""
         try:
             if not self._ranks:
                 self._start()
@@ -211,14 +212,14 @@ class RankPool:
                 self._tell(rank, {"do": "run", "job": to_plain(job), "number": self._jobs, "path": sys.path})
             answers = self._gather("report", self._timeout_s)
         except _Refused as refused:
-            raise UsageError(str(refused)) from None  # by all of them: they are fit for the next job
+            raise UsageError(str(refused)) from None  # all ranks refused, so they can run the next job
         except BaseException:
             self._kill()
             raise
         return tuple(from_plain(RankReport, answer) for answer in answers)
 
     def close(self) -> None:
-        """End all ranks; returns when they are gone. A later job starts new ones."""
+        """End all ranks, and return when they are gone. A later job starts new ranks."""
         self._ranks = []
         for host in self._each_host():
             host.close()
@@ -230,7 +231,7 @@ class RankPool:
                 self._hosts = self._agents.hosts(self.size)
             else:
                 self._hosts = dict.fromkeys(range(self.size), LocalHost(max(1, cores() // self.size)))
-        self._generation = time.monotonic_ns()  # no other pool's, of the same agents
+        self._generation = time.monotonic_ns()  # unique among pools that share the agents
         self._ranks = [Rank(number) for number in range(self.size)]
         for host in self._each_host():
             there = [number for number, its in self._hosts.items() if its is host]
@@ -268,7 +269,7 @@ class RankPool:
         self._send(self._hosts[rank.number], {"do": "tell", "rank": rank.number, "line": line})
 
     def _events(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the events of this generation; wait ``timeout_s`` at most if there are none."""
+        """Yield the events of this generation; wait at most ``timeout_s`` seconds for the first one."""
         hosts = self._each_host()
         for host in hosts:
             for event in host.events(timeout_s / len(hosts)):
@@ -276,7 +277,7 @@ class RankPool:
                     yield event
 
     def _hear(self) -> int:
-        """Take in the events of ranks; return their number."""
+        """Process new events of ranks, and return their number."""
         count = 0
         for event in self._events(_SLICE_SECONDS):
             if "rank" in event:
@@ -285,7 +286,7 @@ class RankPool:
         return count
 
     def _gather(self, wanted: str, timeout_s: float, ranks: Sequence[Rank] | None = None) -> list[Any]:
-        """Wait for an answer of each rank, and return them."""
+        """Wait for an answer from each rank, and return the answers."""
         asked = self._ranks if ranks is None else ranks
         last = time.monotonic()
         while any(wanted not in rank.answers for rank in asked):
@@ -300,9 +301,9 @@ class RankPool:
         return [rank.answers.pop(wanted) for rank in asked]
 
     def _hear_consequences(self) -> None:
-        """Take in the other ranks' events after a failure.
+        """Process the other ranks' events after a failure.
 
-        Raises _Refused if all ranks refuse the job: then they can run the next one.
+        Raises _Refused if all ranks refuse the job; they can then run the next one.
         """
         clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
         until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
@@ -312,7 +313,7 @@ class RankPool:
             raise _Refused(self._ranks[0].said)
 
     def _ask_for_stacks(self) -> None:
-        """Ask every rank for its stack."""
+        """Request the stack of every rank, and wait for the answers."""
         for host in self._each_host():
             self._send(host, {"do": "where"})
         until = time.monotonic() + _STACK_SECONDS
@@ -320,7 +321,7 @@ class RankPool:
             self._hear()
 
     def _kill(self) -> None:
-        """Kill the ranks, keep their keepers; where that does not work, end these, too."""
+        """Kill the ranks but keep their fork servers; if that fails, end the fork servers, too."""
         self._ranks = []
         hosts = self._each_host()
         try:
@@ -341,4 +342,4 @@ class RankPool:
 
 
 class _Refused(Exception):  # noqa: N818 (not an error of the pool)
-    """All ranks refuse a job, by a UsageError."""
+    """Raised if all ranks refuse a job with a UsageError."""

@@ -1,6 +1,6 @@
-"""Hosts of ranks: processes of this machine, or of a job that torchrun or srun has started.
+"""Hosts of ranks: fork servers on this machine, or in the processes of a job that torchrun or srun started.
 
-The process with rank 0 leads (`agents.lead`), each of the others serves (`agents.serve`). This module loads no torch.
+The process with rank 0 leads (`agents.lead`), the others serve (`agents.serve`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from magis.extensions.ranks.processes.records import JsonLines, last_words
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20000, 20000
-"""Range of the ports over which Slurm jobs are spread by their number, which all processes of a job know."""
+"""First port, and number of ports, over which Slurm jobs are spread by job number, known to all processes of a job."""
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """This process's place in the job that it belongs to."""
+    """Place of this process in its multi-process job."""
 
     rank: int
     size: int
@@ -39,9 +39,9 @@ class Attachment:
     address: str
     """Address of rank 0."""
     port: int
-    """Port at which processes of the job find each other."""
+    """Port of rank 0's machine at which the job's processes connect."""
     kept_elsewhere: bool = False
-    """True if torchrun keeps a store at that port; else rank 0 has to."""
+    """True if torchrun already hosts a store at that port; else rank 0 must host it."""
 
     @property
     def one_machine(self) -> bool:
@@ -49,11 +49,11 @@ class Attachment:
 
 
 def attached(environment: Mapping[str, str] | None = None) -> Attachment | None:
-    """Return this process's place in a job by the environment (default: its own); None if it runs by itself.
+    """Return this process's place in a multi-process job, from environment variables; None if there is no such job.
 
-    torchrun's variables come first: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Else those of a step of a Slurm job
-    with several tasks; a batch script or an allocated shell is no such step. Raises UsageError if some variable is
-    missing or no number. A job of one process counts as none.
+    Torchrun's variables come first: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Else those of a Slurm job step with
+    several tasks; a batch script or an allocated shell is not such a step. Raises UsageError if a variable is missing
+    or not a number. A job of one process counts as none.
     """
     given = os.environ if environment is None else environment
     if "RANK" in given or "WORLD_SIZE" in given:
@@ -131,7 +131,7 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
 
 
 def _first_machine(given: Mapping[str, str], machines: int) -> str:
-    """Return the first machine of a Slurm job, where rank 0 is unless tasks are distributed by hand.
+    """Return the first machine of a Slurm job, which runs rank 0 unless tasks are distributed manually.
 
     "node[03-07,11],other2" begins with node03.
     """
@@ -145,7 +145,7 @@ def _first_machine(given: Mapping[str, str], machines: int) -> str:
 
 
 def _tasks_here(given: Mapping[str, str], size: int, machines: int) -> int:
-    """Return the number of a Slurm job's tasks on this machine: "2(x3),1" says 1 for SLURM_NODEID 3."""
+    """Return the number of a Slurm job's tasks on this machine; "2(x3),1" gives 1 for SLURM_NODEID 3."""
     if machines == 1:
         return size
     text = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")
@@ -155,16 +155,16 @@ def _tasks_here(given: Mapping[str, str], size: int, machines: int) -> int:
 
 
 _END_SECONDS = 10.0
-"""Time for a keeper to kill its ranks and go; it takes a small part of a second."""
+"""Timeout in seconds for a fork server to kill its ranks and exit, which normally takes a fraction of a second."""
 _OF_OTHER_JOBS = ("TORCHELASTIC_", "PYTEST_", "COV_CORE_")
-"""Prefixes of variables of this process's own job, of which its ranks are no part."""
+"""Prefixes of environment variables that belong to this process's own job and must not reach its ranks."""
 
 
 class RankHost(Protocol):
-    """Takes commands for ranks and gives their events (magis/extensions/ranks/processes/fork_server.py says which)."""
+    """Host that executes commands for ranks and returns their events; `fork_server.py` defines both."""
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Pass a command on, without waiting for its effect."""
+        """Send a command without waiting for its effect."""
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events since the last call; wait up to ``timeout_s`` seconds if there are none.
@@ -173,11 +173,11 @@ class RankHost(Protocol):
         """
 
     def close(self) -> None:
-        """End all ranks and their processes; return when they are gone."""
+        """End all ranks and their processes, and return when they are gone."""
 
 
 class LocalHost:
-    """A keeper process, and the pipes to it. Its first rank has the number ``local_rank`` on this machine."""
+    """Fork server on this machine, reached through pipes; ``local_rank`` is the LOCAL_RANK of its first rank."""
 
     def __init__(self, threads: int, local_rank: int = 0) -> None:
         self._local_rank = local_rank

@@ -1,6 +1,6 @@
-"""Loop of a rank: it waits for jobs, and runs each one together with the others, in a fresh process group.
+"""Main loop of a rank: waits for jobs, and runs each with the other ranks in a fresh process group.
 
-Messages up: hello (pid), port (of the store, from the rank that hosts it), phase, report, error (phase, kind, text).
+Messages to the pool: hello (pid), port (of the store, if hosted here), phase, report, error (phase, kind, text).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from magis.strategies.rank_step import World
 
 _LOOPBACK = "127.0.0.1"
 _COLLECTIVE = timedelta(hours=1)
-"""Timeout of a collective; the pool gives up long before."""
+"""Timeout of a collective; the pool's own timeout is much shorter."""
 
 
 @dataclass
 class _Place:
-    """One rank's place in the pool."""
+    """State of this rank in the pool."""
 
     rank: int
     size: int
     device: str
     alone: bool
-    """True if its keeper has no other rank: each process of a Slurm job may see a GPU of its own."""
+    """True if its fork server has no other rank: each process of a Slurm job may see only its own GPU."""
     say: Callable[[dict[str, Any]], None]
     phase: str = "start"
     store: Store | None = None
@@ -53,7 +53,7 @@ class _Place:
 
 
 def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> None:
-    """Obey commands until their pipe closes; ``start`` is the command that started this rank."""
+    """Execute commands until their pipe closes; ``start`` is the command that started this rank."""
 
     def say(message: dict[str, Any]) -> None:
         write_line(events, message)
@@ -95,7 +95,7 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
 
 
 def _run_in_group(place: _Place, job: RankJob, number: int) -> RankReport:
-    """Run a job in a fresh process group, which has no unfinished messages of the last one."""
+    """Run a job in a fresh process group, which has no unfinished collectives of the last job."""
     place.enter("setting up the process group")
     if place.store is None:
         raise MagisError("the rank has not joined the others")
@@ -112,7 +112,7 @@ def _run_in_group(place: _Place, job: RankJob, number: int) -> RankReport:
 
 
 def _leave() -> None:
-    """Drop torch's state that outlives a job: compiled code, process groups, a GPU's cache."""
+    """Drop torch's state that would outlive a job: compiled code, process groups, a GPU's cache."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
@@ -122,7 +122,7 @@ def _leave() -> None:
 
 
 def _host_store(address: str, size: int) -> tuple[Store, int]:
-    """Host the ranks' store at a free port; on the loopback address, reachable from this machine alone."""
+    """Host the ranks' store at a free port; on the loopback address, only this machine can connect."""
     if address != _LOOPBACK:
         store = TCPStore(address, 0, size, True, _COLLECTIVE, wait_for_workers=False)
         return store, store.port

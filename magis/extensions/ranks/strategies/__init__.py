@@ -1,1 +1,1 @@
-"""Strategies of several ranks that users compare with: sharding, tensor and pipeline parallelism."""
+"""Distributed strategies for comparison: data parallelism, sharding, tensor and pipeline parallelism."""

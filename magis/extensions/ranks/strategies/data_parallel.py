@@ -1,8 +1,8 @@
-"""Data parallelism: `ddp` and its variants on whole float32 weights, and `fsdp` by torch's `fully_shard`.
+"""Data parallelism: `ddp` and its variants with whole float32 weights, and `fsdp` by torch's `fully_shard`.
 
-`ddp` is `DistributedDataParallel`. `oss` is the same with `ZeroRedundancyOptimizer`: each parameter's optimizer state
-is on one rank, which updates it and hands out the result (fairscale's OSS). `oss+sdp` also reduces each gradient to
-that rank alone, during the backward, and frees it everywhere else (fairscale's ShardedDataParallel).
+`ddp` is `DistributedDataParallel`. `oss` adds `ZeroRedundancyOptimizer`: each parameter's optimizer state is on one
+rank, which updates the parameter and broadcasts it (fairscale's OSS). `oss+sdp` also reduces each gradient only to that
+rank, during the backward, and frees it on all others (fairscale's ShardedDataParallel).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 FIRST_BUCKET_BYTES = 2**20
-"""Size of the bucket that is ready first: torch's default."""
+"""Size in bytes of the bucket that is ready first: torch's default."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """`ddp`, `oss` or `oss+sdp`: weights whole and float32 on every rank; ``amp`` is autocast.
+    """Strategy `ddp`, `oss` or `oss+sdp`: whole float32 weights on every rank; ``amp`` is autocast.
 
     Bytes per parameter with Adam on R ranks: ddp 4 weights + 4 gradients + 4 buckets + 8 state; oss the same with 8/R
     state; oss+sdp 4 weights + 4/R gradients + 8/R state.
@@ -58,7 +58,7 @@ class Replicated:
 
     @property
     def warm_steps(self) -> int:
-        """Number of steps before buckets are final: DistributedDataParallel makes them at the second step."""
+        """Number of warm-up steps until buckets are final: DistributedDataParallel rebuilds them in the second step."""
         return 1 if self.plain == "oss+sdp" else 2
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
@@ -78,7 +78,7 @@ class Replicated:
 
 
 def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """Return the same update with the state of each parameter on one rank."""
+    """Return a ZeroRedundancyOptimizer of the same kind, with the state of each parameter on one rank."""
     groups = [{k: v for k, v in group.items() if k != "foreach"} for group in optimizer.param_groups if group["params"]]
     with quiet():  # the import warns, too
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -87,7 +87,7 @@ def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 
 
 def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Callable[[], None]:
-    """Hook parameters to reduce each gradient to the rank that owns it, and to free it on all others.
+    """Register hooks that reduce each gradient to the rank that owns its parameter, and free it on all others.
 
     Returns a function that waits for the reductions.
     """
@@ -116,10 +116,10 @@ def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Calla
 
 
 class BucketedReplica(nn.Module):
-    """Stand-in for `DistributedDataParallel`, whose C++ reducer cannot take fake tensors: it allocates the same memory.
+    """Replacement for `DistributedDataParallel`, whose reducer refuses fake tensors; allocates the same memory.
 
-    Flat buckets beside the gradients, cut as torch cuts them: parameters in reverse order, at first, and from the
-    second step on in the order in which their gradients arrive; 1 MiB in the first bucket and 25 MiB in each other one.
+    Flat buckets exist beside the gradients and are cut as torch cuts them: parameters in reverse order in the first
+    step, then in the order in which their gradients arrive; the first bucket has 1 MiB, the others 25 MiB each.
     """
 
     def __init__(self, module: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -141,7 +141,7 @@ class BucketedReplica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the block as this rank's own."""
+        """Accumulate gradients locally within a `with` block, as `DistributedDataParallel.no_sync` does."""
         self._synchronizes = False
         try:
             yield
@@ -149,7 +149,7 @@ class BucketedReplica(nn.Module):
             self._synchronizes = True
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Run the module's forward, after making the final buckets at the second step."""
+        """Run the module's forward; in the second step, rebuild the buckets before it."""
         if self._synchronizes and self._arrived and not self._rebuilt:
             order, self._rebuilt = self._arrived, True
             cut = self._cut(order, list(range(len(order))))
@@ -159,7 +159,7 @@ class BucketedReplica(nn.Module):
         return self.module(*inputs)
 
     def _cut(self, parameters: list[Tensor], order: list[int]) -> list[list[int]]:
-        """Return the parameters of each bucket, by position, by torch's own rule."""
+        """Return the parameters of each bucket, by index, by torch's own rule."""
         compute: Any = vars(dist)["_compute_bucket_assignment_by_size"]
         buckets: list[list[int]] = compute(parameters, self._limits, [False] * len(parameters), order)[0]
         return buckets
@@ -174,11 +174,11 @@ class BucketedReplica(nn.Module):
 
 @dataclass(frozen=True)
 class FullyShard:
-    """`fsdp`: float32 weights, gradients and optimizer state, every parameter cut along its first dimension.
+    """Strategy `fsdp`: float32 weights, gradients and optimizer state, each sharded along the first dimension.
 
-    Bytes per parameter with Adam on R ranks: 16/R, and a block's weights whole while it runs. ``amp``: the same, with
-    blocks gathered and gradients reduced in the lower type (`MixedPrecisionPolicy`). What is in no block is whole from
-    the start of the forward to the end of the backward.
+    Bytes per parameter with Adam on R ranks: 16/R, and a block's whole weights while it runs. With ``amp``, blocks are
+    gathered and gradients reduced in the lower data type (`MixedPrecisionPolicy`). Parameters outside all blocks are
+    whole from the start of the forward to the end of the backward.
     """
 
     amp: bool = False

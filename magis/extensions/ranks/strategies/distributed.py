@@ -1,4 +1,4 @@
-"""Parts of distributed strategies: mixed precision, loss scaling, averaged gradients, float32 masters."""
+"""Parts of distributed strategies: mixed precision, loss scaling, averaged gradients, float32 master weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, 
 
 K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
-"""Size of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
+"""Size in bytes of the buckets for averaging gradients: torch's default for DistributedDataParallel."""
 
 KIND: ContextVar[str | None] = ContextVar("KIND", default=None)
-"""Purpose of storages made now, in the words of a memory table; None: activations and temporaries."""
+"""Kind of the storages allocated now, for the memory table; None: activations and temporaries."""
 
 
 @contextmanager
 def of_kind(name: str) -> Iterator[None]:
-    """Count the storages made in a block as ``name`` ("communication buckets", say) in the ledger."""
+    """Label the storages allocated within a `with` block with a kind, such as "communication buckets"."""
     token = KIND.set(name)
     try:
         yield
@@ -46,32 +46,32 @@ def half(world: World) -> torch.dtype:
 
 
 def place(world: World) -> str:
-    """Return the device type of the rank's tensors; fake ones are on the CPU, whatever they stand for."""
+    """Return the device type of the rank's tensors; fake tensors are always on the CPU."""
     return "cpu" if world.fake else world.device
 
 
 def cast(world: World, *, amp: bool) -> AbstractContextManager[Any]:
-    """Return autocast to the lower data type; a null context without ``amp``."""
+    """Return a context of autocast to the lower data type; a null context without ``amp``."""
     return torch.autocast(place(world), dtype=half(world)) if amp else nullcontext()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's own warnings, of names that it is about to change, for the duration of a block."""
+    """Silence torch's warnings (of deprecated names, for example) within a `with` block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return a mesh of ranks with named dimensions, made of real tensors also in a fake world."""
+    """Return a device mesh with named dimensions; its own tensors are real even under fake tensor modes."""
     forget_meshes()
     with _disable_current_modes(), quiet():
         return init_device_mesh(place(world), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches of operators on meshes, which hold the names of groups that are gone."""
+    """Clear torch's caches of operators on meshes, which refer to destroyed process groups."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -79,23 +79,23 @@ def forget_meshes() -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a distributed tensor; any other tensor itself."""
+    """Return this rank's local part of a DTensor, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that get gradients, by name; tied ones once."""
+    """Return the trainable parameters by name, tied parameters once."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def rule_of(work: Workload, names: Container[str]) -> OptimizerSpec:
-    """Return the update of ``work`` for a rank that holds the parameters of these names alone."""
+    """Return the optimizer of ``work`` restricted to the parameters of these names."""
     groups = (replace(g, parameters=tuple(n for n in g.parameters if n in names)) for g in work.optimizer.groups)
     return replace(work.optimizer, groups=tuple(groups))
 
 
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], strategy: str) -> Optimizer:
-    """Return the update of ``work`` on these parameters, one by one; raises UsageError if it has none."""
+    """Return a torch optimizer for these parameters, as ``work`` specifies. Raises UsageError if it specifies none."""
     check_update(work, strategy)
     rule = rule_of(work, params)
     with quiet():  # a stage may well be left without a parameter of some group
@@ -113,8 +113,8 @@ def average_gradients(
 ) -> None:
     """Replace the gradients by their means over the ranks of ``group`` (None: all), in flat buckets, last ones first.
 
-    Every rank has gradients of the same parameters. One bucket of about ``bucket_bytes`` is in memory at a time, and
-    a larger gradient is a bucket by itself, without a copy.
+    Every rank has gradients of the same parameters. One bucket of about ``bucket_bytes`` is alive at a time; a larger
+    gradient is reduced in place, without a bucket.
     """
     count = dist.get_world_size(group)
     if count == 1:
@@ -136,7 +136,7 @@ def average_gradients(
 
 
 def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
-    """Yield runs of gradients of one data type, of at most ``most_bytes`` together, unless alone."""
+    """Yield buckets of gradients with one data type and at most ``most_bytes``, or a single larger gradient."""
     bucket: list[K] = []
     held = 0
     for name, grad in grads.items():
@@ -151,10 +151,10 @@ def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
 
 
 class LossScaler:
-    """Dynamic loss scaling by the rule of `torch.amp.GradScaler`, for gradients of which a rank holds a part.
+    """Dynamic loss scaling by the rule of `torch.amp.GradScaler`, for sharded gradients.
 
-    Unless the gradients of all ranks are finite, none of them updates its weights. In a fake world, where no number is
-    known, all are finite. Not ``enabled``: no scaling, for bfloat16 and float32.
+    Unless the gradients of all ranks are finite, no rank updates its weights. On fake tensors, gradients count as
+    finite. If not ``enabled`` (bfloat16 and float32), nothing is scaled.
     """
 
     def __init__(self, world: World, *, enabled: bool, first: float = 2.0**16, interval: int = 2000) -> None:
@@ -166,7 +166,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Factor of the loss."""
+        """Current factor of the loss."""
         return self._scale
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class LossScaler:
         return loss * self._scale if self._enabled else loss
 
     def step(self, optimizer: Optimizer, grads: Iterable[Tensor]) -> None:
-        """Divide the gradients (in place) by the scale, update where they are finite, and choose the next scale."""
+        """Unscale the gradients in place, run the optimizer if all are finite, and update the scale."""
         if self._enabled and not self._unscale(list(grads)):
             self._scale, self._good = max(self._scale / 2, 1.0), 0
             return
@@ -186,7 +186,7 @@ class LossScaler:
                 self._scale *= 2
 
     def _unscale(self, grads: list[Tensor]) -> bool:
-        """Divide the gradients (in place) by the scale; return True if they are finite on all ranks."""
+        """Unscale the gradients in place, and return True if they are finite on all ranks."""
         device = place(self._world)
         found = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self._scale, device=device)
@@ -199,10 +199,10 @@ class LossScaler:
 
 @dataclass
 class PlainStep:
-    """A step of forward, loss, backward and update on this rank, with a strategy's hooks in between."""
+    """Step of forward, loss, backward and update on this rank, with a strategy's callbacks in between."""
 
     module: nn.Module
-    """This rank's part of the network; `call` may be a wrapper of it."""
+    """This rank's part of the network, which `call` may wrap."""
     work: Workload
     """Workload with this rank's share of the batch and this rank's module."""
     optimizer: Optimizer
@@ -213,15 +213,15 @@ class PlainStep:
     after_backward: Callable[[], None] | None = None
     after_update: Callable[[], None] | None = None
     autocast: bool = True
-    """True if lower precision is by autocast; else the weights themselves are in the lower type."""
+    """True if lower precision comes from autocast; else the weights themselves have the lower data type."""
     micro_batches: int = 1
-    """Number of micro-batches, each run forward and backward; replicas average gradients with the last one."""
+    """Number of micro-batches, each with forward and backward; replicas average gradients after the last."""
 
     def __post_init__(self) -> None:
         self._scaler = LossScaler(self.world, enabled=self.amp and self.world.device == "cuda")
 
     def scale(self, scaler: LossScaler) -> None:
-        """Use this loss scaler from now on."""
+        """Replace the loss scaler."""
         self._scaler = scaler
 
     def prepare(self) -> None:
@@ -230,7 +230,7 @@ class PlainStep:
         self.module.zero_grad(set_to_none=True)
 
     def run(self) -> Tensor:
-        """Run one whole step; return the mean loss of the rank's share."""
+        """Run one whole step, and return the mean loss of the rank's share."""
         if self.before_forward is not None:
             self.before_forward()
         loss = self._forward_backward()
@@ -242,7 +242,7 @@ class PlainStep:
         return loss
 
     def _forward_backward(self) -> Tensor:
-        """Run forward and backward; return the mean loss."""
+        """Run forward and backward of all micro-batches, and return the mean loss."""
         work, count = self.work, self.micro_batches
         if count == 1:
             return self._run_micro_batch(work.inputs, work.targets)
@@ -255,7 +255,7 @@ class PlainStep:
         return torch.stack(losses).sum()
 
     def _run_micro_batch(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Run a micro-batch forward and backward; return its share of the mean loss, detached."""
+        """Run forward and backward of a micro-batch, and return its contribution to the mean loss, detached."""
         with cast(self.world, amp=self.amp and self.autocast), quiet():
             loss = self.work.loss_fn(self.call(*inputs), *targets)
             if self.micro_batches > 1:
@@ -266,18 +266,18 @@ class PlainStep:
         return found
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank holds for longer than an operator, each with its kind."""
+        """Yield (kind, tensor) for all tensors that this rank keeps alive between operators."""
         yield from held_by(self.module, self.optimizer, self.work)
 
 
 def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield this rank's parts of the gradients that the update reads."""
+    """Yield this rank's parts of the gradients that the optimizer reads."""
     for group in optimizer.param_groups:
         yield from (local(p.grad) for p in group["params"] if p.grad is not None)
 
 
 def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers, batch, optimizer state and gradients, each with its kind."""
+    """Yield (kind, tensor) for parameters, buffers, batch, optimizer state and gradients."""
     yield from (("parameters", local(p)) for p in module.parameters())
     yield from (("buffers", b) for b in module.buffers())
     yield from (("batch", t) for t in (*work.inputs, *work.targets))
@@ -292,11 +292,11 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
 
 @dataclass(frozen=True)
 class Accumulated(Wrapping):
-    """`accumulate4+fsdp` and the like: another strategy, whose ranks add up the gradients of so many micro-batches.
+    """Gradient accumulation (`accumulate4+fsdp`): another strategy with several micro-batches per step.
 
-    A replica of `ddp` averages them after the last one (`no_sync`), `fsdp` reduces those of each; in a pipeline these
-    are the micro-batches that it runs anyway. Loss and gradients equal those of the whole share if the loss is a mean
-    over equally many numbers in each micro-batch, and the network has no batch norm.
+    A replica of `ddp` averages gradients after the last micro-batch (`no_sync`), `fsdp` reduces those of each; a
+    pipeline uses its own micro-batches. Loss and gradients equal those of the whole share if the loss is a mean over
+    equally many numbers in each micro-batch, and the network has no batch norm.
     """
 
     strategy: RankStrategy
@@ -307,7 +307,7 @@ class Accumulated(Wrapping):
         return f"accumulate{self.micro_batches}+{self.strategy.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """Return the inner strategy's step; raises UsageError if micro-batches would not be equal."""
+        """Return the inner strategy's step. Raises UsageError if the share does not divide into equal micro-batches."""
         if self.stages > 1:
             return _in_micro_batches(self.strategy, self.micro_batches).prepare(work, world)
         step: Any = self.strategy.prepare(work, world)
@@ -323,23 +323,23 @@ class Accumulated(Wrapping):
 
 
 def _in_micro_batches(strategy: Any, count: int) -> RankStrategy:
-    """Return a pipeline, or one in half precision, with so many micro-batches."""
+    """Return the pipeline strategy with another number of micro-batches, also inside a half-precision strategy."""
     if isinstance(strategy, Halved):
         return replace(strategy, strategy=_in_micro_batches(strategy.strategy, count))
     found: RankStrategy = replace(strategy, micro_batches=count)
     return found
 
 
-# Mixed precision without autocast, as Megatron-LM has it, under the strategies that otherwise autocast.
-# Weights, activations and gradients are in the lower type; float32 masters and the optimizer's state beside them.
-# For the update every gradient is cast to float32 and freed; the optimizer changes the masters, and the weights become
-# copies of these. Bytes a parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (a bucket's 2 more under
-# ddp), 4 in its place during the update.
+# Mixed precision without autocast, as in Megatron-LM, for the strategies that otherwise use autocast. Weights,
+# activations and gradients have the lower type; float32 master weights and the optimizer's state exist beside them. For
+# the update every gradient is cast to float32 and freed; the optimizer updates the masters, which are then copied to
+# the weights. Bytes per parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (2 more in a bucket under
+# ddp), instead 4 during the update.
 
 
 @dataclass(frozen=True)
 class Halved(Wrapping):
-    """`half+ddp`, `half+tp2`, `half+pp2`, ...: another strategy, in half precision with float32 masters."""
+    """Half precision with float32 master weights (`half+ddp`, `half+tp2`, `half+pp2`, ...) around another strategy."""
 
     strategy: RankStrategy
 
@@ -348,7 +348,7 @@ class Halved(Wrapping):
         return f"half+{self.strategy.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """Return the inner strategy's step on the network in half precision, with the optimizer on masters."""
+        """Return the inner strategy's step on the network in half precision, with an optimizer of master weights."""
         dtype = half(world)
         step: Any = self.strategy.prepare(work.to(str(dtype).removeprefix("torch.")), world)
         weights = trained(step.module)
@@ -359,7 +359,7 @@ class Halved(Wrapping):
 
 
 class Masters(Optimizer):
-    """Optimizer of weights in half precision by way of float32 copies; ``make`` returns the optimizer of these."""
+    """Optimizer of half-precision weights through float32 master copies; ``make`` creates the masters' optimizer."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], make: Callable[[Mapping[str, Tensor]], Optimizer]) -> None:
         super().__init__([{"params": list(weights.values())}], {})
@@ -369,7 +369,7 @@ class Masters(Optimizer):
         self._inner = make(dict(zip(weights, (master for _, master in self._pairs), strict=True)))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters by the gradients of the weights, which are freed, then copy masters to weights."""
+        """Update the masters with the weights' gradients, which are freed, and copy the masters to the weights."""
         loss = None if closure is None else closure()
         for weight, master in self._pairs:
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
@@ -382,7 +382,7 @@ class Masters(Optimizer):
         return loss
 
     def held(self) -> list[tuple[str, Tensor]]:
-        """Return masters and the optimizer's state of them, each with its kind."""
+        """Return (kind, tensor) for the master weights and their optimizer state."""
         found = [("master weights", local(master)) for _, master in self._pairs]
         for state in self._inner.state.values():
             found += [("optimizer state", local(item)) for item in state.values() if isinstance(item, Tensor)]

@@ -1,12 +1,12 @@
-"""Tensor and pipeline parallelism, alone and together, with replicas of the group on the ranks that are left.
+"""Tensor and pipeline parallelism, alone and together, with replicas of the group on the remaining ranks.
 
-Ranks are numbered with the tensor-parallel ones next to each other, then the stages, then the replicas. Gradients are
-averaged over the replicas after the backward, in buckets.
+Ranks are numbered with tensor-parallel ranks adjacent, then stages, then replicas. Gradients are averaged over the
+replicas after the backward, in buckets.
 
 Stages are cut between blocks and run by a schedule of torch (`schedules.py`), on twice as many micro-batches as ranks
-where the share of the batch allows it. The loss is part of the last stage: its output is one number for each
-micro-batch, so that no logits are kept. Embeddings that are tied to the last projection are on both ends, which add
-up their gradients (Megatron-LM).
+if the share of the batch allows it. The loss is part of the last stage: its output is one number per micro-batch, so no
+logits are kept. Embeddings tied to the output projection are on both the first and the last stage, which sum up their
+gradients (Megatron-LM).
 """
 
 from __future__ import annotations
@@ -56,27 +56,28 @@ from magis.strategies.rank_step import World, batch_size, share_of_batch, split
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """`tpN`, `tpN+sp`, `ppN`, `ppN+zb`, `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold the weights once.
+    """Strategy `tpN`, `tpN+sp`, `ppN`, `ppN+zb`, `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks.
 
-    Bytes per parameter with Adam: 16, of the parameters that this rank holds; weights are float32, ``amp`` is autocast.
+    Bytes per parameter with Adam: 16, for the parameters that this rank holds; weights are float32, ``amp`` is
+    autocast.
     """
 
     tensor: int = 1
     stages: int = 1
-    """Number of ranks of a pipeline; one stage each, or two where the ``schedule`` says so."""
+    """Number of ranks of a pipeline; each has one stage, or two under some schedules."""
     amp: bool = False
     micro_batches: int | None = None
-    """Number of micro-batches; None: the most, up to twice the ranks of the pipeline, that divide the batch's share."""
+    """Number of micro-batches; None: the largest divisor of the batch's share up to twice the ranks of the pipeline."""
     vocabulary: bool = True
-    """True if the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
+    """True if tensor parallelism also cuts the vocabulary; else every rank has all of it."""
     sequence: bool = False
-    """True if they also have parts of the sequence between shared layers; without stages."""
+    """True if tensor parallelism also cuts the sequence between layers; not together with stages."""
     schedule: str = ""
-    """Schedule of the pipeline by its name in `schedules.py`; "": 1F1B."""
+    """Name of the pipeline's schedule in `schedules.py`; "": 1F1B."""
 
     warm_steps = 1
     hollow = True
-    """True if a rank is predicted on hollow tensors: networks of libraries go another way on fake ones."""
+    """True if a rank is predicted on hollow tensors, since networks of libraries branch differently on fake ones."""
 
     @property
     def name(self) -> str:
@@ -90,7 +91,7 @@ class ModelParallel:
         return self.tensor * self.stages
 
     def prepare(self, work: Workload, world: World) -> PlainStep | PipelineStep:
-        """Return the step on this rank: its stage, and its part of each block there."""
+        """Return the step on this rank: its stage, and its part of each block in the stage."""
         count = world.size // self.group
         ranks = mesh(world, {"dp": count, "pp": self.stages, "tp": self.tensor})
         replica, stage, _ = (ranks.get_local_rank(kind) for kind in ("dp", "pp", "tp"))
@@ -166,7 +167,7 @@ class ModelParallel:
 
 
 class _Part(nn.Module):
-    """One stage: a range of blocks, after the network's start in the first, with finish and loss in the last."""
+    """Module of one stage: its blocks, the layers before in the first stage, those after and the loss in the last."""
 
     def __init__(
         self,
@@ -183,14 +184,14 @@ class _Part(nn.Module):
         self.scaler: LossScaler | None = None
         self._cut, self._blocks, self.ends, self._casting = cut, blocks, ends, casting
         self._loss_fn: Callable[..., Tensor] = work.loss_fn
-        # what the stage reads of the batch besides what the schedule hands it, by micro-batch
+        # inputs and targets that the stage reads directly instead of from the schedule, by micro-batch
         self._inputs = [()] * len(inputs) if cut.in_methods or ends[0] else inputs
         self._targets = targets if ends[1] else [()] * len(inputs)
         self._next: Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = iter(())
         self.losses: list[Tensor] = []
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Reset the micro-batches and losses for a new step."""
         self._next = zip(self._inputs, self._targets, strict=True)
         self.losses = []
 
@@ -214,11 +215,11 @@ class _Part(nn.Module):
 
 @dataclass
 class PipelineStep:
-    """One rank's stages in a step."""
+    """Step of one rank's pipeline stages."""
 
     module: nn.Module
     work: Workload
-    """Workload with the part of the batch that these stages read."""
+    """Workload with the part of the batch that this rank's stages read."""
     optimizer: Optimizer
     parts: tuple[_Part, ...]
     schedule: Schedule
@@ -227,10 +228,10 @@ class PipelineStep:
     scaler: LossScaler
     replicas: dist.ProcessGroup
     tied: tuple[nn.Parameter, dist.ProcessGroup] | None
-    """Parameter that both ends of the pipeline hold, and the group of these."""
+    """Tied parameter that the first and the last stage hold, and their process group; None without one."""
     waiting: Waiting
     sent: list[Tensor]
-    """Tensors under way until the end of the schedule, among fake ranks."""
+    """Tensors in flight until the end of the schedule, only with fake process groups."""
 
     @property
     def is_first(self) -> bool:
@@ -238,7 +239,7 @@ class PipelineStep:
         return any(part.ends[0] for part in self.parts)
 
     def scale(self, scaler: LossScaler) -> None:
-        """Use this loss scaler from now on."""
+        """Replace the loss scaler."""
         self.scaler = scaler
         for part in self.parts:
             part.scaler = scaler
@@ -248,7 +249,7 @@ class PipelineStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> Tensor | None:
-        """Run one whole step; return the mean loss of the share on the last stage, None on the others."""
+        """Run one whole step, and return the mean loss of the share; None on ranks without the last stage."""
         for part in self.parts:
             part.begin()
         # the loss is in the last stage, the schedule insists on something to compare its output with
@@ -270,23 +271,23 @@ class PipelineStep:
         return torch.stack(found).mean() if found else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank holds for longer than an operator, each with its kind."""
+        """Yield (kind, tensor) for all tensors that this rank keeps alive between operators."""
         yield from held_by(self.module, self.optimizer, self.work)
 
 
 def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Sum the gradient of a parameter over the ranks that hold it."""
+    """All-reduce the gradient of a parameter (sum) over the ranks that hold the parameter."""
     if parameter.grad is None:
         return
     grad = local(parameter.grad)
-    whole = grad.contiguous()  # a gradient of weights alone may be a transposed view, which gloo refuses
+    whole = grad.contiguous()  # a gradient from the backward of weights may be a transposed view, which gloo refuses
     dist.all_reduce(whole, group=group)
     if whole is not grad:
         grad.copy_(whole)
 
 
 def micro_batches(strategy: ModelParallel, work: Workload) -> int:
-    """Return the number of micro-batches; raises UsageError if the share of the batch has fewer than stages."""
+    """Return the number of micro-batches. Raises UsageError if the share of the batch has fewer samples than stages."""
     samples, stages = batch_size(work), strategy.stages
     wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
     if wrong:
@@ -314,7 +315,7 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 
 
 def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
-    """Compute the hidden state of a micro-batch, for its size and type."""
+    """Return the hidden state of one micro-batch, computed for its size and data type."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
         found: Tensor = run_stage(work.module, cut, range(1), _first(work.inputs, count), last=False)
         return found
@@ -325,7 +326,8 @@ def _like(hidden: Tensor) -> Tensor:
 
 
 def tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
-    """Return the group of the first and last stage of this rank's pipeline; every rank helps to make all of them."""
+    """Return the process group of this rank's first and last stage; all ranks must call it, as each creates all
+    groups."""
     if stages == 2:
         return ranks.get_group("pp")
     own: dist.ProcessGroup | None = None

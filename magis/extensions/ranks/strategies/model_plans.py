@@ -1,13 +1,13 @@
-"""Plans that networks carry: how tensor parallelism cuts their layers, and where pipelines cut them into stages.
+"""Parallelism plans that networks carry: for tensor parallelism, sequence parallelism, and pipeline stages.
 
-A plan is a dictionary from patterns of paths, in which "*" stands for one name, to what happens there. It is an
-attribute of the network or of a part of it, whose paths it then takes; Hugging Face's configurations have it, too:
+A plan is a dictionary from patterns of paths, in which "*" matches one name, to a style. It is an attribute of the
+network or of a sub-module, with paths relative to its owner, or of a Hugging Face configuration:
 
     tp_plan, _tp_plan, config.base_model_tp_plan    "layers.*.mlp.up_proj": "colwise", or a style of torch, as
                                                     `parallelize_module` takes it: `ColwiseParallel()`
-    sp_plan                                         what is added where the sequence is cut between those layers
-    pp_plan, _pp_plan, config.base_model_pp_plan    "layers": (["hidden_states"], ["hidden_states"]), what a part takes
-                                                    and gives
+    sp_plan                                         styles for layers between which the sequence is cut
+    pp_plan, _pp_plan, config.base_model_pp_plan    "layers": (["hidden_states"], ["hidden_states"]), the inputs and
+                                                    outputs of a sub-module
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 
 
 def plan_of(net: nn.Module, name: str) -> dict[str, Any]:
-    """Return what a network's plan ("tp_plan", "sp_plan", "pp_plan") says, by path of a module or parameter.
+    """Return a network's plan ("tp_plan", "sp_plan" or "pp_plan") by path of module or parameter.
 
-    The plan of the whole comes before those of its parts.
+    Entries of the whole network take precedence over those of sub-modules.
     """
     places = [path for path, _ in net.named_modules()]
     places += [path for path, _ in net.named_parameters(remove_duplicate=False)]

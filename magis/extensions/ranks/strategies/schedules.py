@@ -1,11 +1,11 @@
-"""Schedules of a pipeline: the stages of each rank, the order in which it computes, and its idle time.
+"""Schedules of a pipeline: the stages of each rank, the order of computation, and the idle time.
 
-"" is 1F1B, with one stage on each rank. The others have two, numbered along the blocks:
+"" is 1F1B, with one stage per rank. The others have two stages per rank, numbered along the blocks:
 
     interleaved    rank r has stages r and r + R: torch's `ScheduleInterleaved1F1B`
-    zb             the same; a backward is one of inputs, which others wait for, and one of weights, which fills gaps
-                   (`ScheduleInterleavedZeroBubble`)
-    zbv            rank r has stages r and 2 R - 1 - r, the first rank both ends: `ScheduleZBVZeroBubble`
+    zb             stages as in interleaved; the backward is split: gradients of inputs, which other ranks wait for,
+                   and gradients of weights, which fill gaps (`ScheduleInterleavedZeroBubble`)
+    zbv            rank r has stages r and 2 R - 1 - r, rank 0 the first and the last: `ScheduleZBVZeroBubble`
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ Schedule = Schedule1F1B | PipelineScheduleMulti
 _MADE = {"interleaved": ScheduleInterleaved1F1B, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble}
 
 FORWARD, BACKWARD, OF_INPUTS, OF_WEIGHTS = "F", "B", "I", "W"
-"""Kinds of computation of a micro-batch in a stage, in torch's letters: the backward as a whole, or in two."""
+"""Kinds of computation of a micro-batch in a stage, in torch's letters; the backward is whole or split in two."""
 
 Work = tuple[int, str, int]
-"""Stage, kind of computation, number of the micro-batch."""
+"""Unit of computation: stage, kind of computation, index of the micro-batch."""
 
 COMPUTED: ContextVar[tuple[int, str] | None] = ContextVar("COMPUTED", default=None)
-"""Stage and kind of computation that run now, among fake ranks."""
+"""Stage and kind of computation that run now, set only with fake process groups."""
 
 
 def held_stages(schedule: str, ranks: int, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the stages of a rank."""
+    """Return the stage numbers of a rank."""
     if not schedule:
         return (rank,)
     return (rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks)
 
 
 def check_micro_batches(what: str, schedule: str, ranks: int, count: int) -> None:
-    """Raise UsageError for a number of micro-batches that a schedule refuses."""
+    """Raise UsageError for a number of micro-batches that a schedule does not accept."""
     rounds = max(1, count // ranks)
     if schedule in ("interleaved", "zb") and count % rounds:
         raise UsageError(
@@ -86,10 +86,10 @@ def _computing(stage: int, what: str) -> Iterator[None]:
 
 
 class SettledStage(PipelineStage):
-    """A stage among fake ranks, whose metadata is given, since none of them can send it.
+    """Pipeline stage with preset shapes, for fake process groups, whose ranks cannot exchange them.
 
-    It keeps sent tensors as long as the handle of a real message would: with one stage on a rank the last activation,
-    with several (``sent`` is given) all that they send, until the end of the schedule.
+    It keeps sent tensors alive as long as the handle of a real send would: with one stage per rank the last activation,
+    with two (``sent`` is given) all sent tensors until the end of the schedule.
     """
 
     sent: list[Tensor] | None = None
@@ -100,7 +100,7 @@ class SettledStage(PipelineStage):
         return min(self.chunks or 1, self.num_stages - self.stage_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's messages, and keep their tensors."""
+        """Return the parent's sends of a forward, and keep their tensors alive."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if self.sent is not None:
             self.sent += (op.tensor for op in ops)
@@ -109,32 +109,32 @@ class SettledStage(PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's messages, and keep their tensors."""
+        """Return the parent's sends of a backward, and keep their tensors alive."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.sent is not None:
             self.sent += (op.tensor for op in ops)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's messages, and drop the last activation once it has been waited for."""
+        """Return the parent's receives, and free the last activation once its send has finished."""
         if bwd_chunk_id == (self.chunks or 0) - self._warm + 1:
             self._last = ()
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch forward, marked in COMPUTED."""
+        """Run the forward of a micro-batch, recorded in COMPUTED."""
         with _computing(self.stage_index, FORWARD):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a micro-batch backward, marked in COMPUTED."""
+        """Run the backward of a micro-batch, recorded in COMPUTED."""
         with _computing(self.stage_index, BACKWARD if full_backward else OF_INPUTS):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the backward of weights of a micro-batch, marked in COMPUTED."""
+        """Run the backward of weights of a micro-batch, recorded in COMPUTED."""
         with _computing(self.stage_index, OF_WEIGHTS):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -146,7 +146,7 @@ class SettledStage(PipelineStage):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Idle time of a rank of a pipeline in a step, if the others have as much to compute."""
+    """Idle time of a pipeline's rank in a step, assuming that all ranks compute equally long."""
 
     schedule: str
     ranks: int
@@ -154,18 +154,18 @@ class Waiting:
     count: int
     """Number of micro-batches."""
     orders: Mapping[int, Sequence[Work]] = field(default_factory=dict)
-    """Order in which each rank computes; empty for 1F1B, which has a formula."""
+    """Order of computation of each rank; empty for 1F1B, whose idle time has a formula."""
 
     @property
     def sends_ahead(self) -> bool:
-        """True if a rank goes on while its messages are under way."""
+        """True if a rank continues while its sends are in flight."""
         return bool(self.schedule)
 
     def idle_ns(self, compute_ns: float, took: Mapping[tuple[int, str], float], message_ns: float) -> float:
-        """Return the idle time of a rank.
+        """Return the idle time of a rank in nanoseconds.
 
-        Args: compute_ns: its computing time in a step; took: parts of that by (stage, kind); message_ns: time of one
-        message.
+        ``compute_ns`` is its computing time in a step, ``took`` its parts by (stage, kind), ``message_ns`` the time of
+        a send.
         """
         if not self.orders:
             return compute_ns * (self.ranks - 1) / self.count
@@ -174,13 +174,13 @@ class Waiting:
         return self._end_ns(each, message_ns) - busy
 
     def _part(self, stage: int) -> int:
-        """Return 0 for the first stage of a rank, 1 for its second one."""
+        """Return 0 for a stage that is its rank's first, 1 for its second."""
         return int(stage >= self.ranks)
 
     def _micro_batch_ns(self, took: Mapping[tuple[int, str], float]) -> dict[tuple[str, int], float]:
-        """Return the time of one micro-batch by (kind, first or second stage of a rank), taken from this rank's.
+        """Return a micro-batch's time by (kind, first or second stage of a rank), from this rank's times.
 
-        Stage 0 has no gradient of inputs to compute, so the share of inputs in a backward is read off other stages.
+        Stage 0 computes no gradient of inputs, so the split of the backward is taken from other stages.
         """
         own = held_stages(self.schedule, self.ranks, self.rank)
         inputs, weights = (
@@ -198,7 +198,7 @@ class Waiting:
         return found
 
     def _end_ns(self, each: Mapping[tuple[str, int], float], message_ns: float) -> float:
-        """Return the time at which the last rank is done, if each begins its next work as soon as it can."""
+        """Return the time in nanoseconds at which the last rank ends, if all work starts as early as possible."""
         place = {stage: rank for rank, order in self.orders.items() for stage, _, _ in order}
         ended: dict[Work, float] = {}
         at: Counter[int] = Counter()
@@ -222,7 +222,7 @@ class Waiting:
         return max(clock.values())
 
     def _needed(self, work: Work) -> Work | None:
-        """Return the work of a neighbouring stage that has to come before; None if nothing has."""
+        """Return the work of a neighbouring stage that must finish first; None if there is none."""
         stage, what, number = work
         if what == FORWARD:
             return (stage - 1, what, number) if stage else None
@@ -232,7 +232,7 @@ class Waiting:
 
 
 def waiting(schedule: str, made: Schedule, ranks: int, rank: int, count: int) -> Waiting:
-    """Return the idle time of a rank under a schedule of torch's."""
+    """Return the idle time of a rank under one of torch's schedules."""
     if isinstance(made, Schedule1F1B):
         return Waiting(schedule, ranks, rank, count)
     orders = {

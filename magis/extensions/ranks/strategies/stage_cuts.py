@@ -1,12 +1,12 @@
-"""Cuts of networks into pipeline stages, by their own plans.
+"""Cuts of networks into pipeline stages, by the networks' own plans.
 
-A stage runs blocks; the first one also what is in front of them (embeddings), the last one what is behind (heads). Only
-the hidden state goes from stage to stage. `pp_plan` says what is in front, and which list holds the blocks.
+A stage runs blocks; the first stage also runs the layers before them (embeddings), the last the layers after them
+(heads). Stages exchange only the hidden state. `pp_plan` names the layers before the blocks and the list of blocks.
 
-A network that is written in stages, with `start(*inputs)`, `block(index, hidden)` and `finish(hidden)`, is run by
-these. Of any other the whole forward is run, with the inputs, on every stage: parts in front of the stage pass the
-hidden state on, and the forward is left at the block behind it. So masks and positions, which a forward makes for its
-blocks, are made on every stage.
+A network with methods `start(*inputs)`, `block(index, hidden)` and `finish(hidden)` is run through them. Of any other
+network every stage runs the whole forward with the inputs: layers before the stage pass the hidden state through, and
+the forward is aborted at the block after the stage. So every stage computes the masks and positions that a forward
+makes for its blocks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from magis.extensions.ranks.strategies.model_plans import plan_of, written_in_st
 
 @dataclass(frozen=True)
 class StageCut:
-    """Parts of a network in the order in which it runs them."""
+    """Parts of a network in execution order."""
 
     starts: tuple[str, ...]
-    """Paths of modules and parameters in front of the blocks."""
+    """Paths of modules and parameters before the blocks."""
     blocks: tuple[str, ...]
     tied: tuple[str, ...]
-    """Names of a parameter that start and finish share: both ends hold a copy, and add up its gradients."""
+    """Names of a parameter shared by layers before and after the blocks; both end stages hold a copy."""
     in_methods: bool
-    """True if the network is written in stages; otherwise every stage needs the inputs."""
+    """True if the network has `start`, `block` and `finish`; otherwise every stage needs the inputs."""
 
 
 def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
-    """Return the cut of the network of ``work``; raises UsageError if it has no plan or too few blocks.
+    """Return the cut of the network of ``work``. Raises UsageError if it has no plan or too few blocks.
 
     ``ranks``: number of ranks that hold the stages, if not one stage each.
     """
@@ -85,14 +85,14 @@ def _lies_in(name: str, places: tuple[str, ...]) -> bool:
 
 
 def stage_blocks(count: int, stages: int, stage: int) -> range:
-    """Return the numbers of the blocks of a stage: equal counts, with one more in the first stages if need be."""
+    """Return the indices of the blocks of a stage: equal counts, with one more in the first stages if necessary."""
     each, over = divmod(count, stages)
     first = stage * each + min(stage, over)
     return range(first, first + each + (stage < over))
 
 
 def keep_stages(work: Workload, cut: StageCut, stages: int, held: Collection[int]) -> None:
-    """Drop the parameters that none of the stages ``held`` needs; names stay, and modules without parameters."""
+    """Set to None the parameters that none of the stages ``held`` needs; names and modules remain."""
     count = len(cut.blocks)
     own = tuple(cut.blocks[index] for stage in held for index in stage_blocks(count, stages, stage))
     first, last = 0 in held, stages - 1 in held
@@ -112,9 +112,9 @@ def keep_stages(work: Workload, cut: StageCut, stages: int, held: Collection[int
 def run_stage(
     net: Any, cut: StageCut, blocks: range, inputs: tuple[Tensor, ...], hidden: Tensor | None = None, *, last: bool
 ) -> Any:
-    """Run the blocks of a stage, from the inputs on where there is no hidden state from the stage before.
+    """Run the blocks of a stage, on the hidden state of the previous stage, or on the inputs if that is None.
 
-    Returns the hidden state behind them; of the ``last`` stage the output of the network.
+    Returns the next hidden state; in the ``last`` stage the output of the network.
     """
     if cut.in_methods:
         x = net.start(*inputs) if hidden is None else hidden
@@ -135,7 +135,7 @@ def run_stage(
 
 
 class _LeftForward(Exception):  # noqa: N818  (no error)
-    """The forward of a network has come to the end of a stage."""
+    """Raised to abort the forward of a network at the end of a stage; carries the hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _LeftForward(Exception):  # noqa: N818  (no error)
 
 
 def _leave(*args: Any, **kwargs: Any) -> None:
-    """Stand in for the block behind a stage."""
+    """Abort the forward at the block after a stage, whose forward this replaces."""
     given = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(given, Tensor):
         raise UsageError(f"a block takes a {type(given).__name__} where pp expects a hidden state")
@@ -152,7 +152,7 @@ def _leave(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _exchanged(net: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Exchange the forwards of some modules for the duration of a block."""
+    """Replace the forwards of some modules within a `with` block."""
     parts = [(vars(net.get_submodule(path)), forward) for path, forward in forwards.items()]
     before = [own.get("forward") for own, _ in parts]
     try:

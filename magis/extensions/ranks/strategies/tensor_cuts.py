@@ -1,25 +1,25 @@
-"""Cuts of networks for tensor parallelism (Shoeybi et al. 2019), by their own plans.
+"""Sharding of networks for tensor parallelism (Shoeybi et al. 2019), by the networks' own plans.
 
-Attention is cut by heads, feed-forward by inner width, each once: the first projections by rows of their weights
-("colwise"), the last one by columns ("rowwise"), so that each of the two needs one sum over the group in the forward
-and one in the backward. What no plan names is whole on every rank: norms, the biases behind a sum.
+Attention is sharded by heads, feed-forward networks by inner width: the first projections by rows of their weights
+("colwise"), the last by columns ("rowwise"), so that each needs one all-reduce in the forward and one in the backward.
+Modules that no plan names are replicated: norms, and biases added after an all-reduce.
 
     colwise, rowwise                a linear layer; "colwise" of a parameter: its first dimension
-    packed_colwise, qkv_colwise     two or three projections in one layer, each of which is cut
-    embedding_rowwise               an embedding by its vocabulary: zeros for other ranks' tokens, then one sum
+    packed_colwise, qkv_colwise     two or three projections in one layer, each of which is sharded
+    embedding_rowwise               an embedding by its vocabulary: zeros for other ranks' tokens, then one all-reduce
     colwise_gather_output           the output projection by its vocabulary (`vocabulary.py`); the output of any other
                                     layer is gathered
-    replicated_output               what a cut embedding's own weight projects: whole on every rank, its gradient summed
-    replicated_with_grad_allreduce  a norm of each head: a rank's own heads alone add to its gradient
+    replicated_output               the input of a tied output projection: replicated, its gradient all-reduced
+    replicated_with_grad_allreduce  a norm per head: only a rank's own heads contribute to its gradient
     a style of torch                as `parallelize_module` applies it
 
-`sp_plan` cuts the sequence between these layers as well (Korthikanti et al. 2022). Where tensor parallelism has the
-same hidden state on every rank, each rank has 1/N of its length; rowwise layers return parts. The numbers that ranks
-draw for dropout are the same, on other tokens.
+`sp_plan` also shards the sequence between these layers (Korthikanti et al. 2022): where tensor parallelism replicates a
+hidden state, each rank holds 1/N of its length, and rowwise layers reduce-scatter. Ranks draw equal random numbers for
+dropout, on different tokens.
 
-    sequence_parallel               a norm of parts; "_split_input" or "_gather_output" behind it adds one of these
-    split_input                     each rank takes its part of what the module is given
-    gather_input, gather_output     parts are gathered; in the backward sums, of which each rank gets its part
+    sequence_parallel               a norm of sharded tokens; suffixes "_split_input", "_gather_output" as below
+    split_input                     each rank takes its shard of the module's input
+    gather_input, gather_output     all-gather; in the backward reduce-scatter
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from magis.extensions.ranks.strategies.uneven_heads import draw_alike, head_shar
 from magis.extensions.ranks.strategies.vocabulary import LossOfParts
 
 PART, WHOLE = Shard(1), Replicate()
-"""Placements of the length of a hidden state [batch, length, width]."""
+"""Placements of a hidden state [batch, length, width]: sharded along its length, or replicated."""
 
 _PACKED = {"colwise": 1, "packed_colwise": 2, "qkv_colwise": 3}
-"""Style of a layer in front -> number of projections in it."""
+"""Styles of column-parallel layers -> number of projections in one layer."""
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _VOCABULARY = ("embedding_rowwise", "replicated_output")
 _NOTHING = ("replicate", "replicated", "rep")
@@ -68,9 +68,9 @@ _SEQUENCE = (
 
 
 def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
-    """Cut the network of ``work`` for the ranks of a group, its vocabulary and the ``sequence`` between layers, too.
+    """Shard the network of ``work`` over the ranks of a group, with vocabulary and ``sequence`` if asked for.
 
-    The loss then takes logits in parts. Raises UsageError if the network has no plan, or one that cannot be followed.
+    The loss then takes sharded logits. Raises UsageError if the network has no plan, or an unsupported one.
     """
     net, kind = work.module, type(work.module).__name__
     plan = plan_of(net, "tp_plan")
@@ -80,9 +80,9 @@ def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True,
         _check_sequence(work, group, known=bool(along) or any(isinstance(s, SequenceParallel) for s in torch_styles))
     named = dict(net.named_parameters(remove_duplicate=False))
     ties = _ties(named)
-    # the layers of each parent are cut together: those of an attention by its heads
+    # the layers of a module are sharded together, those of an attention by heads
     layers: dict[str, dict[str, str]] = {}
-    in_parts = bool(torch_styles)  # whatever they leave in parts, the loss takes
+    in_parts = bool(torch_styles)  # the loss accepts outputs that they leave sharded
     for path, style in plan.items():
         if isinstance(style, ParallelStyle):
             with quiet():
@@ -117,7 +117,7 @@ def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True,
 
 
 def _check_sequence(work: Workload, group: DeviceMesh, *, known: bool) -> None:
-    """Raise UsageError for a network that does not say where its sequence is cut, and for an odd length."""
+    """Raise UsageError for a network without a plan for its sequence, and for a length that does not divide evenly."""
     if not known:
         kind = type(work.module).__name__
         raise UsageError(
@@ -138,13 +138,13 @@ def _is_there(layer: nn.Module) -> bool:
 
 
 def _is_of_vocabulary(net: nn.Module, path: str) -> bool:
-    """Return True if a layer makes a number for each word of an embedding."""
+    """Return True if a layer's output size equals the vocabulary of an embedding."""
     words = {part.num_embeddings for part in net.modules() if isinstance(part, nn.Embedding)}
     return getattr(net.get_submodule(path), "out_features", None) in words
 
 
 def _share_words(work: Workload, group: DeviceMesh, path: str, style: str) -> bool:
-    """Cut what has the dimension of the vocabulary; return True if logits are in parts then."""
+    """Shard a layer or parameter along the vocabulary, and return True if the logits are then sharded."""
     net, ranks = work.module, group.size()
     owner, _, leaf = path.rpartition(".")
     parent = net.get_submodule(owner)
@@ -178,7 +178,7 @@ def _share_words(work: Workload, group: DeviceMesh, path: str, style: str) -> bo
 
 
 def _share_layers(work: Workload, group: DeviceMesh, parent: str, styles: dict[str, str], *, sequence: bool) -> None:
-    """Cut the layers of one module, by heads if it says how wide these are; raises UsageError if they are too few."""
+    """Shard the layers of one module, by heads if the module has a head width. Raises UsageError for too few heads."""
     net, ranks, what = work.module, group.size(), f"{work.name}: {parent}"
     module: Any = net.get_submodule(parent)
     last = RowwiseParallel(output_layouts=PART if sequence else WHOLE)
@@ -219,10 +219,10 @@ def _share_layers(work: Workload, group: DeviceMesh, parent: str, styles: dict[s
 
 
 def _cut_heads(work: Workload, group: DeviceMesh, parent: str, styles: dict[str, str]) -> list[int] | None:
-    """Share out the heads of an attention with these first projections, and cut its masks.
+    """Assign the heads of an attention to ranks, and register the cut of its masks.
 
-    Returns the width of each rank's heads if that differs, an empty list if not; None for a module without heads.
-    Raises UsageError if the heads are too few.
+    Returns the width of each rank's heads if the widths differ, [] if not; None for a module without heads. Raises
+    UsageError if there are fewer heads than ranks.
     """
     net, ranks, what = work.module, group.size(), f"{work.name}: {parent}"
     module: Any = net.get_submodule(parent)
@@ -246,7 +246,7 @@ def _cut_heads(work: Workload, group: DeviceMesh, parent: str, styles: dict[str,
 
 
 def _cut_masks(attention: nn.Module, heads: int, group: DeviceMesh) -> None:
-    """Have an attention cut a mask that differs from head to head (ALiBi's) like its heads."""
+    """Register a pre-hook that cuts a per-head attention mask (ALiBi's) to this rank's heads."""
     rank, shares = group.get_local_rank(), head_shares(heads, group.size())
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
 
@@ -261,7 +261,7 @@ def _cut_masks(attention: nn.Module, heads: int, group: DeviceMesh) -> None:
 
 
 def _group_rows(layer: nn.Module, ranks: int, packed: int) -> None:
-    """Order the rows of a packed projection by rank first: query, key and value of the first rank's heads, ..."""
+    """Reorder the rows of a packed projection by rank: query, key and value of the first rank's heads, ..."""
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
             rows = parameter.unflatten(0, (packed, ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -274,7 +274,7 @@ def _parallelize(module: nn.Module, group: DeviceMesh, style: ParallelStyle) -> 
 
 
 def _ties(named: dict[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():
         names.setdefault(id(parameter), []).append(name)
@@ -282,7 +282,7 @@ def _ties(named: dict[str, nn.Parameter]) -> list[list[str]]:
 
 
 def _tie_again(net: nn.Module, ties: list[list[str]]) -> None:
-    """Make parameters one again that were one before they were cut; a whole one is cut like the other."""
+    """Tie parameters again after sharding; a still unsharded one becomes the sharded one."""
     for names in ties:
         places = [(net.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         own: list[Any] = [module._parameters[leaf] for module, leaf in places]
@@ -296,14 +296,14 @@ def _tie_again(net: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _redistribute_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """Cut a gradient like its weight: an embedding's comes whole, that of a norm of parts as a partial sum."""
+    """Redistribute a gradient to the placements of its weight."""
     if isinstance(grad, DTensor) and grad.placements != placements:
         return grad.redistribute(placements=placements)
     return grad
 
 
 def _share_sequence(work: Workload, group: DeviceMesh, path: str, style: str) -> None:
-    """Have a module work on parts of the sequence, or make parts of whole sequences and the other way round."""
+    """Register hooks on a module that shard, gather or keep sharded its sequence, as the style says."""
     module = work.module.get_submodule(path)
     if style not in _SEQUENCE:
         raise UsageError(f"{work.name}: the sp_plan cuts {path} by {style!r}", hint=f"it knows {', '.join(_SEQUENCE)}")

@@ -1,14 +1,14 @@
-"""Attention by heads on ranks that do not divide their number: the first ranks have one head more.
+"""Attention by heads if the ranks do not divide the number of heads: the first ranks have one head more.
 
-torch's distributed tensors cut a dimension into chunks of one size, the last one smaller: 3 heads of 16 rows on 2 ranks
-would be 24 and 24 rows, through the middle of a head. So here each rank holds plain parts, 32 and 16 rows, and the two
-messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
+Torch's DTensors chunk a dimension evenly, with a smaller last chunk: 3 heads of 16 rows on 2 ranks would be 24 and 24
+rows, which splits a head. So here each rank holds plain parts of 32 and 16 rows, with the two collectives of
+Megatron-LM at both ends (Shoeybi et al. 2019):
 
-    query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
-    out                  forward: products summed over the ranks   backward: own heads of a whole gradient
+    query, key, value    forward: own heads of a whole input       backward: all-reduce of the input's gradient
+    out                  forward: all-reduce of the products       backward: own heads of a whole gradient
 
-A rank with more heads draws more numbers for dropout in attention, after which the ranks' generators would differ. So
-attention draws from a generator of its own, whose seed comes from the common one; Megatron-LM has two generators, too.
+A rank with more heads draws more random numbers for dropout in attention, and then the ranks' generators would differ.
+So attention draws from its own generator, seeded from the common one; Megatron-LM has two generators, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def head_shares(heads: int, ranks: int) -> list[int]:
 
 
 def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, *, packed: int = 1) -> None:
-    """Reduce a linear layer to the rows of this rank's heads.
+    """Reduce a linear layer to the rows (output features) of this rank's heads.
 
     ``columns``: width of each rank's heads; ``packed``: number of projections in the layer, each of which is cut.
     """
@@ -45,7 +45,7 @@ def share_rows(layer: nn.Module, columns: Sequence[int], rank: int, group: str, 
 
 
 def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: str) -> None:
-    """Reduce a linear layer to the columns of this rank's heads; its bias stays whole."""
+    """Reduce a linear layer to the columns (input features) of this rank's heads; its bias stays whole."""
     whole: Any = layer.weight
     part = whole.detach().split(list(columns), 1)[rank].contiguous().clone()
     layer.register_parameter("weight", nn.Parameter(part, whole.requires_grad))
@@ -53,8 +53,8 @@ def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: st
 
 
 def draw_alike(attention: nn.Module) -> None:
-    """Have all ranks draw the same numbers after an attention, whatever numbers it draws itself."""
-    vars(attention)["forward"] = partial(_draw_apart, attention)  # a copy of the module gets one of its own
+    """Make an attention draw from its own generator, so that all ranks draw the same numbers after it."""
+    vars(attention)["forward"] = partial(_draw_apart, attention)  # deepcopy rebinds the partial to the copy
 
 
 def _draw_apart(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def _columns_forward(layer: Any, group: str, x: Tensor) -> Tensor:
 
 
 class _Entering(torch.autograd.Function):
-    """Identity; in the backward, the sum of all ranks' gradients."""
+    """Identity in the forward; all-reduce of gradients (sum) in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -88,7 +88,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """Sum of all ranks' tensors; in the backward, the identity."""
+    """All-reduce (sum) in the forward; identity in the backward."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -1,15 +1,15 @@
-"""Embedding, output projection and cross-entropy shared by tensor parallelism: each rank has a part of the vocabulary.
+"""Embedding, output projection and cross-entropy under tensor parallelism, sharded along the vocabulary.
 
-Cut by torch's own styles, as torchtitan does it:
+Sharded by torch's own styles, as in torchtitan:
 
-    embedding            `RowwiseParallel`: zeros for the tokens of other ranks, then one sum over the ranks
-    last hidden state    whole on every rank; its gradient is summed over the ranks
+    embedding            `RowwiseParallel`: zeros for the tokens of other ranks, then one all-reduce
+    last hidden state    whole on every rank; its gradient is all-reduced
     output projection    the logits of this rank's tokens; the weight is the embedding's own
-    cross-entropy        `loss_parallel`: three small messages, of the largest logit, the sum of exponentials and the
+    cross-entropy        `loss_parallel`: three small all-reduces, of the largest logit, the sum of exponentials and the
                          target's logit
 
-No rank holds all logits, unless the loss is another one: it gets them whole. Where ranks do not divide the vocabulary,
-the last part is smaller, as torch's distributed tensors cut.
+No rank holds all logits, unless the loss is another function, which gets them whole. If the ranks do not divide the
+vocabulary, the last shard is smaller, as in torch's DTensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from magis.extensions.ranks.strategies.distributed import quiet
 
 @dataclass(frozen=True)
 class LossOfParts:
-    """A loss of whole logits that takes each rank's part of them."""
+    """Loss function that accepts sharded logits."""
 
     loss_fn: Callable[..., Tensor]
 
@@ -49,11 +49,11 @@ _KEEPING_PARTS = frozenset(
     | {"flatten", "view", "reshape", "contiguous", "__getitem__", "detach"}
     | {"to", "type", "float", "half", "bfloat16", "double"}
 )
-"""Names of functions whose results are in parts as the logits are."""
+"""Names of functions whose results are sharded like their input."""
 
 
 class _Parts(TorchFunctionMode):
-    """Mode that computes the cross-entropy of logits in parts, and gives all other functions whole logits."""
+    """Mode that computes the cross-entropy of sharded logits, and passes whole logits to all other functions."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ def _full_tensors(tree: Any) -> Any:
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-"""Reduction by name -> the number that operators take."""
+"""Reduction by name -> the integer that ATen operators take."""
 
 
 def _in_parts(
@@ -92,7 +92,7 @@ def _in_parts(
     reduction: str = "mean",
     **others: object,
 ) -> Tensor | None:
-    """Return the cross-entropy of logits [tokens, part of the vocabulary]; None for any other."""
+    """Return the cross-entropy of logits [tokens, vocabulary] sharded along the vocabulary; None if unsupported."""
     asked = any(isinstance(other, (Tensor, bool)) or other not in (None, 0.0) for other in others.values())
     if asked or not isinstance(input, DTensor) or isinstance(target, DTensor):
         return None
@@ -105,7 +105,7 @@ def _in_parts(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`torch.nn.functional.cross_entropy` under `loss_parallel`, which its backward needs, too."""
+    """Autograd function of cross-entropy with forward and backward under `loss_parallel`."""
 
     @staticmethod
     def forward(ctx: Any, logits: DTensor, target: Tensor, reduction: int, ignored: int) -> Tensor:

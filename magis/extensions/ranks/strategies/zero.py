@@ -1,22 +1,23 @@
-"""ZeRO (Rajbhandari et al. 2020) by DeepSpeed's data types, on the collectives of torch.distributed.
+"""ZeRO (Rajbhandari et al. 2020) with DeepSpeed's data types, on the collectives of torch.distributed.
 
-All parameters lie in one flat buffer, of which each rank owns a contiguous part, whatever parameters that cuts.
+All parameters are in one flat buffer; each rank owns a contiguous part, which may cut parameters anywhere.
 
 * Stage 1 shards the optimizer state. Gradients stay whole; buckets of them are averaged during the backward.
-* Stage 2 shards the gradients, too: they move into a bucket as they arrive, and from a full bucket to their owners.
-* Stage 3 shards the weights, too: each block is gathered before its forward and again before its backward, and freed
-  after both. Parameters below `PERSISTENT` elements stay whole (DeepSpeed's stage3_param_persistence_threshold), what
-  is in no block (embeddings, heads) is whole from the start of the forward to the end of the backward.
+* Stage 2 also shards gradients: they are copied to a bucket as they arrive, and reduced to their owners when it is
+full.
+* Stage 3 also shards weights: each block is gathered before its forward and again before its backward, and freed
+  after both. Parameters below `PERSISTENT` elements stay whole (DeepSpeed's stage3_param_persistence_threshold);
+  those outside all blocks (embeddings, heads) are whole from the start of the forward to the end of the backward.
 
-Mixed precision is not autocast: weights and gradients themselves are in the lower type, and the owner of a part keeps a
+Mixed precision does not use autocast: weights and gradients have the lower type, and the owner of a part keeps a
 float32 copy of it beside the optimizer state, and a float32 copy of its gradient during the update.
 
-Stage 3 and `fsdp` differ: under mixed precision fsdp shards float32 weights and casts them for the gather, stage 3
+Stage 3 and `fsdp` differ: under mixed precision, fsdp shards float32 weights and casts them for the all-gather, stage 3
 shards the lower type beside float32 masters; fsdp cuts every parameter along its first dimension, stage 3 cuts flat
 buffers anywhere; and stage 3 keeps small parameters whole.
 
-We depart from DeepSpeed in three ways: buffers hold parameters in the module's order, the update runs torch's
-optimizer on the piece of each parameter in the part, and a bucket is reduced before the backward goes on.
+Deviations from DeepSpeed: buffers hold parameters in the module's order, the optimizer is torch's and runs on the
+pieces of parameters in the part, and the reduction of a bucket blocks the backward.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from magis.extensions.ranks.strategies.distributed import (
 from magis.strategies.rank_step import World, share_of_batch
 
 BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's reduce_bucket_size."""
+"""Default of DeepSpeed's reduce_bucket_size, in elements."""
 PERSISTENT = 100_000
-"""DeepSpeed's stage3_param_persistence_threshold."""
+"""Default of DeepSpeed's stage3_param_persistence_threshold, in elements."""
 
 
 @dataclass(frozen=True)
 class Zero:
-    """`zero1`, `zero2` or `zero3`; ``amp``: weights and gradients in half, float32 masters with the optimizer state.
+    """Strategy `zero1`, `zero2` or `zero3`; ``amp``: weights and gradients in half precision, float32 master weights.
 
-    Bytes per parameter with Adam on R ranks, buckets left out. float32: 4 + 4 + 8/R, 4 + 4/R + 8/R, 16/R.
-    ``amp``: 2 + 2 + 12/R, 2 + 2/R + 12/R, 16/R; 4/R more during the update.
+    Bytes per parameter with Adam on R ranks, without buckets. float32: 4 + 4 + 8/R, 4 + 4/R + 8/R, 16/R. ``amp``: 2 + 2
+    + 12/R, 2 + 2/R + 12/R, 16/R; 4/R more during the update.
     """
 
     stage: int
@@ -72,14 +73,14 @@ class Zero:
         """Return the step on this rank's share of the batch."""
         share = share_of_batch(work, world.rank, world.size)
         dtype = half(world) if self.amp else next(work.module.parameters()).dtype
-        flats = _cut(self, work, dtype)  # the masters, of the weights as they are
+        flats = _cut(self, work, dtype)  # masters are copied before weights are cast
         if self.amp:
             share = _lowered(share, dtype)
         return _Partitioned(self, share, flats).step(world)
 
 
 def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
-    """Return the workload with buffers and batch in the lower type; its parameters are so already, in flat buffers."""
+    """Return the workload with buffers and batch cast to the lower type; parameters are cast in their flat buffers."""
 
     def lower(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -105,15 +106,15 @@ def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[FlatBuffer]
 
 
 Piece = tuple[str, int, int, int]
-"""Parameter's name, start of the piece in the parameter, start in the rank's part, number of elements."""
+"""Piece of a parameter: its name, its start in the parameter, its start in the rank's part, its number of elements."""
 
 
 class FlatBuffer:
-    """Parameters as views of one buffer, padded to a multiple of the ranks; each rank owns one part of it.
+    """Parameters as views of one flat buffer, padded to a multiple of the ranks; each rank owns one contiguous part.
 
-    ``dtype`` is the type of weights and gradients; where it is not the parameters' own, ``master`` is this rank's part
-    in float32, else the part itself. ``sharded``: the part is a tensor of its own, and the whole buffer only has memory
-    between `gather` and `release`. Tensors that autograd saved are views of the buffer, and see it come back.
+    ``dtype`` is the type of weights and gradients; if it differs from the parameters' own, ``master`` is this rank's
+    part in float32, else the part itself. With ``sharded``, the part is a separate tensor, and the whole buffer has
+    memory only between `gather` and `release`. Tensors saved by autograd are views of the buffer.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, *, sharded: bool = False) -> None:
@@ -147,7 +148,7 @@ class FlatBuffer:
             start += parameter.numel()
 
     def start(self, parameter: nn.Parameter) -> int:
-        """Return the position of a parameter in the whole buffer."""
+        """Return the offset of a parameter in the whole buffer."""
         return next(start for each, start in self._starts() if each is parameter)
 
     def pieces(self) -> Iterator[Piece]:
@@ -159,7 +160,7 @@ class FlatBuffer:
                 yield name, low - start, low - self._first, high - low
 
     def gather(self) -> None:
-        """Fill the whole buffer from every rank's part, unless it is held already."""
+        """All-gather the whole buffer, unless it is already gathered."""
         if self.sharded and not self._held:
             self.whole.untyped_storage().resize_(self._nbytes)
             self._collect()
@@ -172,7 +173,7 @@ class FlatBuffer:
             self._held = False
 
     def spread_update(self) -> None:
-        """Cast this rank's updated part to the lower type, and send it to all ranks that hold the whole."""
+        """Cast this rank's updated part to the lower type; unless sharded, all-gather the parts of all ranks."""
         with torch.no_grad():
             if self.master is not self.own:
                 self.own.copy_(self.master)
@@ -180,13 +181,13 @@ class FlatBuffer:
             self._collect()
 
     def _collect(self) -> None:
-        # a tensor of its own version: autograd must not take this for a write to what it saved
+        # `.data` has its own version counter, so autograd sees no in-place write to saved tensors
         with quiet(), torch.no_grad():
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(self.whole.data, self.own)
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> Tensor:
-        """Return this rank's part of the mean gradient over the ranks; missing gradients count as zeros."""
+        """Reduce-scatter the gradients, and return this rank's part of the mean; missing gradients count as zeros."""
         count = dist.get_world_size()
         with of_kind("communication buckets"):
             flat = torch.zeros(self.length * count, dtype=self.own.dtype, device=self.own.device)
@@ -204,7 +205,7 @@ class FlatBuffer:
 
 
 class _Partitioned:
-    """The flat buffers of one rank, with the hooks that move gradients into them."""
+    """Flat buffers of one rank, with the hooks that move gradients into them."""
 
     def __init__(self, strategy: Zero, work: Workload, flats: list[FlatBuffer]) -> None:
         self._strategy = strategy
@@ -216,7 +217,7 @@ class _Partitioned:
         }
         self._optimizer: Optimizer = make_optimizer(work, self._masters, strategy.name)
         self._parts: dict[int, Tensor] = {}
-        """This rank's parts of the gradient, by number of the flat buffer."""
+        """This rank's parts of the gradient, by index of the flat buffer."""
 
     def step(self, world: World) -> PlainStep:
         strategy = self._strategy
@@ -236,7 +237,7 @@ class _Partitioned:
         )  # fmt: skip
 
     def _hand_gradients(self, finish: Callable[[], None]) -> None:
-        """Finish the backward, and hand the optimizer its pieces of the gradient in the masters' type."""
+        """Finish the backward, and set the masters' gradients to pieces of the reduced gradient, in their data type."""
         finish()
         for number, flat in enumerate(self._flats):
             part = self._parts.get(number)
@@ -245,7 +246,7 @@ class _Partitioned:
                     whole = part.to(flat.master.dtype)
                 for name, _, place, length in flat.pieces():
                     self._masters[name].grad = whole[place : place + length]
-            else:  # stage 1: they are the parameters' own
+            else:  # stage 1: gradients are in `parameter.grad`
                 for name, start, _, length in flat.pieces():
                     grad = flat.named[name].grad
                     if grad is not None:
@@ -260,7 +261,7 @@ class _Partitioned:
     # Stage 3.
 
     def _hook_blocks(self) -> Callable[[], None]:
-        """Gather and release each block around its forward and backward; return a function that gathers the rest."""
+        """Hook each block to gather and release its weights; return a function that gathers the other parameters."""
         rest = list(self._flats)
         for block in self._work.blocks:
             inside = (f for f in rest if f.sharded and next(iter(f.named)).startswith(f"{block}."))
@@ -295,7 +296,7 @@ class _Partitioned:
         flat.release()
 
     def _end_backward(self) -> None:
-        """Reduce units of which some parameter had no gradient; all ranks run one network, and find the same units."""
+        """Reduce the units that lack some gradient; all ranks run one network, so they find the same units."""
         for number in range(len(self._flats)):
             if number not in self._parts:
                 self._reduce(number)
@@ -317,7 +318,7 @@ def _hook_block(block: nn.Module, flat: FlatBuffer) -> None:
 
 
 class _Buckets:
-    """Stages 1 and 2: gradients move through one bucket as they arrive during the backward."""
+    """Gradient bucket of stages 1 and 2: reduces gradients as they arrive during the backward."""
 
     def __init__(self, flat: FlatBuffer, strategy: Zero, parts: dict[int, Tensor]) -> None:
         self._flat = flat
@@ -331,7 +332,7 @@ class _Buckets:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 
     def start(self) -> None:
-        """Begin a step with an empty bucket."""
+        """Start a step with an empty bucket."""
         self._filled, self._used = [], 0
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
@@ -385,13 +386,13 @@ class _Buckets:
                     self._parts[0][low - owner * length : high - owner * length].copy_(part)
 
     def finish(self) -> None:
-        """Reduce what is left after the backward, and free the bucket."""
+        """Reduce the rest of the bucket after the backward, and free the bucket."""
         self._flush()
         self._bucket = None
 
 
 def _owners(start: int, count: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the ranks that own elements `start` to `start + count` of a flat buffer, each with its range."""
+    """Yield (rank, start, end) for the owners of elements `start` to `start + count` of a flat buffer."""
     low, end = start, start + count
     while low < end:
         owner = low // length
@@ -406,7 +407,7 @@ class _ZeroStep(PlainStep):
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Drop gradients, and this rank's parts of them."""
+        """Clear gradients, and this rank's reduced parts of them."""
         super().prepare()
         self.parts.clear()
 
