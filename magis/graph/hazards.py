@@ -117,8 +117,7 @@ def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetime
 
 
 def last_uses(graph: Graph) -> list[tuple[int, ...]]:
-    """Return, for every position, the values that are dead after it: no later operator takes them, the step does not
-    return them."""
+    """Return, for every position, the values whose last use it is, outputs of the step excepted."""
     last: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):

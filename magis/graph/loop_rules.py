@@ -15,8 +15,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
 def rows_around(op: Op) -> tuple[int, int]:
-    """Return the numbers of halo rows before and behind the stretch of a ``magis.part`` or ``magis.join``; else (0,
-    0)."""
+    """Return the halo rows before and behind the stretch of a ``magis.part`` or ``magis.join``; (0, 0) otherwise."""
     match op.args[1 if op.target == PART else 2 :]:
         case (int(), int(before), int(after)) if op.target in (PART, JOIN):
             return before, after
@@ -210,8 +209,7 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
 
 
 def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
-    """Yield violated invariants of ``magis.join(%whole, %part, dim, *rows)`` and ``magis.reduce(%whole, %part,
-    how)``."""
+    """Yield violated invariants of ``magis.join(%whole, %part, dim)``, with a halo or not, and ``magis.reduce``."""
     match op.args:
         case (Ref(whole), Ref(part), how, *rows) if _are_rows(rows) and not (op.kwargs or op.outputs):
             if whole not in body.values or part not in body.values:
