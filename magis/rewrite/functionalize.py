@@ -17,7 +17,8 @@ from magis.ops.operators import op_info
 
 
 def functionalize(graph: Graph) -> Graph:
-    """Return the step without in-place writes to temporary storages, except where reads of old contents remain."""
+    """Return the step without those in-place writes to temporary storages whose later reads all use the write's
+    result."""
     written = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
     touching = _touching(graph, sorted(s for s in written if graph.storages[s].kind == "temporary"))
     targets = {storage for storage, ops in touching.items() if _can_split(graph, storage, ops)}
