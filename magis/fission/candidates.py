@@ -124,8 +124,7 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
 def connected(
     graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None] | None = None
 ) -> list[dict[int, Split]]:
-    """Return the weakly connected components of operators, largest first, each in program order; ``dag``: edges of the
-    graph."""
+    """Return the weakly connected components of operators, largest first, each in program order."""
     dag = dependency_graph(graph) if dag is None else dag
     sub = dag.subgraph(sorted(cuts))
     pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]

@@ -64,8 +64,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
 def _merged_behind(
     graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
 ) -> dict[int, list[Leaving]]:
-    """Map positions to the tensors that are merged behind them: complete, with the memory that they overwrite no longer
-    read."""
+    """Map positions to the tensors merged behind them: complete, and no longer reading what they overwrite."""
     written: dict[int, int] = {}
     for position in sorted(region.cuts):
         written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)

@@ -97,7 +97,7 @@ class _Builder:
                 self._copy[storage] = copy
 
     def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
-        """Emit ``op``, over the storage ``taken`` if given; a recomputation if ``renewed`` names storages to be made
+        """Emit ``op``, over the storage ``taken`` if given; a recomputation if ``renewed``: storages to be made
         current."""
         form = op if renewed is None else redo_form(op, self._source)
         mapping = {value: self._current_value(value) for value in form.inputs()}
