@@ -69,7 +69,7 @@ class Peak:
     """Operator at which tensor bytes peak; empty if the peak is outside of all operators."""
     module: str
     phase: str
-    """ "forward", "backward" or "update"."""
+    """Phase of the operator: "forward", "backward" or "update"."""
     line: str
     held: tuple[ModuleBytes, ...]
     """Tensors alive at the peak by module and kind, most bytes first; their bytes sum to the peak of tensor bytes."""

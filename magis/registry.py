@@ -64,7 +64,7 @@ _PLACES = {
     },
     "search": {"paper": "magis.extensions.paper.published_plan:published_plan"},
 }
-"""Kind -> name -> "module:object"."""
+"""Table of this project's neighbours: kind -> name -> "module:object"."""
 
 
 class MissingNeighbourError(UsageError):

@@ -40,13 +40,13 @@ class Case:
 
     MOST_SLACK: ClassVar = 0.9
     model: str
-    """A registered model's name or "package.module:factory"."""
+    """Name of a registered model, or "package.module:factory"."""
     strategy: str
-    """ "eager", "magis", or one to compare with (docs/strategies.md) such as "ddp"; "peak" for a block of code."""
+    """Strategy: "eager", "magis", another one (docs/strategies.md) such as "ddp", or "peak" for a block of code."""
     device: str
-    """ "cpu", "cuda" or "sim:<name>"."""
+    """Device: "cpu", "cuda" or "sim:<name>"."""
     preset: str
-    """ "small" or "paper"."""
+    """Size of the model: "small" or "paper"."""
     dtype: str | None = None
     """Data type; None: the model's own (float32; for gpt_neo and btlm at "paper" bfloat16; a factory's as built).
     "tf32": products in tf32. "amp-bfloat16", "amp-float16": float32 weights, autocast, no GradScaler."""
@@ -126,7 +126,7 @@ class Span:
     nbytes: int
     """Peak bytes in memory during the call, tensors and scratch."""
     stream: str = "compute"
-    """ "compute"; concurrent with it "to host" and "from host" (copies of swaps) and "messages" (collectives)."""
+    """Stream: "compute", or concurrently "to host" and "from host" (copies of swaps) or "messages" (collectives)."""
     again: bool = False
     """True if the call recomputes an earlier one."""
     kinds: tuple[int, ...] = ()
@@ -168,8 +168,7 @@ class StepFigures:
 
     @property
     def measured_reserved_bytes(self) -> int | None:
-        """Return the measured bytes reserved by a GPU's caching allocator; None on a CPU, or if the step did not
-        run."""
+        """Return the measured bytes reserved by a GPU's caching allocator; None on a CPU, or without a run."""
         return None if self.measured is None else self.measured.reserved_bytes
 
     @property
@@ -177,7 +176,7 @@ class StepFigures:
         return self.measured is not None
 
     def needed_bytes(self, what: str) -> int:
-        """Return the bytes limited by a limit on ``what`` ("peak" or "reserved"): measured if known, else simulated."""
+        """Return the bytes that a limit on ``what`` ("peak", "reserved") bounds: measured if known, else simulated."""
         peak = (self.measured or self.simulated).peak_bytes
         return peak if what == "peak" else self.measured_reserved_bytes or self.reserved_bytes or peak
 
@@ -271,8 +270,7 @@ class CaseResult:
     case: Case
     dtype: str
     identity: dict[str, str]
-    """Identity of the device: instruction set, threads and torch version of a CPU; name, torch and CUDA version of a
-    GPU."""
+    """Device identity: instruction set, threads and torch version of a CPU; name, torch and CUDA version of a GPU."""
     original: StepFigures
     optimized: StepFigures
     ratio: RatioInterval | None
@@ -288,7 +286,7 @@ class CaseResult:
     bound: str = ""
     """Terms of the lower bound in words: the persistent tensors, the operator, the tensors that it needs whole."""
     numbers: str = "not run"
-    """ "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
+    """Comparison with eager: "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
     graph_digest: str = ""
     step_digest: str = ""
     """Digest of the signatures of the step's operators in order; independent of the graph's text form."""
@@ -405,10 +403,9 @@ class ParetoFront:
     """Sources of eager's simulated latency."""
 
     def best(self, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> FrontPoint | None:
-        """Return the fastest point within a fraction of eager's peak, or the smallest within a multiple of eager's
-        latency.
+        """Return the fastest point within a memory ratio, or the smallest within a latency ratio; None without one.
 
-        Returns None if no point is within the given limits.
+        Ratios are to the original's peak and latency.
         """
         within = [
             point

@@ -1,4 +1,4 @@
-"""Bytes, milliseconds and tables as text for readers; median and spread."""
+"""Formatting of bytes, milliseconds and tables; median and spread."""
 
 from __future__ import annotations
 

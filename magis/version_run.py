@@ -37,12 +37,12 @@ def current_version_run() -> VersionRun | None:
 
 
 def in_working_tree(path: Path) -> Path:
-    """Map a path in this run's checkout to the same path in the working tree; return any other path unchanged."""
+    """Map a path in this run's checkout to its counterpart in the working tree; return any other path unchanged."""
     run = current_version_run()
     return rebased_path(path, Path(run.tree), Path(run.root)) if run is not None and run.tree else path
 
 
 def rebased_path(path: Path, root: Path, folder: Path) -> Path:
-    """Map a path below `root` to the same path below `folder`; return any other path unchanged."""
+    """Map a path below `root` to its counterpart below `folder`; return any other path unchanged."""
     real = path.resolve()
     return folder / real.relative_to(root) if real.is_relative_to(root) else path

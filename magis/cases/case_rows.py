@@ -69,7 +69,7 @@ NOT_RUN = "not run"
 NOT_COMPARED = "not run: the original does not fit"
 NOT_BOTH = "not run: original and optimized step do not fit together"
 NOTABLE_BYTES = GIB
-"""Bytes of a GPU held by other processes that messages mention; a CUDA context alone takes about half of that."""
+"""Threshold in bytes from which messages mention GPU memory of other processes; a CUDA context takes half of that."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class AloneFigures:
 
 
 def attempt(run: Callable[[], T]) -> T | None:
-    """Return the result of ``run``; None if it runs out of memory, after freeing all of it."""
+    """Return the result of ``run``; None if it runs out of memory, which is then freed."""
     try:
         return run()
     except RuntimeError as error:

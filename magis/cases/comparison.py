@@ -57,8 +57,8 @@ def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: St
 
 
 def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> str:
-    """Run three steps of both from equal weights and random states; return "bit-identical" or "differs: <what>". Each
-    step has its own module; ``shared`` are other tensors that both write."""
+    """Run three steps of eager and of the step, from equal weights and random states; return "bit-identical" or
+    "differs: ...". Each step has its own module; ``shared`` are other tensors that both write."""
     return next(_step_differences(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
 
 
@@ -213,7 +213,7 @@ def _beyond_rounding(
 FINE = 1e-5
 """Epsilon of a dtype from which on rounding exceeds the effect of kinks."""
 NEARBY = 8
-"""Number of perturbed eager steps per batch. In half of them, an element near a kink is on its other side."""
+"""Number of perturbed eager steps per batch of steps; half of them move an element near a kink to its other side."""
 MOST_NEARBY = 32
 """Maximum number of perturbed eager steps: with many kinks nearby, few steps show the worst of several at once."""
 
@@ -290,7 +290,7 @@ TIMING_ROUNDS = 8
 """Initial number of pairs in a measurement."""
 ROUNDS_WHOLE = 3
 SHORTEST_MS = 30.0
-"""Minimum milliseconds of a step for interleaved time slices, ten of them: below, switching distorts the ratio."""
+"""Minimum milliseconds of a step for interleaved time slices (ten slices): below, switching distorts the ratio."""
 WARM_UP = 1
 """Number of untimed warm-up pairs."""
 
@@ -318,7 +318,8 @@ class TimingLooks:
     turning: bool = False
 
     def look(self, eager: Step, step: Step) -> TimingLook:
-        """Time both steps: whole, or in time slices if supported and long enough."""
+        """Return one measurement of both steps: whole steps, or time slices if supported and the steps are long
+        enough."""
         whole = partial(interleave, whole_step(eager), whole_step(step), warmup=WARM_UP, device=self.device)
         if self.rough:
             timing = whole(ROUGHLY)

@@ -1,4 +1,4 @@
-"""Candidates: the step that a strategy of one rank makes of the original, and the comparison of its numbers."""
+"""Candidates: the step of a strategy of one rank, simulated, and the comparison of its numbers with eager's."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Candidate:
     workspaces: Mapping[str, int]
     reserved: int | None
     replayed: Replayed | None
-    """The step for replay; None if there is no graph of it."""
+    """The step for replay in the simulator; None without a graph of the step."""
     strategy: Local | None = None
     off_by: float = 0.0
-    """See `CaseResult.off_by`."""
+    """Relative tolerance of the step's tensor bytes (see `CaseResult.off_by`)."""
     priced: bool = True
-    """See `CaseResult.priced`."""
+    """False if eager's latency is reported for the step (see `CaseResult.priced`)."""
     note: str = ""
     """Caveat about the simulation, for readers."""
     portable: bool = True

@@ -1,7 +1,7 @@
-"""A cache of whole results: an unchanged step on the same device does not run again.
+"""A cache of whole results: an unchanged step on an unchanged device is not run a second time.
 
-It is opt-in, since a latency measured on an earlier day then replaces a new one; the result's note gives the day. Files
-are trusted if their checksum is valid: who can write pytest's cache can write a conftest.py.
+The cache is opt-in, since a latency measured on an earlier day then replaces a new one; the result's note gives the
+day. Files are trusted if their checksum is valid: who can write pytest's cache can write a conftest.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from magis.frontends.profiling import Recording
 
 USAGE_ERROR = 4
-"""Exit code for user errors, that of pytest."""
+"""Exit code for user errors, equal to pytest's."""
 FAILED, INTERRUPTED = 1, 130
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 (argparse has no other name for it)

@@ -136,7 +136,7 @@ def connected(
 REACH = 8
 """Number of operators before the given one, updates excluded, at which a region may begin."""
 LENGTHS = (0, 2, 5, 12)
-"""Numbers of operators behind the given one at which a region may end."""
+"""Numbers of operators after the given one at which a region may end."""
 SMALL = 16
 """Tensors smaller than 1 / SMALL of the largest nearby tensor are not cut."""
 

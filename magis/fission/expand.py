@@ -64,7 +64,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
 def _merged_behind(
     graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
 ) -> dict[int, list[Leaving]]:
-    """Map positions to the tensors merged behind them: complete, and no longer reading what they overwrite."""
+    """Map positions to the outputs merged after them: complete by then, and overwriting nothing that is still read."""
     written: dict[int, int] = {}
     for position in sorted(region.cuts):
         written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)
@@ -93,7 +93,7 @@ class _Body:
     wholes: dict[int, int] = field(default_factory=dict)
     """Output of the loop -> input of the body."""
     inside: dict[int, int] = field(default_factory=dict)
-    """Value of the graph -> its part in the body."""
+    """Value of the graph -> part of the value in the body."""
     outer: dict[int, int] = field(default_factory=dict)
     """Outer storage -> storage of the body."""
     versions: dict[int, int] = field(default_factory=dict)
@@ -223,7 +223,8 @@ class _Body:
 
 
 def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> Graph:
-    """Return the graph with the loop instead of the region's operators; views of its outputs are reopened behind it."""
+    """Return the graph with the loop in place of the region's operators; views of outputs are reopened after the
+    loop."""
     inside = sorted(region.cuts)
     shared = {graph.values[value].storage for value in body.given} | set(body.written())
     met = {storage: version for p in reversed(inside) for storage, version in reversed(graph.ops[p].reads)}

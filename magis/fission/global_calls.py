@@ -25,10 +25,10 @@ Literals: TypeAlias = tuple[tuple[Path, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A whole tensor, and the relation of a value in the loop's body to it.
+    """A whole tensor, and its relation to a value in the loop's body, which is a part of the tensor.
 
-    ``how``: the dimension along which parts are stretches, with a halo or not; "same" if each part has all of it; or
-    the merge of parts (``COMBINATIONS``, Overlap).
+    ``how``: the dimension along which parts are stretches, with a halo or not; "same" if each part is the whole tensor;
+    or the merge of parts (``COMBINATIONS``, Overlap).
     """
 
     how: int | str | Halo | Overlap

@@ -188,7 +188,7 @@ class _Undoing:
         self._problem(op, f"takes value {part} for {_words(how)} of {looks.dtype}{looks.shape}, but it is {known}")
 
     def _operator(self, at: int, op: Op) -> None:
-        """Record the outputs of an operator as parts of those of whole calls."""
+        """Record which whole tensors the outputs of an operator are parts of."""
         taken = dict.fromkeys(op.inputs())
         if any(value not in self.facts for value in taken):
             return  # reported where the input is made
@@ -229,7 +229,8 @@ class _Emitting:
     emitted: dict[_Source, tuple[int | None, ...]] = field(default_factory=dict)
 
     def everything(self) -> list[Op]:
-        """Emit all calls that write, and those of the outputs, with the outputs' outer ids."""
+        """Emit all whole calls that write memory or make the loop's outputs, under the outputs' outer ids; return all
+        calls."""
         for at, op in enumerate(self.undoing.ops):
             if op.writes and op.target not in (JOIN, REDUCE):
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))

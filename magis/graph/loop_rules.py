@@ -50,7 +50,7 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def _pairing_problems(graph: Graph, op: Op, body: Graph, where: str) -> Iterator[str]:
-    """Yield inputs of the body whose storage or layout differs from that of the loop's tensor."""
+    """Yield inputs of the body whose storage or layout differs from the loop's tensor."""
     inner_of: dict[int, int] = {}
     outer_of: dict[int, int] = {}
     for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
@@ -229,7 +229,7 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
 
 
 def _are_rows(rows: Sequence[Arg]) -> bool:
-    """Return True if the arguments are no halo, or its numbers of rows before and behind a stretch."""
+    """Return True if the arguments are empty, or two halo sizes: rows before and behind a stretch."""
     counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
     return not rows or (len(counts) == len(rows) == 2 and any(counts))
 

@@ -22,7 +22,7 @@ ITEM_SIZE = {
 
 BITS = ("conj", "neg")
 """Lazy bits of torch's views (``x.conj()``, ``x.conj().imag``): the elements are the conjugates, or the negatives, of
-what is stored."""
+the stored numbers."""
 
 PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
 """Kinds of storages that exist before and after the step; they count towards the peak for the whole step."""

@@ -262,11 +262,11 @@ class _Reader:
         self._parts = 0  # of the loop whose body comes next
 
     def attach(self, body: Graph) -> None:
-        """Give the last operator its body."""
+        """Set the body of the last operator, a loop."""
         self._ops[-1] = replace(self._ops[-1], body=Loop(self._parts, body))
 
     def line(self, line: _Line) -> bool:
-        """Take one line; returns whether the body of a loop follows."""
+        """Parse one line; return True if the body of a loop follows."""
         self._parts = 0
         word = line.take()
         readers: dict[str, Callable[[_Line], None]] = {

@@ -43,7 +43,7 @@ _SIZE = re.compile(r".*-x(\d+)")
 
 
 def group_name(role: str, ranks: int) -> str:
-    """Return the name of a process group with ``ranks`` ranks; ``role``: "dp", say."""
+    """Return the name of a process group of ``ranks`` ranks with a role such as "dp"."""
     return f"{NAMED}{role}-x{ranks}"
 
 
@@ -70,9 +70,9 @@ def name_group(mesh: DeviceMesh, role: str) -> None:
 
 
 def keeps_order(target: str, args: Sequence[Any]) -> bool:
-    """Return True if all ranks must issue this collective in the same order relative to other collectives.
+    """Return True if all ranks must issue this collective in one order relative to other collectives.
 
-    Replicas run the same step and so issue all of them in one order; ranks of other groups may run different steps.
+    Replicas run equal steps and so issue collectives in one order; ranks of other groups may run different steps.
     """
     sends = is_message(target) and target not in WAITS
     return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
@@ -99,7 +99,7 @@ def ranks_of(op: Op) -> int:
 
 
 def name_of_collective(op: Op) -> str:
-    """Return a collective's name without namespace and overload: "all_reduce", say."""
+    """Return a collective's name without namespace and overload, such as "all_reduce"."""
     return op.target.split(".")[1]
 
 

@@ -252,9 +252,9 @@ _IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
     torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0, _SELECTED),
     torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1, ("Index",)),
 }
-"""Operator -> in-place variant, number of references that the call itself holds beyond those of an addition, and
-backward formulas that call the operator on zeros of their own (empty: the engine's sums of gradients). Other formulas,
-such as that of `index_put`, call the operator on a gradient that they read again."""
+"""Operator -> in-place variant, number of references that the call itself holds beyond an addition's, and backward
+formulas that call the operator on zeros that they allocate (empty: the engine's sums of gradients). Other formulas,
+such as `index_put`'s, call the operator on a gradient that they read afterwards."""
 
 _ADDING = ("VarMeanBackward", "StdMeanBackward")
 """Formulas that add the mean's gradient, a quotient, to the other gradient out-of-place, unlike the engine."""
@@ -262,8 +262,7 @@ _ADDING = ("VarMeanBackward", "StdMeanBackward")
 
 @dataclass
 class Unwatched:
-    """Eager's choice between in-place and out-of-place gradient sums, reproduced within a dispatch mode. Made by
-    ``unwatched``."""
+    """Eager's choice between in-place and out-of-place gradient sums, reproduced in a dispatch mode."""
 
     alone: tuple[int, int]
     """Reference counts of a gradient and of its storage when autograd holds the only reference."""
@@ -271,8 +270,7 @@ class Unwatched:
     """Operator of the previous call to ``form``."""
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the operator that autograd would have called instead of ``func`` without a dispatch mode; mostly
-        ``func``."""
+        """Return the operator that autograd would call instead of ``func`` without a dispatch mode."""
         before, self._before = self._before, func
         form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
         node: Any = torch._C._current_autograd_node()

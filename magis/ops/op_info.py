@@ -74,8 +74,8 @@ class OpInfo:
     any_layout: bool = False
     """True if the operator computes the same numbers on views; views and element-wise operators always do."""
     scratch: str = ""
-    """Workspace size: "shapes": depends on shapes alone for integer dtypes, too; "values": on contents for all
-    dtypes."""
+    """Dependence of the workspace's bytes: "shapes" alone, for integer dtypes as well; "values": contents; "": by
+    `kind`."""
 
     # Arguments and numbers.
     dim: int = 1
@@ -87,7 +87,7 @@ class OpInfo:
     product: tuple[str, ...] = ()
     """Labels of a matrix product's factors and result, as in an einsum."""
     adds: bool = False
-    """True if the product is added to the first argument."""
+    """True if the matrix product is added to the first argument (`addmm`)."""
     attention: AttentionKernel | None = None
     parameters: tuple[int, ...] = ()
     """Positions of a norm's weight, bias and running statistics, whose dtype may be wider than the input's."""
@@ -141,7 +141,7 @@ class OpInfo:
         return self.undeclared if given and args[self.training or 0] is True else ()
 
     def without_statistics(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-        """Return the arguments with None for running statistics: equal outputs, no second update of them."""
+        """Return the arguments with None for running statistics: equal outputs, no second update of the statistics."""
         return tuple(None if index in self.undeclared else arg for index, arg in enumerate(args))
 
     def spared(self, kwargs: Mapping[str, object]) -> int | None:

@@ -72,7 +72,7 @@ def undone(graph: Graph) -> Mapping[str, int] | None:
 
 
 def updates_last(graph: Graph) -> Graph:
-    """Return the step with all weight updates moved behind forward and backward."""
+    """Return the step with all weight updates moved after forward and backward."""
     late = [op for op in graph.ops if op.phase == "update"]
     return replace(graph, ops=(*(op for op in graph.ops if op.phase != "update"), *late))
 

@@ -81,8 +81,7 @@ class _Builder:
     # -- events -------------------------------------------------------------------------------------------------
 
     def group(self, group: Group, renewed: set[int] | None, taken: int | None) -> None:
-        """Emit a node's operators as ``node`` does each; recomputed ones use their own copies of what they pass to each
-        other."""
+        """Emit the operators of a node; operators of a recomputed node read each other's recomputed outputs."""
         if renewed is None or len(group) == 1:
             for op in group:
                 self.node(op, renewed, taken)

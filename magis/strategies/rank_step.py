@@ -57,11 +57,11 @@ class RankStrategy(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the strategy: "ddp", "amp+zero1", "tp2"."""
+        """Return the name of the strategy: "ddp", "amp+zero1", "tp2"."""
 
     @property
     def group(self) -> int:
-        """Number of ranks that work on one shard of the batch together; the world size is a multiple of it."""
+        """Return the number of ranks that share one shard of the batch; the world size is a multiple of that number."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """Return the step of ``work`` (whole module, global batch) on this rank.

@@ -52,8 +52,7 @@ RESERVED = "reserved"
 LIMITS_OF = ("peak", RESERVED)
 """Bases of a memory limit: the peak of tensors and scratch, or the bytes reserved by a GPU's caching allocator."""
 PLANNED_CODE = "magis+compile"
-"""Strategy that compiles with inductor and saves for the backward what a plan under the case's limit saves; not
-combined."""
+"""Strategy that compiles with inductor and saves for the backward the tensors that a plan saves; not combined."""
 KINDS = (
     ("amp", "amp-bfloat16", "amp-float16"),
     ("checkpoint", "selective-checkpoint"),
@@ -71,7 +70,7 @@ LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-i
 
 
 def is_local(name: str) -> bool:
-    """Return True if the name is that of a strategy of one rank."""
+    """Return True for the name of a strategy of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
 

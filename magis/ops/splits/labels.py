@@ -144,7 +144,7 @@ class Labels:
     inputs: Mapping[Path, Places]
     """Labels of the tensor arguments, by position in the call."""
     outputs: Sequence[Places]
-    """Labels of the outputs, in order."""
+    """Labels of each output, in order."""
     literals: Mapping[Path, str] = field(default_factory=dict)
     """Integer literals that are the size of a labelled dimension, by position; -1 stays."""
     combine: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
@@ -292,7 +292,7 @@ def _cut_along(value: Value, dims: Places, label: str) -> Cut:
 
 
 def _literals(call: LabelledCall, labels: Labels, label: str) -> dict[Path, int] | None:
-    """Return the size literals of a label, by position; None if one of them is no size."""
+    """Return the size literals of a label, by position; None if a literal is not an integer >= -1."""
     found: dict[Path, int] = {}
     everything = (*call.op.args, *(arg for _, arg in call.op.kwargs))
     for path, owner in labels.literals.items():

@@ -34,7 +34,7 @@ class Fresh:
 
 
 class Draft:
-    """New calls for a graph, which replace those of ``ops`` and take over their versions, phase and module.
+    """New calls for a graph, which replace the calls ``ops`` and take over their versions, phase and module.
 
     ``beside`` is another draft of the graph whose calls are added as well; both share their tables.
     """
@@ -199,8 +199,8 @@ def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
 
 
 def _piece_sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> tuple[int, ...]:
-    """Return the sizes of the pieces of a split: of the members of the list that the pattern names, along ``dim``
-    (negative; along the output channels of convolution weights), or without a list those of the matched split."""
+    """Return the sizes of the pieces of a split: the sizes of the list that the pattern names, along ``dim`` (negative;
+    along output channels for convolution weights), or without a list the sizes of the matched split."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var):
             at = dim if pattern.dim != CHANNELS or arg.of.name != "w" else -4

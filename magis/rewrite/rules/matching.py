@@ -137,7 +137,7 @@ def _match_call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Ite
 
 
 def _bind_literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
-    """Bind the dimension and literals of a call; None if they differ from bound ones."""
+    """Return the match with a call's dimension and literals bound; None if they differ from bound ones."""
     dims = dict(bound.dims)
     if isinstance(pattern.dim, str):
         if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
@@ -218,7 +218,7 @@ def _match_members(
 
 
 def _match_siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
-    """Yield matches of calls that share all but the starred tensors: all of them, and each two neighbours."""
+    """Yield matches of calls that share all but the starred tensors: the whole group, and each pair of neighbours."""
     fixed = [at for at, arg in enumerate(pattern.args) if not isinstance(arg, Each)]
     groups: dict[Hashable, list[tuple[Op, Seen]]] = {}
     for op, seen in index.all(pattern.form):

@@ -296,7 +296,7 @@ class _Progress:
         return True
 
     def then(self, ops: Sequence[Op]) -> bool:
-        """Return True if the operators could run next, one after the other."""
+        """Return True if all operators could run next, in order."""
         after = copy.copy(self)
         after.values, after.versions = set(self.values), dict(self.versions)
         return all(after.runs(op) for op in ops)

@@ -23,9 +23,9 @@ from magis.rewrite.rules.replacement import Edit, replaced
 class Rule:
     """A rewrite rule; ``text`` is "before -> after".
 
-    ``exact``: element-wise the same operations, hence bitwise equal (if kernels do not depend on the size).
-    ``inverse``: the rules that undo this one, applied in order; empty: none, or another part of the project does
-    (recomputation).
+    ``exact``: both sides run equal operations per element, and so are bitwise equal (if kernels do not depend on the
+    size). ``inverse``: the rules that undo this one, applied in order; empty: none, or another part of the project
+    does.
     """
 
     name: str
