@@ -60,7 +60,7 @@ class Case:
     """Time limit of the search in seconds, None without one; a search that it stopped is reported and not gated."""
     seed: int = 0
     ranks: int = 1
-    """Number of ranks on which a distributed strategy runs or is predicted."""
+    """Number of ranks of a distributed strategy, run or predicted."""
     timing_rounds: int | None = None
     """Number of pairs of interleaved steps to time; None: the default."""
     search: str = "magis"

@@ -172,7 +172,7 @@ def _capture_differences(subject: Subject, eager: EagerStep, seed: int, shared: 
 
 
 def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
-    """Run one step with this seed, on its own contents of ``shared``; return its loss."""
+    """Run one step with this seed, with the shared tensors as its last run left them; return its loss."""
     _seed_step(step, seed)
     with shared.within(step):
         step.prepare()
@@ -372,7 +372,7 @@ class SharedTensors:
 
     @contextmanager
     def within(self, step: object) -> Iterator[None]:
-        """Restore the contents that ``step`` left, for the block; afterwards restore the initial ones."""
+        """Set the tensors, for the block, to the contents that ``step`` left; afterwards to the initial contents."""
         self._fill(self.left_by(step))
         try:
             yield

@@ -20,7 +20,7 @@ from magis.strategies.single_device import Local, blocks_of, local, window_of_co
 from magis.strategies.strategy_names import LISTED, check_planned, family
 
 SCALER = 0.001
-"""Relative tolerance of peaks with a GradScaler, which holds a few numbers that are not in the captured step."""
+"""Relative tolerance of peaks with a GradScaler, whose few tensors are not in the captured step."""
 MOST_OFF = 0.05
 """Relative tolerance of the loss for strategies that compute other numbers, other random numbers included."""
 PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"

@@ -37,7 +37,7 @@ def grow(
 @dataclass(frozen=True, eq=False)
 class Axis:
     """The batch axis, or another input axis, throughout a step: the cut dimension of each value, and the split of each
-    operator that it reaches (with overlapping windows, not all splits fit together)."""
+    operator reached."""
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]

@@ -3,8 +3,8 @@
     y = relu(x @ w)        y = empty(...)
     (cut along rows)  ->   for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)
 
-Whole tensors keep id, shape and strides, so that nothing outside of the region changes. A stretch is a view if the cut
-dimension is outermost in memory; other stretches, and those with a halo, are copies with the same order of dimensions.
+Whole tensors keep id, shape and strides, so that nothing outside of the region changes. A slice is a view if the cut
+dimension is outermost in memory; other slices, and those with a halo, are copies with the same order of dimensions.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Body:
         return new.id
 
     def _from_outside(self, value: int, cut: Cut) -> int:
-        """Return the part's stretch of an outer tensor, or the whole tensor if ``cut`` is None."""
+        """Return the part's slice of an outer tensor, or the whole tensor if ``cut`` is None."""
         if value not in self.given:
             self.given[value] = self._outer(value)
         whole = self.given[value]

@@ -1,4 +1,4 @@
-"""Inference of whole calls from an operator in a loop, through split labels."""
+"""Inference of unsplit calls from an operator in a loop, through split labels."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Literals: TypeAlias = tuple[tuple[Path, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A whole tensor, and its relation to a value in the loop's body, which is a part of the tensor.
+    """An unsplit tensor, and its relation to a value in the loop's body, which is a part of the tensor.
 
-    ``how``: the dimension along which parts are stretches, with a halo or not; "same" if each part is the whole tensor;
+    ``how``: the dimension along which parts are slices, with a halo or not; "same" if each part is the unsplit tensor;
     or the merge of parts (``COMBINATIONS``, Overlap).
     """
 
@@ -37,7 +37,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class GlobalCall:
-    """A whole call of which an operator is a part: the literals that differ, and its outputs."""
+    """An unsplit call of which an operator is a part: the literals that differ, and its outputs."""
 
     literals: Literals
     outputs: tuple[Placement | None, ...]
@@ -45,12 +45,11 @@ class GlobalCall:
 
 @functools.lru_cache(maxsize=65536)
 def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
-    """Return the whole calls of which a call (given by its signature) is one of ``parts`` parts, given its inputs'
-    facts.
+    """Return the unsplit calls of which a call (by signature) is one of ``parts`` parts, given facts on its inputs.
 
-    If every part takes equal tensors, the call may be whole itself, or split by larger literals (a factory, an
+    If every part takes equal tensors, the call may be unsplit itself, or split by larger literals (a factory, an
     `expand`). Otherwise the split labels decide; an ambiguous call ([1, 4] as part of [2, 4] or of [1, 8]) has several
-    whole calls. With overlapping windows, a part has no padding, and the whole call has the padding of the halo (one of
+    unsplit calls. With overlapping windows, a part has no padding; the unsplit call has the padding of the halo (one of
     ``rows``).
     """
     op, small = parse(text)
@@ -72,7 +71,7 @@ def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tupl
 
 
 def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator[Literals]:
-    """Yield choices of ``count`` literals that differ in the whole call, with their values."""
+    """Yield choices of ``count`` literals that differ in the unsplit call, with their values."""
     numbers = list(_literals(_arguments(op), ()))
     larger = [(path, number * parts) for path, number in numbers if number > 0]
     yield from combinations(larger, count)
@@ -83,7 +82,7 @@ def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator
 def _call_with_literals(
     small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
 ) -> GlobalCall | None:
-    """Return the whole call with these literals, if one of its splits cuts the inputs as ``facts`` say and gives this
+    """Return the unsplit call with these literals, if one of its splits cuts the inputs as ``facts`` say and gives this
     part; else None."""
     made = _with_results(with_literals(small, literals, small.inputs(), ()), values)
     if made is None:
@@ -126,7 +125,7 @@ def _with_results(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Va
 
 
 def _placed(op: Op, known: Mapping[int, Value], hows: Iterable[How | None]) -> tuple[Placement | None, ...]:
-    """Return a Placement for each output of a whole call, given the merge of its parts."""
+    """Return a Placement for each output of an unsplit call, given the merge of its parts."""
     pairs = zip(op.outputs, hows, strict=True)
     return tuple(None if v is None or how is None else Placement(how, layout_of(known[v])) for v, how in pairs)
 

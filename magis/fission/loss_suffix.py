@@ -206,7 +206,7 @@ def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
 
 
 ENOUGH_PLACES = 2
-"""Number of positions tried to find the reason."""
+"""Number of positions tried to find the reason why a step has no region."""
 NAMED = 3
 """Number of operators to name, most frequent obstacles first."""
 

@@ -13,7 +13,7 @@ from magis.simulate.simulator import Workspace, replay, rounded
 from magis.units import format_bytes
 
 NAMED = 3
-"""Number of tensors that a text names."""
+"""Number of tensors that the text of a bound names."""
 WORDS = {
     "parameter": "parameters",
     "buffer": "buffers",

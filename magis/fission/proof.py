@@ -1,12 +1,12 @@
-"""Independent proof that loops compute whole operators: every loop is undone.
+"""Independent proof that loops are equivalent to unsplit operators: every loop is undone.
 
     for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)      ->      y = relu(x @ w)
 
-The body is read at a part's size. ``magis.part`` relates its stretch to the whole tensor; for each further operator, a
-whole call is inferred of which it is a part, by split labels (``magis.ops.splits``; with a halo, padding of the whole
-call is dropped in parts); joins and reductions must agree with the inferred relation. If several whole calls fit (a
-part [1, 4] of [2, 4] or of [1, 8]), the one with shapes of the original step is tried first, if that is given. The
-proof uses neither the region of a loop nor the code that made it. Nested loops are undone from the innermost on.
+The body is read at a part's size. ``magis.part`` relates its slice to the unsplit tensor; for each further operator, an
+unsplit call is inferred of which it is a part, by split labels (``magis.ops.splits``; with a halo, a part does not
+pad); joins and reductions must agree with the inferred relation. If several calls fit (a part [1, 4] of [2, 4] or of
+[1, 8]), the one with shapes of the original step is tried first, if that is given. The proof uses neither the region of
+a loop nor the code that made it. Nested loops are undone from the innermost on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MOST_COMBINATIONS = 64
 
 
 def verify_fission(graph: Graph, original: Graph | None = None) -> None:
-    """Raise VerifyError for the first loop that is no split of whole calls; with ``original``, also if the steps
+    """Raise VerifyError for the first loop that equals no unsplit operators; with ``original``, also if the steps
     differ.
 
     The original is the step before fission, whose values keep their ids. Steps are equal if they make equal outputs,
-    and equal writes, by the same operators from the same inputs.
+    and equal writes, by equal operators from equal inputs.
     """
     for op in graph.ops:
         for problem in loop_proof_problems(graph, op):
@@ -77,7 +77,7 @@ def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], d
 
 
 def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) -> list[Op]:
-    """Return the whole calls that a loop's parts make up, then a ``magis.alias`` for each output.
+    """Return the unsplit calls that a loop's parts make up, then a ``magis.alias`` for each output.
 
     Values of these calls are added to ``values``. Raises VerifyError if there are no such calls.
     """
@@ -89,7 +89,7 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Origin of a fact: position of the operator, facts of its inputs, and index of the whole call."""
+    """Origin of a fact: position of the operator, facts of its inputs, and index of the unsplit call."""
 
     at: int
     inputs: tuple[Placement, ...]
@@ -135,8 +135,7 @@ class _Undoing:
             self.problems += [f"{self.where}: value {value} is made of no parts" for value in missing]
 
     def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
-        """Return (index, whole call) for each whole call of which the operator is a part, those with likely shapes
-        first."""
+        """Return (index, unsplit call) for each call of which the operator may be a part, likely shapes first."""
         every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
         looks = {way: [(fact.whole[0], fact.whole[2]) for fact in way.outputs if fact is not None] for _, way in found}
@@ -168,7 +167,7 @@ class _Undoing:
         self.problems.append(f"{self.where}, operator {op.id} ({op.target}): {text}")
 
     def _part(self, op: Op, whole: int, cut: int | Halo) -> None:
-        """Record a stretch of a tensor that every part has whole."""
+        """Record a slice of a tensor that every part has whole."""
         known = [fact for fact in self.facts.get(whole, ()) if fact.how == "same"]
         if not known:
             self._problem(op, f"takes a stretch of value {whole}, which is no whole tensor")
@@ -188,7 +187,7 @@ class _Undoing:
         self._problem(op, f"takes value {part} for {_words(how)} of {looks.dtype}{looks.shape}, but it is {known}")
 
     def _operator(self, at: int, op: Op) -> None:
-        """Record which whole tensors the outputs of an operator are parts of."""
+        """Record which unsplit tensors the outputs of an operator are parts of."""
         taken = dict.fromkeys(op.inputs())
         if any(value not in self.facts for value in taken):
             return  # reported where the input is made
@@ -207,7 +206,7 @@ class _Undoing:
         self._problem(op, f"is a part of no whole call with {', '.join(given) or 'these sizes'}")
 
     def _agrees(self, op: Op, way: GlobalCall) -> bool:
-        """Return True if parts of the whole call's outputs have the shapes and dtypes of the operator's outputs."""
+        """Return True if parts of the unsplit call's outputs have the shapes and dtypes of the operator's outputs."""
         if len(op.outputs) != len(way.outputs):
             return False
         for value, fact in zip(op.outputs, way.outputs, strict=True):
@@ -221,7 +220,7 @@ class _Undoing:
 
 @dataclass
 class _Emitting:
-    """Emitter of the whole calls that make a loop's outputs, each once, in topological order."""
+    """Emitter of the unsplit calls that make a loop's outputs, each once, in topological order."""
 
     undoing: _Undoing
     values: dict[int, Value]
@@ -229,8 +228,8 @@ class _Emitting:
     emitted: dict[_Source, tuple[int | None, ...]] = field(default_factory=dict)
 
     def everything(self) -> list[Op]:
-        """Emit all whole calls that write memory or make the loop's outputs, under the outputs' outer ids; return all
-        calls."""
+        """Emit and return the unsplit calls that write memory or make the loop's outputs, which keep their outer
+        ids."""
         for at, op in enumerate(self.undoing.ops):
             if op.writes and op.target not in (JOIN, REDUCE):
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
@@ -240,7 +239,7 @@ class _Emitting:
         return self.ops
 
     def _need(self, value: int, fact: Placement) -> int:
-        """Emit the whole tensor of which a value of the body is a part; return its id."""
+        """Emit the unsplit tensor of which a value of the body is a part; return its id."""
         source = self.undoing.facts[value][fact]
         if source is None:
             return self.undoing.given[value]

@@ -146,7 +146,7 @@ def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int
 
 
 def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, int]) -> Iterator[str]:
-    """Yield whole reads of storages (-> value) that the region writes by stretches: later parts would differ."""
+    """Yield whole reads of storages (-> value) that the region writes by slices: later parts would differ."""
     made = made_in(graph, region)
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]

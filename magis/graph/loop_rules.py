@@ -15,7 +15,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
 def rows_around(op: Op) -> tuple[int, int]:
-    """Return the halo rows before and behind the stretch of a ``magis.part`` or ``magis.join``; (0, 0) otherwise."""
+    """Return the halo rows before and behind the slice of a ``magis.part`` or ``magis.join``; (0, 0) otherwise."""
     match op.args[1 if op.target == PART else 2 :]:
         case (int(), int(before), int(after)) if op.target in (PART, JOIN):
             return before, after
@@ -145,7 +145,7 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
 
 
 def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
-    """Yield operators that read or write outer memory beyond their part's stretch, if parts write that memory.
+    """Yield operators that read or write outer memory beyond their part's slice, if parts write that memory.
 
     No part may read what another part has written or freed. Storages that the loop allocates are exempt.
     """
@@ -229,13 +229,13 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
 
 
 def _are_rows(rows: Sequence[Arg]) -> bool:
-    """Return True if the arguments are empty, or two halo sizes: rows before and behind a stretch."""
+    """Return True if the arguments are empty, or two halo sizes: rows before and behind a slice."""
     counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
     return not rows or (len(counts) == len(rows) == 2 and any(counts))
 
 
 def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
-    """Yield why ``part`` is not one of ``parts`` stretches of ``whole`` along ``dim``, plus ``around`` halo rows."""
+    """Yield why ``part`` is not one of ``parts`` slices of ``whole`` along ``dim``, plus ``around`` halo rows."""
     if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
         yield f"dimension {dim} of a tensor with {len(whole.shape)}"
         return

@@ -185,18 +185,18 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The body of a ``magis.loop``, run ``parts`` times, on one stretch of its inputs after another (paper, F-Trans).
+    """The body of a ``magis.loop``, run ``parts`` times, on one slice of its inputs after another (paper, F-Trans).
 
     The inputs of ``graph`` correspond to the loop's inputs, then to the loop's outputs, which are allocated before the
-    first part runs. Operators of our own slice and merge tensors in equal stretches:
+    first part runs. Operators of our own cut tensors into equal slices, and merge slices:
 
-        %p = magis.part(%x, dim)         the part's stretch along a dimension: a view where that is dense, else a copy
-        magis.join(%whole, %p, dim)      writes the part's stretch
+        %p = magis.part(%x, dim)         the part's slice along a dimension: a view where that is dense, else a copy
+        magis.join(%whole, %p, dim)      writes the part's slice
         magis.reduce(%whole, %p, "sum")  accumulates the part (or "mean", "max", "min"; "same": keeps the first)
 
     Overlapping windows need halo rows:
 
-        %p = magis.part(%x, dim, 3, 2)   a copy of the stretch with 3 rows before and 2 behind it; zeros outside of %x
+        %p = magis.part(%x, dim, 3, 2)   a copy of the slice with 3 rows before and 2 behind it; zeros outside of %x
         magis.join(%whole, %p, dim, 3, 2)  adds these rows to the whole, which starts at zero; drops rows outside of it
     """
 

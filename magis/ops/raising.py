@@ -96,7 +96,7 @@ class _CheckedIndices:
         self._places = places
         """(Contents, size of the indexed dimension) -> number of indices known to be in range."""
         self.same = same
-        """Storage -> contents of which the storage holds a copy, or a part."""
+        """Storage -> contents (of another storage) that it copies or is a part of."""
 
     def contents(self, op: Op, value: Value) -> Contents:
         """Return the contents that an operator reads from a value, traced back through copies."""

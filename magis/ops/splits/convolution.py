@@ -5,7 +5,7 @@
     grouped:               (n, g, y, x), (g, -, ky, kx), (g) -> (n, g, y, x); the literal groups is divided
 
 Spatial sizes of the larger image must be those of the smaller one times the stride. If windows do not overlap (1 x 1
-kernels, patches, 2 x 2 pooling), none crosses the border of two stretches. Otherwise a part takes its stretch of the
+kernels, patches, 2 x 2 pooling), none crosses the border of two slices. Otherwise a part takes its slice of the
 larger image with a halo, zeros where the whole is padded, and does not pad:
 
     window 3, stride 1, padding 1     rows 4-7 of the result are made of rows 3-8 of the image
@@ -108,7 +108,7 @@ def convolution_backward(call: LabelledCall) -> Labels | str:
 def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str, str, Dims]:
     """Return the labels of input channels, output channels, and the weight's dimensions.
 
-    With groups, equal stretches of channels are whole groups; channels within a group are not split.
+    With groups, equal slices of channels are whole groups; channels within a group are not split.
     """
     rest: list[str | None] = [None] * (len(weight) - 2)
     if groups > 1:

@@ -29,9 +29,9 @@ equal results."""
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Cut of an input with overlapping windows: a stretch of dimension `dim` with halo rows before and behind it.
+    """Cut of an input with overlapping windows: a slice of dimension `dim` with halo rows before and behind it.
 
-    Halo rows outside of the tensor are zeros, so that all stretches have one size. A halo may span several parts.
+    Halo rows outside of the tensor are zeros, so that all slices have one size. A halo may span several parts.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class Halo:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Merge of parts into an output with overlapping windows: each part adds its stretch of dimension `dim` and the
+    """Merge of parts into an output with overlapping windows: each part adds its slice of dimension `dim` and the
     halo rows before and behind it; rows outside of the tensor are dropped."""
 
     dim: int
@@ -50,7 +50,7 @@ class Overlap:
 
 
 Cut: TypeAlias = int | Halo | None
-"""Cut of an input for a part: a stretch of a dimension, a stretch with a halo, or the whole input (None)."""
+"""Cut of an input for a part: a slice of a dimension, a slice with a halo, or the whole input (None)."""
 
 How: TypeAlias = int | str | Overlap | None
 """Merge of parts into an output: concatenation along a dimension, one of COMBINATIONS, or an Overlap; None if the
@@ -61,7 +61,7 @@ operator returned None."""
 class Split:
     """One way to split a call into n parts that run one after another and together compute the call's result.
 
-    Part i works on the i-th of n equal stretches of every cut dimension. Dimensions are counted from 0.
+    Part i works on the i-th of n equal slices of every cut dimension. Dimensions are counted from 0.
     """
 
     inputs: tuple[Cut, ...]
@@ -123,7 +123,7 @@ def _with_literal(args: Arg, path: Path, new: int | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Label of a dimension whose stretches need halo rows, since windows overlap."""
+    """Label of a dimension whose slices need halo rows, since windows overlap."""
 
     label: str
     before: int

@@ -5,7 +5,7 @@
     native_group_norm:   (n, g, ...), (g), (g) -> (n, g, ...), (n, g), (n, g); the sizes N, C and group are literals
 
 Statistics of a batch norm in training are over all dimensions but the channel, so only channels can be split. Running
-statistics are cut along: every part writes its own stretch of them, declared by the schema or not
+statistics are cut along: every part writes its own slice of them, declared by the schema or not
 (`OpInfo.undeclared`), so that each channel is written once.
 """
 

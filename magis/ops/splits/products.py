@@ -4,7 +4,7 @@
 
 Batch and heads can be split. Query rows are independent in the forward without a causal mask, which depends on row
 indices; in the backward they sum into the gradients of key and value. With fewer key heads than query heads, equal
-stretches of both still match. With dropout, random numbers would change.
+slices of both still match. With dropout, random numbers would change.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     view([36], [3, 2, 6]):  (x) -> (x, -, -), the literal 3 is divided
     permute(a, [2, 0, 1]):  (x, y, z) -> (z, x, y)
 
-The dimensions of a view form groups of equal products. Equal stretches of a group's elements are equal stretches of its
+The dimensions of a view form groups of equal products. Equal slices of a group's elements are equal slices of its
 leading dimension larger than 1, on both sides; its other dimensions cannot be split.
 """
 
@@ -80,7 +80,7 @@ def expand(call: LabelledCall) -> Labels | str:
 
 
 def repeat(call: LabelledCall) -> Labels | str:
-    """Label all dimensions of `repeat`: parts take a stretch of a dimension repeated once, else make fewer copies."""
+    """Label all dimensions of `repeat`: parts take a slice of a dimension repeated once, else make fewer copies."""
     before, after = call.shape(0), call.shape_of_output()
     times = call.integers(1, "repeats")
     if len(times) != len(after):
