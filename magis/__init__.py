@@ -1,9 +1,8 @@
 """magis: make a PyTorch training step need less device memory at almost no extra time.
 
-The public names live in the modules listed below and are loaded on first use, so that `import magis` costs
-nothing: it imports neither torch nor numpy nor any other module of this package. To export one more name, add
-a row to `_EXPORTS` (of a neighbour, to `magis.registry`), the name to `__all__` and an import to the
-`TYPE_CHECKING` block.
+Public names are imported on first use (PEP 562), so that `import magis` loads neither torch nor numpy nor another
+module of the package. To export a name, add it to `__all__`, to the `TYPE_CHECKING` block and to `_EXPORTS` (a name of
+a neighbour: to `magis.registry`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
     "tag_joint_graph",
 ]
 
-# public name -> the module that defines it; those of neighbours stand in magis.registry
+# public name -> module that defines it; names of neighbours are in magis.registry
 _EXPORTS = {
     "BaselineError": "magis.errors",
     "CaptureError": "magis.errors",
@@ -65,7 +64,7 @@ _EXPORTS = {
     "run_case": "magis.api",
 }
 
-# names of before -> where they are now
+# old public name -> module that defines it now
 _MOVED = {
     "Bench": "magis.api",
     "OptimizerSpec": "magis.api",
@@ -74,7 +73,7 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its module on first use; AttributeError for any other name."""
+    """Import a public name from its module on first use; raise AttributeError for any other name."""
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     if name in __all__:
@@ -88,5 +87,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
+    """List the public names, imported or not."""
     return sorted(__all__)

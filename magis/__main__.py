@@ -1,4 +1,4 @@
-"""`python -m magis` is the command `magis`."""
+"""Entry point of `python -m magis`, which runs the command `magis`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public functions of magis: capture, plan, run and measure; the one place that wires the layers together."""
+"""The public functions of magis: capture, plan, run and measure a step."""
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.cases.check import check_case

@@ -17,16 +17,15 @@ LARGEST_FILE = 256 * 1024 * 1024
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write text in UTF-8 as `write_bytes_atomically` does."""
+    """Replace the file `path` by text in UTF-8, atomically. Raises UsageError if that is impossible."""
     write_bytes_atomically(path, text.encode())
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Replace the file `path` by `content`: a reader sees the old file or the new one, never a part.
+    """Replace the file `path` by `content` atomically: a reader sees the old file or the new one, never a part.
 
-    Links are followed, so that the file they name is replaced and the link stays. When anything goes wrong, an
-    interrupt included, the old file is untouched and the temporary one is removed. Raises UsageError for a path that
-    cannot be written.
+    Symbolic links are followed: the file behind the link is replaced. On any error or interrupt the old file is
+    unchanged and the temporary file is removed. Raises UsageError for a path that cannot be written.
     """
     target = path.resolve()
     try:
@@ -37,9 +36,9 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def put_in_place(target: Path, content: bytes) -> None:
-    """Replace a file that is no link as `write_bytes_atomically` does. Raises OSError.
+    """Replace the file `target`, which is no symbolic link, by `content` atomically. Raises OSError.
 
-    The temporary file is locked as long as its writer lives.
+    The writer holds a lock on the temporary file until it exits.
     """
     _remove_abandoned_of(target)
     temporary = _beside(target)
@@ -75,7 +74,7 @@ def _remove_abandoned_of(target: Path) -> None:
 
 
 def remove_if_abandoned(temporary: Path) -> None:
-    """Remove a temporary file whose writer was killed: nobody holds its lock any more."""
+    """Remove a temporary file whose writer was killed: its lock is free."""
     with suppress(OSError):
         handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -86,13 +85,13 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def read_regular(path: Path, largest: int = LARGEST_FILE) -> str:
-    """Read a user's text file in UTF-8. Raises OSError and UnicodeDecodeError, at once for what has no end."""
+    """Read a regular file in UTF-8. Raises OSError for other files or more than `largest` bytes, UnicodeDecodeError."""
     check_readable(path, largest)
     return path.read_bytes().decode()
 
 
 def check_readable(path: Path, largest: int = LARGEST_FILE) -> None:
-    """Raise OSError unless it is a regular file (reading a pipe would never end) of at most `largest` bytes."""
+    """Raise OSError unless `path` is a regular file (reading a pipe would never end) of at most `largest` bytes."""
     try:
         found = path.stat()
     except ValueError as error:  # NUL in its name
@@ -106,8 +105,8 @@ def check_readable(path: Path, largest: int = LARGEST_FILE) -> None:
 def check_writable(path: Path) -> None:
     """Raise UsageError unless `write_text_atomically` can replace `path` now.
 
-    Tries it with an empty file beside it, and removes that: permission bits say little (to root, or on a read-only file
-    system). Temporary files of killed writers are removed, too.
+    Creates and removes an empty file in the folder, since permission bits do not tell (for root, or on a read-only file
+    system). Also removes temporary files of killed writers.
     """
     target = path.resolve()
     probe = _beside(target)
@@ -124,7 +123,7 @@ def check_writable(path: Path) -> None:
 
 
 def _refuse_special(path: Path, target: Path) -> None:
-    """Raise UsageError for a directory or a device: replacing those would destroy them."""
+    """Raise UsageError for a directory, a device or a pipe, which a rename would destroy."""
     if target.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory")
     if target.exists() and not target.is_file():

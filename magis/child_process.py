@@ -1,4 +1,4 @@
-"""Commands in a child process that has no terminal and ends with this one."""
+"""Commands run in a child process without a terminal, which ends when this process ends."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from typing import Any, NoReturn
 __all__ = ["cores", "run_bound", "run_captured", "terminated_in_order"]
 
 PATIENCE = 5
-"""Seconds for a command to end after Ctrl-C (which a terminal sends to it, too), and after each signal that follows."""
+"""Seconds to wait for a command to exit after Ctrl-C, and after each further signal."""
 BOUND = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"  # PR_SET_PDEATHSIG
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"  # killed before that
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Program that executes the command in its arguments; the kernel sends SIGTERM to it when its parent dies."""
+"""Python program that executes the command in its arguments; the kernel sends it SIGTERM when its parent dies."""
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as an exception."""
+    """Exception raised for SIGTERM."""
 
 
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """Let SIGTERM raise an exception in the block, as Ctrl-C does, so that everything is cleaned up.
+    """Make SIGTERM raise an exception inside the block, as Ctrl-C does, so that `finally` clauses run.
 
-    Does nothing outside of the main thread, and where somebody else handles that signal.
+    Has no effect outside of the main thread, and where another handler for SIGTERM is installed.
     """
 
     def terminate(*_: Any) -> NoReturn:
@@ -59,10 +59,10 @@ def terminated_in_order() -> Iterator[None]:
 def run_captured(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; return its exit code and output.
+    """Run a command to its end and return its exit code and output.
 
-    An interrupt is passed on, and raised when the command has ended: so it can clean up, and nothing runs on behind the
-    caller. SIGTERM is passed on at once, Ctrl-C after `PATIENCE`, since a terminal has sent it to the command, too.
+    An interrupt is passed on to the command and raised again when the command has exited: SIGTERM is passed on at once,
+    Ctrl-C after `PATIENCE` seconds, since a terminal has already sent it to the command.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -86,5 +86,5 @@ def run_captured(
 def run_bound(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a long command as `run_captured` does; it ends even if this process is killed (SIGKILL)."""
+    """Run a command to its end and return its exit code and output; kill it even if this process dies by SIGKILL."""
     return run_captured([sys.executable, "-ISc", BOUND, str(os.getpid()), *command], cwd=cwd, env=env)

@@ -1,4 +1,4 @@
-"""The gate of the pytest test that is running: set by the plugin, read by `magis.peak` and the trainers' callbacks."""
+"""The gate of the running pytest test: set by the plugin, read by `magis.peak` and the trainers' callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["BLOCK_GATE", "NAME"]
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-"""A name that baselines may have."""
+"""Pattern of valid names of baselines."""
 
 BLOCK_GATE: ContextVar[Callable[[Mapping[str, Any], float], None] | None] = ContextVar("magis gate", default=None)
-"""Compares peaks (by the names of their blocks) with baselines, within a tolerance; None outside of a test."""
+"""Function that compares peaks (name of a block -> bytes) with baselines within a tolerance; None outside of a test."""

@@ -1,7 +1,6 @@
-"""The errors that magis raises on purpose.
+"""The errors that magis raises on purpose, each with a message of one line.
 
-Every message is one line: what is wrong, the values that show it, and the way out. Anything else that escapes
-(a KeyError, say) is a defect of magis, not of its input.
+A message says what is wrong, with values, and the way out. Any other exception, a KeyError say, is a bug of magis.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ __all__ = [
 
 
 class MagisError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is always a single line.
+    """Base class of all errors that magis raises on purpose; `str(error)` is a single line.
 
-    `message` names the cause and the values; `hint`, where there is one, says what to do instead. Either is
-    `printable`, with runs of blanks folded into single ones, since such a line ends up in a test report.
+    `message` names the cause and the values; `hint`, where there is one, says what to do instead. Both are passed
+    through `printable`, and runs of blanks become one blank.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -35,18 +34,18 @@ class MagisError(Exception):
 
 
 class UsageError(MagisError):
-    """The user asked for what cannot be: an unknown name, a ratio out of range, an unwritable path.
+    """The request is invalid: an unknown name, a ratio out of range, an unwritable path.
 
-    The plugin answers with one line and pytest's exit code 4, before a case runs or a file is written.
+    The plugin prints the line and exits with pytest's code 4 before a case runs or a file is written.
     """
 
 
 class FactoryError(UsageError):
-    """A user's function that makes a workload raised, or ended the process."""
+    """A user's factory of a workload raised an exception or ended the process."""
 
 
 class BaselineError(UsageError):
-    """A stored baseline is unreadable, corrupt, or of a newer schema; the file stays untouched."""
+    """A stored baseline is unreadable, corrupt or of a newer schema; the file is not changed."""
 
 
 class CaptureError(MagisError):
@@ -54,18 +53,18 @@ class CaptureError(MagisError):
 
 
 class PartialUpdateError(MagisError):
-    """A step raised after it had updated some weights; the message names them.
+    """A step raised an exception after it had updated some weights; the message names them.
 
-    The next step is refused until a state is loaded.
+    The next step is refused until a state dict is loaded.
     """
 
 
 class VerifyError(MagisError):
-    """A graph or a plan breaks a rule of all graphs or plans; always a defect, never bad input."""
+    """A graph or a plan violates an invariant: a bug of magis, never bad input."""
 
 
 def nearest(given: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the most similar known names (case ignored), then all of them."""
+    """Return a hint for an unknown name: the most similar known names (case ignored), then all known names."""
     import difflib  # here: an idle plugin has no use for it
 
     by_folded = {name.casefold(): name for name in known}

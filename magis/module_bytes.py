@@ -1,4 +1,4 @@
-"""Bytes by module and kind: of a peak, and of memory that grows from step to step."""
+"""Memory by module and kind of tensor: at a peak, or of growth from step to step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """Bytes of one kind that belong to one module."""
+    """Bytes of one kind of tensor in one module."""
 
     kind: str
-    """Kind of the tensors held: "parameter", "buffer", "state" (the optimizer's), "batch", "constant", "activation"
-    (made by the forward pass), "gradient" (by the backward pass) or "update". In a plan's changes: "recomputed",
-    "swapped", "in 8 parts"."""
+    """Kind of the tensors: "parameter", "buffer", "state" (of the optimizer), "batch", "constant", "activation" (made
+    by the forward), "gradient" (by the backward), "update". In a plan's changes: "recomputed", "swapped", "in 8 parts".
+    """
     module: str
     """Path of the module; empty: outside of all sub-modules, as the loss is. "layers.3.*": all modules below "layers.3"
     together; "*": all sub-modules."""
     nbytes: int
     count: int
-    """Number of tensors; in a plan's changes, of calls."""
+    """Number of tensors; in a plan's changes, number of calls."""
     line: str = ""
-    """Line of the user's code that makes the largest of them ("net.py:31"); empty if unknown."""
+    """Line of the user's code that makes the largest of the tensors ("net.py:31"); empty if unknown."""
 
 
 def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]:
-    """Sort rows by falling bytes, and merge modules until at most ``most`` rows are left (a kind may need two).
+    """Sort rows by falling bytes, and merge modules until at most ``most`` rows are left (two per kind if need be).
 
-    All modules below one become one row ("layers.3.*"), beginning with the fewest bytes. No other row of that kind then
-    has anything below "layers.3".
+    Modules below a common parent become one row ("layers.3.*"), parents with the fewest bytes first. No other row of
+    that kind then names a module below "layers.3".
     """
     found = {(row.kind, row.module): row for row in rows}
     below: dict[tuple[str, str], int] = {}
@@ -57,24 +57,24 @@ def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]
 
 
 def is_below(module: str, path: str) -> bool:
-    """Return True if a module's path is strictly below another one; below the empty path are all others."""
+    """Return True if the module's path is strictly below ``path``; below the empty path is every other one."""
     return module.startswith(f"{path}.") if path else bool(module)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Tensors held at a step's peak of tensor bytes, and the scratch at its peak of all bytes."""
+    """Tensors alive at a step's peak of tensor bytes, and scratch at the step's peak of tensors + scratch."""
 
     op: str
-    """The operator during which the tensors peak; empty where no operator runs."""
+    """Operator at which tensor bytes peak; empty if the peak is outside of all operators."""
     module: str
     phase: str
-    """ "forward", "backward" or "update"."""
+    """Phase of the operator: "forward", "backward" or "update"."""
     line: str
     held: tuple[ModuleBytes, ...]
-    """By module and kind, most bytes first; they sum to the peak of tensor bytes."""
+    """Tensors alive at the peak by module and kind, most bytes first; their bytes sum to the peak of tensor bytes."""
     scratch_bytes: int = 0
-    """Scratch of the operator during which tensors + scratch peak."""
+    """Scratch bytes of the operator at which tensors + scratch peak."""
     scratch_op: str = ""
     scratch_module: str = ""
 
@@ -85,17 +85,17 @@ class Peak:
 
 @dataclass(frozen=True)
 class StepGrowth:
-    """Memory that grows from step to step: bytes that each step leaves alive in addition to those before."""
+    """Growth of memory from step to step: bytes that every step leaves allocated."""
 
     nbytes: int
-    """Bytes alive after the last of these steps, less those after the second one."""
+    """Bytes allocated after the last measured step minus those after the second step."""
     steps: int
-    """Number of steps that were run to see it."""
+    """Number of steps that were run."""
     made: tuple[ModuleBytes, ...]
-    """Modules and lines that made the tensors added since the second step, most bytes first."""
+    """Tensors allocated since the second step by module and line, most bytes first."""
 
     def __str__(self) -> str:
-        """Say it in one line, with the places that made most bytes."""
+        """Describe the growth in one line, with the modules that allocated most bytes."""
         places = [
             f"{row.module or 'no sub-module'} ({row.count} {row.kind}{'s' if row.count > 1 else ''}"
             f"{f' at {row.line}' if row.line else ''})"

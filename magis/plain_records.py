@@ -1,7 +1,7 @@
-"""Frozen dataclasses as plain JSON types and back, so that they can travel between processes and into files.
+"""Conversion of frozen dataclasses to plain JSON types and back, for files and messages between processes.
 
-A record's fields may be str, int, float, bool, further records, tuples of any length, dictionaries, and any of these or
-None. Fields with a default may be missing; unknown ones are refused.
+Fields may be str, int, float, bool, records, tuples of any length, dictionaries, and any of these types or None. Fields
+with a default may be missing; unknown fields raise UsageError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTS = {float: "a positive number", int: f"a whole number from 0 to {LARGEST_
 
 
 def read_json(text: str) -> Any:
-    """Read JSON in which each key occurs once in its object, and each number is one. Raises UsageError otherwise."""
+    """Parse JSON. Raises UsageError for invalid JSON, a key that occurs twice in an object, and NaN or infinity."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except RecursionError:
@@ -35,22 +35,22 @@ def read_json(text: str) -> Any:
 
 
 def to_plain(record: Any) -> dict[str, Any]:
-    """Return a record as nested dictionaries of str, int, float, bool and None; `from_plain` is the inverse."""
+    """Return a dataclass instance as nested dictionaries of plain values; `from_plain` is the inverse."""
     return dataclasses.asdict(record)
 
 
 def from_plain(kind: type[R], data: object, where: str = "record", *, counts: bool = False) -> R:
-    """Return the record of a kind from what `to_plain` made of it, before or after JSON.
+    """Return an instance of the dataclass `kind` from the dictionaries that `to_plain` returns, before or after JSON.
 
-    With `counts`, whole numbers are from 0 to `LARGEST_COUNT` and others above 0, as bytes and ratios are. Raises
-    UsageError for anything else; it names the field, with the prefix `where`.
+    With `counts`, ints must be from 0 to `LARGEST_COUNT` and floats above 0. Raises UsageError for any other value,
+    with the field's name behind the prefix `where`.
     """
     built: R = _build(kind, data, where, counts=counts)
     return built
 
 
 def short(value: object) -> str:
-    """Write a value from a file for a message: hostile ones can be megabytes, or numbers too long to print."""
+    """Return a short text of a value for a message: untrusted values can be megabytes, or huge integers."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -65,7 +65,7 @@ _hints = lru_cache(maxsize=64)(typing.get_type_hints)
 
 
 def _build(kind: Any, value: Any, where: str, *, counts: bool) -> Any:
-    """Convert a value to a field's type: plain value, optional, record, dictionary, or tuple of any length."""
+    """Convert a value to a field's type: plain value, optional, record, dictionary or tuple."""
     if kind in _EXPECTED:
         # JSON knows no difference between 1.0 and 1; a bool is no number
         if kind is float and type(value) is int and abs(value) <= LARGEST_COUNT:

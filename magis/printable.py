@@ -1,4 +1,4 @@
-"""Makes users' text (names, paths, lines of code, messages) safe to print on a terminal, in a log, a file or a page."""
+"""Escaping of users' text (names, paths, lines of code, messages) for terminals, logs, files and HTML pages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["printable", "warn"]
 
 _BLANKS = re.compile(r"\s+")
 _COMMAND = re.compile(r"^ *:(?=:)|#(?=#\w*\[)")
-"""Beginning of a command to a CI service in a log: `::error::` before a line, `##[error]`, `##vso[...]` anywhere."""
+"""Start of a workflow command of a CI service: `::error::` at a line's start, `##[error]`, `##vso[...]` anywhere."""
 _FORMULA = re.compile(r"^ *[-=+@\uff0b\uff0d\uff1d\uff20](?=.)")
-"""Beginning of a formula of a spreadsheet, in ASCII or fullwidth characters."""
+"""Start of a spreadsheet formula, in ASCII or fullwidth characters."""
 _MARKUP: Mapping[str, Mapping[int, str]] = {
     "markdown": str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]|~"} | {"&": "&amp;", "<": "&lt;"}),
     "html": str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}),
@@ -20,13 +20,13 @@ _MARKUP: Mapping[str, Mapping[int, str]] = {
 
 
 def printable(text: object, place: str = "line") -> str:
-    """Return text as one harmless line for a place: a "line", a "csv" field, or a piece of "markdown" or "html".
+    """Return text as one line, escaped for a place: a "line", a "csv" field, or a piece of "markdown" or "html".
 
-    A "line" is one of a terminal, log, message or comment of generated code; "html" fits XML and attributes, too.
+    A "line" is one of a terminal, log, message or comment of generated code; "html" is also valid XML and an attribute.
 
-    Line breaks become blanks. Other unprintable characters (controls, escapes, marks of direction, surrogates) are
-    spelled as Python spells them, `\\x1b`; so is the first character of a CI service's command and of a spreadsheet's
-    formula. Applied twice it changes nothing more, except for Markdown and HTML.
+    Line breaks become blanks. Other unprintable characters (controls, escapes, bidirectional marks, surrogates) become
+    Python's escapes, `\\x1b`; so does the first character of a CI service's command and of a spreadsheet formula.
+    Except for "markdown" and "html", `printable(printable(x)) == printable(x)`.
     """
     line = str(text)
     if not line.isprintable():
@@ -39,7 +39,7 @@ def printable(text: object, place: str = "line") -> str:
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
-    """Warn in one such line, whatever names of users it holds; all warnings of the project go through this."""
+    """Emit a warning whose text is one escaped line; all warnings of the project are emitted here."""
     warnings.warn(printable(text), category, stacklevel=stacklevel + 1)
 
 

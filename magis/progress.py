@@ -1,6 +1,6 @@
-"""Progress of work that takes more than two seconds; quicker work prints nothing.
+"""Progress messages for work that takes more than two seconds.
 
-On a terminal it is one line that is rewritten and erased at the end, in a log a line now and then.
+On a terminal, one line is rewritten and erased at the end; in a log, a line is added every ten seconds at most.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from magis.printable import printable
 __all__ = ["ERASE", "Progress", "ProgressPlace", "on_stderr", "shown_if_slow"]
 
 Progress: TypeAlias = Callable[[str], None]
-"""Takes a few words on what the work is doing."""
+"""Callback that takes a short text about the current progress."""
 SILENCE_S = 2.0
 REWRITTEN_S, LOGGED_S = 0.5, 10.0
-"""Seconds between two lines: of a terminal, and of a log."""
+"""Minimum seconds between two messages: on a terminal, and in a log."""
 ERASE = "\r\x1b[2K"
 
 
 @dataclass(eq=False)
 class ProgressPlace:
-    """Terminal or log on which a process shows progress; all work of the process shares the distance between lines."""
+    """Terminal or log for progress messages; the minimum time between messages holds for the whole process."""
 
     write: Callable[[str], None]
     columns: int | None = None
-    """Width of the terminal; None: a log."""
+    """Width of the terminal in characters; None for a log."""
     column: Callable[[], int] = lambda: 0
-    """Returns the characters that others have written on the current line, which they will go on with."""
+    """Callback that returns the column at which other output has left the cursor."""
     last_s: float = -math.inf
 
     @property
@@ -44,7 +44,7 @@ class ProgressPlace:
 
 
 def on_stderr() -> ProgressPlace:
-    """Return stderr as the place where a command shows progress."""
+    """Return stderr as the place for progress messages."""
     stream = sys.stderr
 
     def write(text: str) -> None:
@@ -59,9 +59,9 @@ def on_stderr() -> ProgressPlace:
 
 @contextmanager
 def shown_if_slow(place: ProgressPlace, name: str) -> Iterator[Progress]:
-    """Yield a function that takes progress of ``name``, and show the last of it whenever a line is due.
+    """Yield a callback that takes progress of ``name``; the latest text is printed once two seconds have passed.
 
-    A thread of its own shows it, since slow work reports nothing meanwhile; the thread sleeps nearly all the time.
+    A background thread prints, since slow work may not call back for a long time.
     """
     work = _SlowWork(place, name)
     try:
@@ -78,7 +78,7 @@ class _SlowWork:
         if place.columns is None:
             self._due = max(self._due, place.last_s + place.between_s)
         self._column: int | None = None
-        """Column of the cursor when the line was first shown; None: not shown yet."""
+        """Column of the cursor when the line was first printed; None: nothing printed yet."""
         self._lock, self._over = Lock(), Event()
         self._thread: Thread | None = None
 

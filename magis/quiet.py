@@ -1,4 +1,4 @@
-"""Settings of threads and allocator, made before torch is loaded, for steady times of steps (docs/notes/timing.md)."""
+"""Settings of OpenMP and malloc for steady step times, applied before torch is imported (docs/notes/timing.md)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 __all__ = ["before_torch"]
 
 _M_ARENA_MAX = -8
-"""Number of the option in glibc's ``mallopt``."""
+"""The constant ``M_ARENA_MAX`` of glibc's ``mallopt``."""
 
 
 def before_torch() -> None:
-    """Make OpenMP's threads sleep while they wait, and all threads share one heap.
+    """Make OpenMP threads sleep while they wait (no spinning), and limit malloc to one arena.
 
-    ``OMP_WAIT_POLICY`` and ``MALLOC_ARENA_MAX`` win where the user has set them.
+    ``OMP_WAIT_POLICY`` and ``MALLOC_ARENA_MAX`` of the user's environment take precedence.
 
-    Threads that spin while they wait make steps on a busy machine several times slower. A heap of glibc for a thread
-    beside the main one holds at most 64 MiB and returns larger tensors to the system at once: every operator would
-    fault its pages in again, at a cost that varies more than the operator itself.
+    Spinning threads make steps on a busy machine several times slower. A thread's own malloc arena holds at most 64 MiB
+    and returns larger tensors to the system at once: every operator would fault the pages in again, which takes longer
+    and varies more than the operator.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in os.environ:

@@ -1,6 +1,6 @@
-"""Neighbours of the core by kind and name: loaded on first use, and free to be missing.
+"""Registry of neighbours (optional packages) by kind and name, imported on first use.
 
-The core imports no neighbour; it asks here. Another package adds a row with an entry point of the group "magis.KIND":
+The core imports no neighbour directly. Another package registers one with an entry point of the group "magis.KIND":
 
     [project.entry-points."magis.search"]
     mine = "my_package.search:plan"
@@ -64,20 +64,20 @@ _PLACES = {
     },
     "search": {"paper": "magis.extensions.paper.published_plan:published_plan"},
 }
-"""Kind -> name -> "module:object"."""
+"""Table of this project's neighbours: kind -> name -> "module:object"."""
 
 
 class MissingNeighbourError(UsageError):
-    """A neighbour that is needed is not installed."""
+    """A required neighbour is not installed."""
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """List the names of a kind: those of this project, then those of other packages."""
+    """Return the names of a kind: those of this project first, then entry points of other packages."""
     return tuple(dict.fromkeys((*_PLACES.get(kind, {}), *(point.name for point in _points(kind)))))
 
 
 def load(kind: str, name: str) -> Any:
-    """Import the object of a name. Raises UsageError for an unknown name, and if its neighbour is not installed."""
+    """Import and return an object by kind and name. Raises UsageError for unknown names and missing neighbours."""
     check(kind, name)
     if name not in _PLACES.get(kind, {}):
         return next(point for point in _points(kind) if point.name == name).load()
@@ -86,7 +86,7 @@ def load(kind: str, name: str) -> Any:
 
 
 def check(kind: str, name: str) -> None:
-    """Raise the errors of `load` without importing the neighbour."""
+    """Raise UsageError for an unknown name or a neighbour that is not installed; import nothing."""
     if name not in names(kind):
         raise UsageError(f"no {kind} is called {name!r}", hint=f"known are {', '.join(names(kind)) or 'none'}")
     module, _, _ = _PLACES.get(kind, {}).get(name, "magis").partition(":")
@@ -99,7 +99,7 @@ def check(kind: str, name: str) -> None:
 
 
 def optional(kind: str, name: str) -> Any:
-    """Import the object of a name; None if its neighbour is not installed."""
+    """Import and return an object by kind and name; None if its neighbour is not installed."""
     try:
         return load(kind, name)
     except MissingNeighbourError:
@@ -107,7 +107,7 @@ def optional(kind: str, name: str) -> Any:
 
 
 def present(kind: str) -> Iterator[Any]:
-    """Import all objects of a kind whose neighbours are installed."""
+    """Yield all objects of a kind whose neighbours are installed, each imported when it is reached."""
     found = (optional(kind, name) for name in names(kind))
     return (each for each in found if each is not None)
 

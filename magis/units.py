@@ -1,4 +1,4 @@
-"""Bytes, milliseconds and tables as text for readers; median and spread."""
+"""Formatting of bytes, milliseconds and tables; median and spread."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _AMOUNT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*", r
 
 
 def format_bytes(count: int) -> str:
-    """Write bytes for a reader: exact below 1 KiB, two decimals in binary units above ("1.50 GiB").
+    """Format a number of bytes: exact below 1 KiB, two decimals in binary units above ("1.50 GiB").
 
-    The unit is the largest one in which the printed number stays below 1024; differences keep their sign.
+    The unit is the largest one in which the printed number stays below 1024; negative numbers keep their sign.
     """
     if abs(count) < KIB:
         return f"{count} B"
@@ -56,16 +56,15 @@ def format_bytes(count: int) -> str:
 
 
 def in_one_word(count: int) -> str:
-    """Write bytes exactly and without blanks, in the largest binary unit of which they are a multiple ("1536MiB")."""
+    """Format a number of bytes exactly and without blanks, in the largest binary unit that divides it ("1536MiB")."""
     power = next(power for power in reversed(range(len(_BINARY))) if count % 1024**power == 0)
     return f"{count // 1024**power}{_BINARY[power]}"
 
 
 def parse_bytes(text: str) -> int:
-    """Read the bytes of "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096"; parts of a byte are cut off.
+    """Parse "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096" as bytes, rounded down; case does not matter.
 
-    Case does not matter. Raises UsageError for anything else, negative amounts and bare "G" or "M" included,
-    which people read both ways.
+    Raises UsageError for anything else, including negative amounts and the ambiguous units "G" and "M".
     """
     match = _AMOUNT.fullmatch(text)
     unit = _BYTES_PER_UNIT.get(match["unit"].lower()) if match else None
@@ -76,7 +75,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_milliseconds(value: float) -> str:
-    """Write milliseconds with about three digits; from ten seconds on in seconds."""
+    """Format milliseconds with about three digits; as seconds from 10 s on."""
     size = abs(value)
     if size >= 10_000:
         return f"{value / 1000:.1f} s"
@@ -86,20 +85,21 @@ def format_milliseconds(value: float) -> str:
 
 
 def share_of(ratio: float | None, amount: int) -> int | None:
-    """Return a ratio of an amount in whole units (bytes, nanoseconds), rounded down; None without a ratio.
+    """Return ratio * amount in whole units (bytes, nanoseconds), rounded down; None without a ratio.
 
-    The ratio counts as the decimal that was written: 0.8, not the double nearest to it.
+    The ratio counts as the decimal that was written: 0.8, not the double nearest to 0.8.
     """
     return None if ratio is None else int(Fraction(str(ratio)) * amount)
 
 
 def is_number(value: object) -> bool:
-    """Return True for a finite int or float; a bool is none."""
+    """Return True for a finite int or float, but not for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
-    """Lay out a table as lines: columns as wide as their widest cell, flush right, those in `left` flush left."""
+    """Yield the rows of a table as lines: columns as wide as their widest cell, right-aligned except those in
+    `left`."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -111,7 +111,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[st
 
 
 def median_and_spread(times: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """Return the median and half the interquartile range; None for both without times."""
+    """Return the median of the times and half their interquartile range; (None, None) without times."""
     if not times:
         return None, None
     ordered = sorted(times)

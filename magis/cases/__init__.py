@@ -1,1 +1,1 @@
-"""One case of the gate: captured, planned, run, compared with eager, and told in figures."""
+"""Execution of one case of the gate: capture, plan, run, compare with eager, report figures."""

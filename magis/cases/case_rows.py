@@ -1,4 +1,4 @@
-"""Shared builders of result rows: figures, peak breakdowns, and steps that do not fit."""
+"""Helpers to build case results: figures, peak breakdowns, and steps that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from magis.simulate.timeline import timeline
 from magis.strategies.rank_step import samples_of
 from magis.units import GIB, format_bytes
 
-# What a case tells besides its figures: whose the bytes at the peak are, what the plan does, and its time lines.
+# Details of a case besides its figures: tensors at the peak, and time lines.
 
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """A step as the simulator replays it: a captured one by eager's lifetimes, a graph of ours by its own."""
+    """A step for replay in the simulator: a captured step with eager's lifetimes, or a plan's graph with its own."""
 
     subject: Subject
     graph: Graph
@@ -48,17 +48,18 @@ class Replayed:
         return replay(self.graph, costs.workspace, rounding=costs.rounding)
 
     def first_difference(self, run: Callable[[], object]) -> FirstDifference | None:
-        """Run the step by ``run``; return the first operator whose measured bytes are not the simulated ones."""
+        """Run the step by ``run``; return the first operator whose measured bytes are not the simulated ones, or
+        None."""
         return first_difference(run, self.graph, self._profile())
 
     def at_peak(self) -> Peak:
-        """Return what is held at the peak of tensors that is reported for the step."""
+        """Return the tensors alive at the step's peak of tensor bytes."""
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         profile = self._profile()
         return peak_of(self.graph, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the step's calls, at the prices of the latency that is reported for it."""
+        """Return the step's time line, with the latencies reported for it."""
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         times, profile = self.subject.predicting, self._profile()
         return timeline(self.graph, times, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
@@ -68,46 +69,46 @@ NOT_RUN = "not run"
 NOT_COMPARED = "not run: the original does not fit"
 NOT_BOTH = "not run: original and optimized step do not fit together"
 NOTABLE_BYTES = GIB
-"""Bytes of a GPU in others' hands that are worth a word; CUDA itself takes about half of that in every process."""
+"""Threshold in bytes from which messages mention GPU memory of other processes; a CUDA context takes half of that."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class AloneFigures:
-    """Memory and times of an optimized step that ran without the original."""
+    """Memory and times (ms) of an optimized step that ran without the original."""
 
     memory: Memory
     times_ms: tuple[float, ...]
 
 
 def attempt(run: Callable[[], T]) -> T | None:
-    """Return what ``run`` returns; None if it runs out of memory, all of which is given back."""
+    """Return the result of ``run``; None if it runs out of memory, which is then freed."""
     try:
         return run()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    gc.collect()  # the error is gone by now, and with it the frames that held the step's tensors
+    gc.collect()  # outside of the handler: the error's frames held the step's tensors
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return None
 
 
 def fits_alone(subject: Subject, peak_bytes: int) -> bool:
-    """Return True if a step with this peak may run beside nothing of the case but a copy of the module."""
+    """Return True if a step with this peak fits into free memory besides a copy of the module, and should run."""
     if subject.simulated_only or subject.too_slow:
         return False
     return peak_bytes + subject.captured.graph.persistent_bytes() <= subject.free_bytes
 
 
 def run_alone(subject: Subject, make: Callable[[], Step]) -> AloneFigures | None:
-    """Measure and time a step; None if it runs out of memory."""
+    """Return a step's measured memory and times; None if it runs out of memory."""
 
     def run() -> AloneFigures:
         step = make()
         once = whole_step(step)
-        for _ in range(2):  # the first one makes the optimizer's state
+        for _ in range(2):  # the first step makes the optimizer's state
             once()
         return AloneFigures(subject.measure(step), alone(once, ROUNDS_ALONE, subject.torch_device))
 
@@ -115,12 +116,12 @@ def run_alone(subject: Subject, make: Callable[[], Step]) -> AloneFigures | None
 
 
 def too_large(subject: Subject) -> str:
-    """Say, with bytes, that the original needs more than is free."""
+    """Return the message that the original needs more memory than is free."""
     return f"it needs about {format_bytes(subject.predicted_bytes)} of memory, {_format_free(subject)}"
 
 
 def ran_out(subject: Subject) -> str:
-    """Say, with bytes, that the original ran out of memory although it should fit."""
+    """Return the message that the original ran out of memory although it should fit."""
     peak = format_bytes(subject.original.peak_bytes)
     return f"it ran out of memory: its simulated peak is {peak}, {_format_free(subject)}"
 
@@ -131,11 +132,11 @@ def _format_free(subject: Subject) -> str:
     return f"{format_bytes(subject.free_bytes)} are free{held}"
 
 
-# What all rows have in common: the frame; and of strategies that are no captured steps of ours, the original.
+# Common parts of results.
 
 
 def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
-    """Measure eager on one rank, which takes the whole batch; not measured if it runs out of memory."""
+    """Return the figures of eager on one rank with the whole batch; simulated only if it runs out of memory."""
     captured = subject.captured.original
     memory = attempt(lambda: subject.original_measured) if measured else None
     return StepFigures(
@@ -149,7 +150,7 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
 
 
 def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
-    """Make the frame of a result: no limit, no ratio, and numbers that nobody has compared yet."""
+    """Return a result with the common fields: without limits and ratio, and with numbers not compared."""
     graph = subject.captured.original.graph
     signatures = "\n".join(signature(op, values) for op, values in every_op(graph))
     return CaseResult(

@@ -1,8 +1,7 @@
-"""Finds, before any case of a model runs, what only building, capturing and running that model can find; and memory
-that grows from step to step.
+"""Checks of a model before its cases run: building, capturing, one eager step; and growth of memory from step to step.
 
-Fake tensors take some steps that eager refuses: their kernels do not compare the data types of a matrix product, say.
-So a captured step is looked through for mixed products, and run once in eager mode where cases run for real.
+Fake tensors allow some steps that eager rejects: their kernels do not compare dtypes in matrix products, say. So a
+captured step is searched for mixed products, and run once in eager mode if its cases run on a real device.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ EAGER_FIRST = "the step must run eagerly before it can be optimized"
 def check_case(
     case: Case, *, cache: Bench | None = None, make: Make | None = None, progress: Progress | None = None
 ) -> None:
-    """Build and capture what the case would run; run the original step once if its cases run for real.
+    """Build and capture the case's step; run the original step once if its cases run on a real device.
 
-    With a ``cache`` that the case is given afterwards, the capture is made once. Raises UsageError for a model that
-    cannot be found or built, and CaptureError, naming module and line, for one that is no single static step: numbers
-    read off data, tensors on another device, data types that eager refuses to mix. ``progress`` is told what is going
-    on.
+    With a ``cache`` that is later passed to `run_case`, the step is captured once. Raises UsageError for a model that
+    cannot be found or built, and CaptureError, which names module and line, for one that is no single static step:
+    numbers read off data, tensors on another device, mixed dtypes. ``progress`` is called with progress messages.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
     subject.tell = progress or subject.tell
@@ -56,18 +54,18 @@ def check_case(
             return whole_step(subject.eager())()
 
         try:
-            attempt(run)  # too little memory is nothing to refuse: the case is simulated then
+            attempt(run)  # out of memory is no error: the case is simulated then
         except UsageError:
             raise
         except Exception as error:
-            grown = growth(subject) if subject.source.of_user else None  # graphs that are kept cannot be copied, say
+            grown = growth(subject) if subject.source.of_user else None  # a kept autograd graph cannot be copied, say
             text = f"{type(error).__name__}{_innermost_user_line(error)} in eager mode: {error}"
             raise CaptureError(f"{grown}; {text}" if grown else text, hint=EAGER_FIRST) from error
     _ = subject.conformance
 
 
 def _innermost_user_line(error: BaseException) -> str:
-    """Return file name and line of the innermost frame that is neither torch's nor ours; empty if there is none."""
+    """Return " at FILE:LINE" of the innermost frame in the user's code; "" if there is none."""
     own = (Path(torch.__file__).parent, Path(__file__).parent.parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
@@ -75,17 +73,17 @@ def _innermost_user_line(error: BaseException) -> str:
     return ""
 
 
-# Memory that grows from step to step: outputs, graphs or gradients kept alive, state made late, caches.
+# Growth of memory from step to step: outputs, autograd graphs or gradients kept alive, late state, caches.
 
 STEPS = 4
-"""Steps that are run. The second is compared with the later ones: the first makes gradients and optimizer state."""
+"""Number of steps to run. Later steps are compared with the second: the first makes gradients and optimizer state."""
 
 
 def growth(subject: Subject) -> StepGrowth | None:
-    """Find what eager's step of a user's network leaves alive, step by step; None if nothing grows.
+    """Return the growth of memory over eager's steps of a user's network; None without growth.
 
-    It runs for real where cases of the network do, else on fake tensors. A step that runs in neither way is passed
-    over: whoever runs it says what is wrong.
+    Steps run on the real device if cases do, else on fake tensors. A step that fails in both ways gives None: the case
+    itself reports the error.
     """
     if subject.traced.optimizer.kind == "none":
         return None
@@ -94,7 +92,7 @@ def growth(subject: Subject) -> StepGrowth | None:
             with generators_kept():
                 step, mode = _fake_step(subject) if fake else (subject.eager(), nullcontext())
                 return grown(step, mode, "cpu" if fake else subject.kind)
-        except Exception:  # noqa: BLE001, S112  (said where the step is run for its own sake)
+        except Exception:  # noqa: BLE001, S112  (reported by the case itself)
             continue
     return None
 
@@ -112,19 +110,19 @@ def _fake_step(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
 
 
 def grown(step: Step, inside: AbstractContextManager[object], device: str) -> StepGrowth | None:
-    """Run a step a few times; return what is alive after each later one and was not after the second."""
+    """Run a step `STEPS` times; return the storages allocated since the second step, None without growth."""
     ledger = TensorLedger(device)
     held: list[tuple[MadeStorage, ...]] = []
     with no_collection(), inside, ledger.modules.watched(), ledger:
         for _ in range(STEPS):
             step.prepare()
             step.run()
-            step.prepare()  # neither gradients nor results are kept by the loop
+            step.prepare()  # frees gradients and results
             gc.collect()
             held.append(ledger.alive())
     alive = [sum(each.nbytes for each in storages) for storages in held]
-    if min(alive[2:]) <= alive[1]:  # not at all, or not for good: what was freed again is no growth
+    if min(alive[2:]) <= alive[1]:  # no growth, or freed again
         return None
-    # beyond those of the same size from the same place that were there before
+    # storages of equal size and origin that existed before are no growth
     added = Counter(held[-1]) - Counter(held[1])
     return StepGrowth(alive[-1] - alive[1], STEPS, by_module(list(added.elements())))

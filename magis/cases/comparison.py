@@ -1,4 +1,4 @@
-"""Compares the optimized step with eager: numbers (bit by bit, or rounding as good as its), and latency."""
+"""Comparison of the optimized step with eager: numbers (bitwise, or within rounding), and latency."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from magis.runtime.timing import (
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
 BUFFER_SLACK = 1e-5
-"""Share of a buffer's largest element by which it may differ from eager's: statistics of activations."""
+"""Tolerance of a buffer, relative to its largest element: buffers are statistics of activations."""
 
 
 def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
-    """Compare a step with loops (``graph``) by ``compare_rounding``, and any other one by ``compare``."""
+    """Compare a step with eager: by ``compare_rounding`` if ``graph`` has loops, else by ``compare``."""
     if graph is not None and any(op.body is not None for op in graph.ops):
         return compare_rounding(subject, graph, seed)
     return compare(eager, step, seed, shared_tensors(subject))
 
 
 def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> str:
-    """Run three steps of both from the same weights and random numbers; return "bit-identical" or "differs: <what>".
-    Steps have a module each; ``shared`` are other tensors that they write to."""
+    """Run three steps of eager and of the step, from equal weights and random states; return "bit-identical" or
+    "differs: ...". Each step has its own module; ``shared`` are other tensors that both write."""
     return next(_step_differences(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
 
 
@@ -86,31 +86,31 @@ def _step_differences(eager: Step, step: Step, seed: int, shared: SharedTensors)
 
 
 def _differing_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], said: str) -> Iterator[str]:
-    """Yield the tensors, by name, that are not as expected."""
+    """Yield a difference for each tensor, by name, that is not as expected."""
     yield from (f"differs: {said.format(name)}" for name in expected if not same(found[name], expected[name]))
 
 
 def _seed_step(step: Step, seed: int) -> None:
-    """Give the step's generators, its own too, the same random numbers to come for every step."""
+    """Seed the default generators and the step's own."""
     torch.manual_seed(seed)
     for number, generator in enumerate(step.generators.values(), 1):
         generator.manual_seed(seed + number)
 
 
 def _generator_states(step: Step) -> dict[str, Tensor]:
-    """Return the states of the generators, by what they are called in a sentence."""
+    """Return the states of the default and the step's own generators, by readable name."""
     device = next((tensor.device for tensor in step.module.parameters()), "cpu")
     own = {f"generator {name!r}": generator.get_state() for name, generator in step.generators.items()}
     return {"the generator": generator_of(device).get_state(), **own}
 
 
 def _moved_generators(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the generators that a step leaves in another state than eager's does."""
+    """Yield the generators whose states after a step differ from eager's."""
     yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
 
 
 def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> float:
-    """Return the largest difference to eager's loss as a share, in three steps from the same weights and generator."""
+    """Return the largest relative difference of the losses over three steps from equal weights and random states."""
     shared = SharedTensors({}) if shared is None else shared
     worst = 0.0
     for index in range(STEPS_COMPARED):
@@ -120,10 +120,10 @@ def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors | N
 
 
 def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
-    """Compare a step that sums in another order than eager: "within tolerance" or "differs: <what>".
+    """Compare a step with another order of sums than eager's: return "within tolerance" or "differs: <what>".
 
-    Loss and gradients are as close to those in float64 as eager's own are. Weights and optimizer state afterwards are,
-    bit by bit, what torch's optimizer makes of these gradients; running statistics are eager's but for rounding.
+    Loss and gradients must be as close to float64 as eager's are. Weights and optimizer state afterwards must equal,
+    bit by bit, those of torch's optimizer with these gradients; running statistics must equal eager's within rounding.
     """
     return next(_differences(subject, graph, seed), CLOSE)
 
@@ -142,7 +142,7 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     yield from _beyond_rounding(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
     _run_seeded(full, seed, shared)
-    behind = subject.captured.behind is not None  # its step may draw, and write over gradients
+    behind = subject.captured.behind is not None  # its step may draw random numbers and overwrite gradients
     yield from (f"differs: {said} 1" for said in _moved_generators(drawn, left if behind else _generator_states(full)))
     for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
         if not same(shipped, our):
@@ -161,7 +161,7 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
 
 
 def _capture_differences(subject: Subject, eager: EagerStep, seed: int, shared: SharedTensors) -> Iterator[str]:
-    """Yield a difference for each result of the captured step, run as it is, that is not eager's."""
+    """Yield a difference for each result of the captured step, run unchanged, that differs from eager's."""
     graph, names = with_gradients(subject.captured.graph)
     step = subject.stopped(before_update(graph))
     _run_seeded(step, seed, shared)
@@ -172,7 +172,7 @@ def _capture_differences(subject: Subject, eager: EagerStep, seed: int, shared: 
 
 
 def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
-    """Run one step with these random numbers, on what it left in ``shared``; return its loss."""
+    """Run one step with this seed, with the shared tensors as its last run left them; return its loss."""
     _seed_step(step, seed)
     with shared.within(step):
         step.prepare()
@@ -182,7 +182,7 @@ def _run_seeded(step: Step, seed: int, shared: SharedTensors) -> Tensor:
 def _beyond_rounding(
     subject: Subject, names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], seed: int
 ) -> Iterator[str]:
-    """Yield results and gradients that are further from the exact ones than rounding explains."""
+    """Yield results and gradients whose error against float64 exceeds rounding."""
     captured = subject.captured.graph if subject.captured.behind is None else without_state(subject.captured.graph)
     values = gradient_values(captured)
     wanted = [*captured.outputs, *(values[name] for name in names)]
@@ -211,20 +211,20 @@ def _beyond_rounding(
 
 
 FINE = 1e-5
-"""Types of a coarser epsilon round by more than corners move."""
+"""Epsilon of a dtype from which on rounding exceeds the effect of kinks."""
 NEARBY = 8
-"""Steps of eager with other last bits that are looked at together. In half of them a corner within rounding is on its
-other side."""
+"""Number of perturbed eager steps per batch of steps; half of them move an element near a kink to its other side."""
 MOST_NEARBY = 32
-"""Where many corners are near: the worst that several of them do to an element together shows in few steps."""
+"""Maximum number of perturbed eager steps: with many kinks nearby, few steps show the worst of several at once."""
 
 
 @dataclass
 class _Corners:
-    """Largest error of each element of eager's gradients where weights may be off in the last bit.
+    """Largest error of each element of eager's gradients if weights are perturbed in the last bit.
 
-    A step has corners: a ReLU's input near zero, two elements of a pool that are nearly equal. On which side rounding
-    puts such an element moves a gradient by far more than rounding itself, in eager as in any other order of sums.
+    A step has kinks: a ReLU's input near zero, two elements of a max pool that are nearly equal. Rounding decides on
+    which side such an element is, which moves a gradient by far more than rounding, in eager as in any other order of
+    sums.
     """
 
     subject: Subject
@@ -232,11 +232,11 @@ class _Corners:
     reference: Sequence[Tensor]
     seed: int
     worst: dict[int, Tensor] = field(default_factory=dict)
-    """Largest errors in the steps so far, by position among results and gradients."""
+    """Largest errors so far, by position among results and gradients."""
     steps: int = 0
 
     def look_on(self) -> bool:
-        """Look at more steps; False where these were enough."""
+        """Run another batch of perturbed steps; return False if the maximum was reached before."""
         if self.steps >= MOST_NEARBY:
             return False
         shared, first = shared_tensors(self.subject), len(self.reference) - len(self.names)
@@ -253,7 +253,7 @@ class _Corners:
 
 
 def _perturb_weights(step: EagerStep, number: int) -> None:
-    """Change the last bits of a step's weights at random; ``number`` is the seed."""
+    """Perturb the last bits of a step's weights at random; ``number`` is the seed."""
     bits = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for each in step.module.parameters():
@@ -265,9 +265,9 @@ def _perturb_weights(step: EagerStep, number: int) -> None:
 def _update_differences(
     subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
 ) -> Iterator[str]:
-    """Yield what torch's optimizer makes otherwise of the same gradients and of the weights after a forward.
+    """Yield weights and optimizer state that differ from those of torch's optimizer with the given gradients.
 
-    ``drawn`` is the generator's state behind the backward.
+    ``drawn`` is the generator's state after the backward.
     """
     if not gradients:
         return
@@ -284,20 +284,20 @@ def _update_differences(
     )
 
 
-# The latency ratio of a case: two looks at it, of steps that are made anew for each.
+# The latency ratio of a case, measured twice with newly built steps.
 
 TIMING_ROUNDS = 8
-"""Number of pairs in a look, to start with."""
+"""Initial number of pairs in a measurement."""
 ROUNDS_WHOLE = 3
 SHORTEST_MS = 30.0
-"""Milliseconds of the shortest step that takes turns, ten slices: in shorter ones the ratio shows what turns cost."""
+"""Minimum milliseconds of a step for interleaved time slices (ten slices): below, switching distorts the ratio."""
 WARM_UP = 1
-"""Untimed pairs before the others."""
+"""Number of untimed warm-up pairs."""
 
 
 @dataclass(frozen=True)
 class TimingLook:
-    """Pairs of whole steps, for the milliseconds, and those for the ratio; they may be the same."""
+    """One measurement: pairs of whole steps, for milliseconds, and pairs for the ratio; they may be equal."""
 
     whole: Timing
     pairs: Timing
@@ -305,10 +305,10 @@ class TimingLook:
 
 @dataclass(frozen=True)
 class TimingLooks:
-    """Looks at the ratio of a case's two steps, each of steps made anew, and the ratio that they agree on.
+    """Measurement of the latency ratio of a case's two steps, once or twice, and the ratio on which both agree.
 
-    ``rounds`` pairs to start with; ``bounds`` are the ratios at which the verdict changes. A ``rough`` ratio is only
-    shown, and is worth one short look. ``turning`` steps can take turns.
+    ``rounds`` is the initial number of pairs; ``bounds`` are the ratios at which the verdict changes. A ``rough`` ratio
+    is only shown, and measured once and briefly. ``turning`` steps support time slices.
     """
 
     device: torch.device
@@ -318,7 +318,8 @@ class TimingLooks:
     turning: bool = False
 
     def look(self, eager: Step, step: Step) -> TimingLook:
-        """Time both steps: whole or, where they can and are long enough, in turns."""
+        """Return one measurement of both steps: whole steps, or time slices if supported and the steps are long
+        enough."""
         whole = partial(interleave, whole_step(eager), whole_step(step), warmup=WARM_UP, device=self.device)
         if self.rough:
             timing = whole(ROUGHLY)
@@ -332,11 +333,11 @@ class TimingLooks:
         return TimingLook(timing, timing)
 
     def wants_another(self, look: TimingLook) -> bool:
-        """Return True if a second look would tell something."""
+        """Return True if a second measurement is useful."""
         return not self.rough and not is_too_busy(look.pairs)
 
     def ratio(self, found: Sequence[TimingLook]) -> RatioInterval:
-        """Return the ratio that the looks, at most two, say together."""
+        """Return the ratio on which the measurements, at most two, agree."""
         if self.rough:
             return ratio_interval(found[0].pairs)
         second = found[1].pairs if len(found) > 1 else None
@@ -344,7 +345,7 @@ class TimingLooks:
 
 
 def once_in_turns(step: Step) -> TurningStep:
-    """Return a call of the whole step that takes turns, as `whole_step` does for one that does not."""
+    """Return a function that runs the whole step in time slices, as `whole_step` does without."""
 
     def once(turn: TimeSlice) -> object:
         step.prepare()
@@ -353,15 +354,15 @@ def once_in_turns(step: Step) -> TurningStep:
     return once
 
 
-# Tensors that a step writes beside its module's: counts of a loss, what a hook adds up in a closure, a global.
-# Modules and batches are copied for each step, these are not. Steps that are compared find what they left there
-# themselves, as if they ran alone.
+# Tensors that a step writes besides its module's: counts of a loss, a sum of a hook in a closure, a global. Modules and
+# batches are copied for each step, these tensors are not. Compared steps must find their own contents, as if each ran
+# alone.
 
 
 class SharedTensors:
-    """Contents of ``tensors`` as each step that runs `within` leaves them.
+    """Per-step contents of shared tensors: each step that runs `within` finds what it left.
 
-    A step's first run begins with what was there at the start.
+    A step's first run finds the initial contents.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -371,7 +372,7 @@ class SharedTensors:
 
     @contextmanager
     def within(self, step: object) -> Iterator[None]:
-        """Give ``step`` its own contents for the block, and put those of the start back behind it."""
+        """Set the tensors, for the block, to the contents that ``step`` left; afterwards to the initial contents."""
         self._fill(self.left_by(step))
         try:
             yield
@@ -380,7 +381,7 @@ class SharedTensors:
             self._fill(self._first)
 
     def left_by(self, step: object) -> dict[str, Tensor]:
-        """Return the contents by name, as the last block of ``step`` left them."""
+        """Return the contents by name after the last block of ``step``."""
         return self._left.get(step, self._first)
 
     def _fill(self, contents: Mapping[str, Tensor]) -> None:
@@ -390,7 +391,7 @@ class SharedTensors:
 
 
 def shared_tensors(subject: Subject) -> SharedTensors:
-    """Return the tensors that the subject's step writes and its modules do not own."""
+    """Return the tensors that the subject's step writes and that its module does not own."""
     (graph, cached), holders = (subject.captured.graph, subject.captured.cached), subject.holders
     written = {storage for op in graph.ops for storage, _ in op.writes}
     names = (value.name for value in map(graph.values.__getitem__, graph.inputs) if value.storage in written)

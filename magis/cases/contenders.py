@@ -1,4 +1,4 @@
-"""Strategies of one rank: the step that each of them makes of the original, and how its numbers compare."""
+"""Candidates: the step of a strategy of one rank, simulated, and the comparison of its numbers with eager's."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from magis.strategies.single_device import Local, blocks_of, local, window_of_co
 from magis.strategies.strategy_names import LISTED, check_planned, family
 
 SCALER = 0.001
-"""Share by which peaks may be off under a gradient scaler. It keeps a few numbers that are not in the captured step."""
+"""Relative tolerance of peaks with a GradScaler, whose few tensors are not in the captured step."""
 MOST_OFF = 0.05
-"""Share of eager's loss by which a strategy that computes other numbers may be off: other random numbers included."""
+"""Relative tolerance of the loss for strategies that compute other numbers, other random numbers included."""
 PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
 COMPILED = "compiled code: bytes are of its forward and backward without fused operators, latency is of eager"
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A step that is compared with the original: its simulation, and how to make it."""
+    """A step to compare with the original: its simulation, and a function that builds it."""
 
     simulated: Memory
     simulated_ns: int
@@ -38,21 +38,21 @@ class Candidate:
     workspaces: Mapping[str, int]
     reserved: int | None
     replayed: Replayed | None
-    """None if there is no graph of the step."""
+    """The step for replay in the simulator; None without a graph of the step."""
     strategy: Local | None = None
     off_by: float = 0.0
-    """See `CaseResult.off_by`."""
+    """Relative tolerance of the step's tensor bytes (see `CaseResult.off_by`)."""
     priced: bool = True
-    """See `CaseResult.priced`."""
+    """False if eager's latency is reported for the step (see `CaseResult.priced`)."""
     note: str = ""
-    """Caveat about the simulation, for the reader."""
+    """Caveat about the simulation, for readers."""
     portable: bool = True
-    """True if the plan is made with a baseline's workspaces, wherever they are from; else with this machine's."""
+    """True if the plan uses a baseline's workspaces, of whatever machine; False: this machine's."""
 
 
 def strategy_of(case: Case, subject: Subject) -> Local | None:
-    """Return the strategy of a case; None if it is no strategy of one rank. Raises UsageError for unknown
-    strategies, and for ones that are not for the case."""
+    """Return the strategy of a case; None if it is no strategy of one rank. Raises UsageError for unknown strategies,
+    and for ones that do not support the case."""
     kind = family(case.strategy)
     if kind is None:
         check_planned(case.strategy)
@@ -66,7 +66,7 @@ def strategy_of(case: Case, subject: Subject) -> Local | None:
 
 
 def check_precision(case: Case) -> None:
-    """Raise UsageError where both a strategy and the case's data type set the precision."""
+    """Raise UsageError if both the strategy and the case's data type set the precision."""
     kind, dtype = family(case.strategy), case.dtype
     casts = any(part.startswith(("amp", "half")) for part in case.strategy.split("+"))
     if dtype in (None, "float32") or kind in ("original", "plan"):
@@ -82,7 +82,7 @@ def check_precision(case: Case) -> None:
 
 
 def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
-    """Simulate the step under a strategy; None stands for the original."""
+    """Return the simulated candidate of a strategy; None: of the original."""
     captured, moved_ns = subject.captured.original, 0
     if strategy is not None and strategy.is_captured:
         under, moved = subject.captured_as(strategy)
@@ -123,7 +123,7 @@ def _make_step(subject: Subject, strategy: Local | None, stack: ExitStack) -> St
 
 
 def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
-    """Compare the step's numbers with eager's; return the words of `CaseResult.numbers`."""
+    """Compare the step's numbers with eager's; return the text of `CaseResult.numbers`."""
     strategy = candidate.strategy
     if strategy is None or strategy.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)

@@ -1,8 +1,7 @@
-"""Whole results kept from run to run: for an unchanged step on the same device nothing is run again.
+"""A cache of whole results: an unchanged step on an unchanged device is not run a second time.
 
-Asked for by name alone, since a latency that was measured some day then stands for one of today. The note of a result
-says of which day it is. Its file is trusted as far as its checksum goes: whoever can write pytest's cache can write a
-conftest.py.
+The cache is opt-in, since a latency measured on an earlier day then replaces a new one; the result's note gives the
+day. Files are trusted if their checksum is valid: who can write pytest's cache can write a conftest.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class KeptResults:
-    """The results of one case in a folder."""
+    """The cached results of one case."""
 
     kept: Kept
     subject: Subject
@@ -45,11 +44,11 @@ class KeptResults:
         rough: bool = False,
         pooled: bool = False,
     ) -> str:
-        """Return the key of a result, a digest of all that it depends on.
+        """Return the cache key of a result, a digest of all its inputs.
 
-        That is the case, its captured step with eager's lifetimes and the lines that its tables name, the device and
-        its prices, and what a baseline hands back. For ranks also the parts by which the network is cut, and whether a
-        pool (``pooled``) runs them, on how many cores.
+        These are the case, its captured step with eager's lifetimes and source lines, the device and its prices, and
+        values of the baseline. For ranks also the module structure and blocks, and whether a pool (``pooled``) runs
+        them, on how many cores.
         """
         captured, traced = self.subject.captured.original, self.subject.traced
         strategy = strategy_of(self.case, self.subject)
@@ -66,7 +65,7 @@ class KeptResults:
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,
-            # torch's settings that choose kernels, and with them numbers, scratch and times
+            # torch's settings that select kernels, and so numbers, scratch and times
             (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.backends.cuda.matmul.fp32_precision,
@@ -82,12 +81,12 @@ class KeptResults:
         )
 
     def load(self, key: str) -> CaseResult | None:
-        """Return the result under the key; its note says of which day it is."""
+        """Return the cached result of a key, with its day in the note; None if missing."""
         return self.kept.load(key, self._read_result)
 
     def save(self, key: str, result: CaseResult) -> CaseResult:
-        """Keep a result, unless it depends on the moment; return it. It does where it did not fit into memory, a cap
-        in seconds ended it, or the machine was too busy to time it."""
+        """Cache a result and return it; not if it did not fit into memory, hit the time limit, or was timed on a busy
+        machine."""
         doubtful = result.ratio is not None and bool(result.ratio.doubt)
         if doubtful or result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
             return result
@@ -99,7 +98,7 @@ class KeptResults:
         return result
 
     def _read_result(self, text: str) -> CaseResult:
-        """Read a result from text. Raises one of ``UNSOUND`` if it is none; whose it is the key has said."""
+        """Parse a result. Raises one of ``UNSOUND`` for invalid text; the case is given by the key."""
         data = read_json(text)
         result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
         return dataclasses.replace(result, case=self.case, note=f"from the cache of {day.isoformat()}: unchanged")

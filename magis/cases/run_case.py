@@ -1,4 +1,4 @@
-"""One case of the harness, from its request to its result: capture, plan, run, measure."""
+"""Execution of one case: capture, plan, run, measure."""
 
 from __future__ import annotations
 
@@ -56,15 +56,14 @@ def run_case(
     timelines: bool = False,
     growing: bool = False,
 ) -> CaseResult:
-    """Run one case and return its result. Raises MagisError for what cannot be captured or run.
+    """Run one case and return its result. Raises MagisError if the step cannot be captured or run.
 
-    ``make`` builds the workload from the seed, where the model's name is not what builds it. ``planning_workspaces``
-    (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored: where the graph is still
-    the same, planning uses them, and comes to the same plan on every machine. Timing goes on as long as one of
-    ``latency_bounds`` lies in the latency ratio's interval (`StoppingRule`), for two looks at steps made anew; it ends
-    soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it. ``progress`` is told what
-    is going on. With ``timelines`` the result has those of both steps, call by call. With ``growing`` it says whether
-    the memory of a user's network grows from step to step.
+    ``make`` builds the workload from the seed, if the model's name does not. ``planning_workspaces`` (operator
+    signature -> bytes) and ``expected_graph`` (digest) are stored in a baseline: if the graph is unchanged, planning
+    uses them, for the same plan on every machine. Timing continues while one of ``latency_bounds`` is inside the
+    latency ratio's interval (`StoppingRule`), in two measurements; with ``rough`` it stops early, for a ratio that is
+    neither compared nor stored. ``progress`` is called with progress messages. ``timelines`` adds the time lines of
+    both steps, ``growing`` the growth of a user's network from step to step.
     """
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
@@ -89,7 +88,7 @@ def run_case(
 
 
 def _load_or_run(bench: Bench, results: KeptResults | None, key: str, run: Callable[[], CaseResult]) -> CaseResult:
-    """Return the result under the key if results are kept and it is there, else that of the run."""
+    """Return the cached result of the key, else run the case and cache the result."""
     if results is None:
         return run()
     bench.remember(results.case, key)
@@ -98,7 +97,7 @@ def _load_or_run(bench: Bench, results: KeptResults | None, key: str, run: Calla
 
 @dataclass(frozen=True)
 class _RunFigures:
-    """Measured memory and milliseconds of each step (None: it did not run), and the reason if it did not run."""
+    """Measured memory and milliseconds of each step (None or (): it did not run), with the reason in ``note``."""
 
     original: Memory | None = None
     original_ms: tuple[float, ...] = ()
@@ -111,7 +110,7 @@ class _RunFigures:
 
 @dataclass(eq=False)
 class CaseRun:
-    """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
+    """The run of one case. After ``result``, ``graph`` is the plan's graph, None except for "magis"."""
 
     case: Case
     subject: Subject
@@ -128,11 +127,11 @@ class CaseRun:
         self._strategy = strategy_of(self.case, self.subject)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
-        """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
+        """Run the case and return its result, given ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
         with products_of(self.subject.source.dtype):
             subject, case = self.subject, self.case
             self.progress("capturing")
-            _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
+            _ = subject.conformance  # first, since it may correct the layouts of the captured step
             original_ns = subject.latency_ns(subject.captured.original.graph)
             if subject.kind == "cpu":
                 self.progress("timing one step")
@@ -141,7 +140,7 @@ class CaseRun:
                 self.progress("measuring the original")
                 measured = attempt(lambda: subject.original_measured)
                 refusal = "" if measured else ran_out(subject)
-            elif not subject.simulated_only:  # where there is nothing to say
+            elif not subject.simulated_only:  # simulated devices need no reason
                 refusal = subject.too_slow or too_large(subject)
             reference = measured or subject.original
             table = planning_workspaces(subject, stored, expected_graph)
@@ -169,7 +168,7 @@ class CaseRun:
         self.progress("searching")
         target = limit
         if limit is not None and table is not None and case.memory_limit_of != RESERVED:
-            # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
+            # The limit of the baseline's machine: the plan must not depend on this machine's workspaces.
             stored = subject.original_with(table) if subject.kind == "cpu" else reference
             target = case.memory_limit or share_of(case.memory_ratio, stored.peak_bytes)
         latency_limit = share_of(case.latency_ratio, original_ns)
@@ -218,7 +217,7 @@ class CaseRun:
         )
 
     def _run_only_optimized(self, candidate: Candidate, refusal: str) -> _RunFigures:
-        """Run the optimized step alone if it fits, else nothing."""
+        """Run the optimized step alone if it fits into memory, else nothing."""
         found = None
         if self.case.strategy != "eager" and fits_alone(self.subject, candidate.simulated.peak_bytes):
             found = self._run_alone(candidate)
@@ -235,7 +234,7 @@ class CaseRun:
         return None if found is None else _RunFigures(optimized=found.memory, optimized_ms=found.times_ms)
 
     def _run_both(self, candidate: Candidate, measured: Memory) -> _RunFigures:
-        """Run both steps, beside each other; each alone where they do not fit together."""
+        """Run and compare both steps, or each alone if both together do not fit into memory."""
         subject = self.subject
         if self.case.strategy == "eager":
             times = subject.original_times_ms
@@ -271,7 +270,7 @@ class CaseRun:
             memory = subject.measure(step, compiled=self._is_compiled)
             self.progress("timing")
             found = [looks.look(eager, step)]
-            if self._is_compiled and looks.wants_another(found[0]):  # to compile it again would take a minute
+            if self._is_compiled and looks.wants_another(found[0]):  # compiling again would take a minute
                 found.append(looks.look(eager, step))
             del eager, step
         if not self._is_compiled and looks.wants_another(found[0]):
@@ -318,9 +317,9 @@ class CaseRun:
         whole = Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self.timelines else None
         found, stats = other_result(case, subject, original, opt), candidate.stats
         if limit is not None and case.memory_limit_of == RESERVED and opt.needed_bytes(RESERVED) > limit:
-            # predictions of reserved bytes may be off, since the allocator's start differs from run to run
+            # predicted reserved bytes may be off, since the allocator's initial state differs between runs
             stats = replace(stats, feasible=False)
-        # part of the identity, since other prices make other plans; on a CPU none are used for planning
+        # part of the identity, since other prices give other plans; on a CPU planning uses none
         prices = {"profile": subject.pricing.digest} if subject.pricing.digest and subject.kind != "cpu" else {}
         return replace(
             found,
@@ -344,11 +343,11 @@ class CaseRun:
 
 
 TORCHS = ("aten.", "prims.", "magis.", "c10d.", "_c10d_functional.")
-"""Prefixes of operators whose scratch memory is known, or that have none."""
+"""Prefixes of operators whose workspace is known."""
 
 
 def _notes(first: str, subject: Subject, graph: Graph, partings: Sequence[str]) -> Iterator[str]:
-    """Yield what is said of a case, in order."""
+    """Yield the notes on a case, in order."""
     yield from (first, subject.scratches.note)
     custom = sorted({op.target for op, _ in every_op(graph) if not op.target.startswith(TORCHS)})
     if custom and subject.source.device.startswith("sim:"):
@@ -361,7 +360,7 @@ def _notes(first: str, subject: Subject, graph: Graph, partings: Sequence[str]) 
 
 
 def _byte_difference(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
-    """Name the operator whose bytes are not as simulated; empty if they all are, or if it cannot be found."""
+    """Return a note on the first operator whose measured bytes differ from the simulation; "" without one."""
     seen, simulated = figures.measured, figures.simulated
     if seen is None or step.subject.kind != "cpu" or seen.peak_bytes == simulated.peak_bytes:
         return ""
@@ -377,7 +376,7 @@ def _byte_difference(name: str, figures: StepFigures, step: Replayed, make: Call
 
 
 def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:
-    """Return the device identity's part for a step that did not fit: its figures compare with such rows alone."""
+    """Return an addition to the device identity for a step that did not fit, to compare only with such figures."""
     if not outcome.note:
         return {}
     if outcome.original is None and outcome.optimized is None:
@@ -386,7 +385,7 @@ def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:
 
 
 def check_amounts(case: Case) -> None:
-    """Raise UsageError for a limit, a budget or a cap of the case that is not above 0, or a seed below it."""
+    """Raise UsageError for a limit or budget that is not above 0, a negative seed, or an invalid search or slack."""
     amounts = {"memory ratio": case.memory_ratio, "latency ratio": case.latency_ratio, "budget": case.budget}
     amounts |= {"memory limit": case.memory_limit, "cap in seconds": case.seconds}
     for name, amount in amounts.items():

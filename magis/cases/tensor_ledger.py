@@ -1,4 +1,4 @@
-"""Bytes of a running block of code by module and line: where tensors are made, and what is alive at their peak."""
+"""Memory of a running block of code by module and line: where tensors are allocated, which live at the peak."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 40
 
 @dataclass(frozen=True, slots=True)
 class MadeStorage:
-    """A storage made in the block, and where: equal to the one that a later step makes in its place."""
+    """A storage allocated in the block, and where; equal for corresponding storages of two steps."""
 
     nbytes: int
     kind: str
@@ -34,7 +34,7 @@ class MadeStorage:
 
 
 class RunningModules:
-    """Path of the module whose forward is running: "UNet.mid.0", by the class of the outermost one."""
+    """Tracker of the module whose forward is running: "UNet.mid.0", with the class of the outermost one."""
 
     def __init__(self) -> None:
         self._running: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -42,12 +42,12 @@ class RunningModules:
 
     @property
     def path(self) -> str:
-        """Path of the running module; empty outside of all modules."""
+        """Return the path of the running module; "" outside of all modules."""
         return self._running[-1][1] if self._running else ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Follow every forward, of whatever module."""
+        """Track the forwards of all modules within the block, by global hooks."""
         handles = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -59,7 +59,7 @@ class RunningModules:
                 handle.remove()
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():  # part of the graph: modules have no calls of their own in it
+        if torch.compiler.is_compiling():  # compiled graphs do not call modules
             return
         path = type(module).__name__
         if self._running:
@@ -72,10 +72,10 @@ class RunningModules:
         if torch.compiler.is_compiling():
             return
         while self._running and self._running.pop()[0]() is not module:
-            pass  # a module below it that was left by an error ahead of its own hook
+            pass  # a sub-module left by an exception before its own hook
 
     def _name(self, outer: nn.Module | None, module: nn.Module) -> str:
-        """Return the name of a module within the one that calls it; empty if it is no part of that."""
+        """Return the path of a module within the calling module; "" if it is no sub-module."""
         if outer is None:
             return ""
         known = self._names.get(id(outer))
@@ -86,7 +86,7 @@ class RunningModules:
 
 
 def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
-    """Sum storages by kind and module, most bytes first; the line is that of the largest one."""
+    """Return the storages' bytes by kind and module, largest first; the line is that of the largest storage."""
     rows: dict[tuple[str, str], list[MadeStorage]] = {}
     for each in made:
         rows.setdefault((each.kind, each.module), []).append(each)
@@ -100,7 +100,7 @@ def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
 
 
 class TensorLedger(StorageLedger):
-    """A ledger that notes where every storage is made, and what was alive when they took most."""
+    """A storage ledger that records where storages are allocated, and which are alive at the peak."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -110,24 +110,24 @@ class TensorLedger(StorageLedger):
         self._places: dict[int, tuple[str, str]] = {}
         self._made: dict[int, MadeStorage] = {}
         self._running: tuple[Any, tuple[str, str, str] | None] = (None, None)
-        """Running operator, and its place once it has made something."""
+        """Running operator, and its (kind, module, line) once it has allocated something."""
         self._at_peak: tuple[MadeStorage, ...] = ()
         self._where = ("", "", "", "")
 
     def peak(self) -> Peak:
-        """Return the operator at the peak, and what was held there."""
+        """Return the operator at the peak, and the storages alive there."""
         op, module, phase, line = self._where
         return Peak(op, module, phase, line, by_module(self._at_peak))
 
     def alive(self) -> tuple[MadeStorage, ...]:
-        """Return what was made under the ledger and is still there."""
+        """Return the storages allocated under the ledger that are still alive."""
         self._purge()
         return tuple(self._made.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # otherwise autograd has taken composite operators apart by now; higher-order ones have no parts
+        # outside of inference mode, autograd has decomposed composite operators; higher-order ones cannot be
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
@@ -137,7 +137,7 @@ class TensorLedger(StorageLedger):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note_compiled(self, name: str, made: Tensor) -> None:
-        """Count a buffer that compiled code has made without an operator."""
+        """Count a buffer that compiled code allocates without an operator."""
         self._running = name, None
         self._count(self._storages(made))
 
@@ -160,8 +160,8 @@ class TensorLedger(StorageLedger):
         self._at_peak = tuple(self._made.values())
 
     def _where_it_runs(self) -> tuple[str, str, str]:
-        """Return kind, module and line of what runs. An operator of a backward has those of the forward that it
-        belongs to."""
+        """Return kind, module and line of the running operator; a backward operator has module and line of its
+        forward."""
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001
         if node is not None:
             return "gradient", *self._places.get(node._sequence_nr(), ("", ""))  # noqa: SLF001

@@ -1,1 +1,1 @@
-"""The command `magis`: tools beside the pytest plugin."""
+"""The command `magis`: command-line tools besides the pytest plugin."""

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: numbers read from options, the path of factories, lines printed."""
+"""Helpers of the commands: numbers of options, the import path, output."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from magis.printable import printable
 
 
 def look_here() -> None:
-    """Import factories from the working directory, too, as `python -m` does."""
+    """Add the working directory to the import path, as `python -m` does, so that factories in it can be imported."""
     sys.path.insert(0, str(Path.cwd()))
 
 
 def tell(text: str) -> None:
-    """Print a line of progress or an error to stderr."""
+    """Print a line of progress or an error message to stderr."""
     print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(text: str) -> None:
-    """Print a line of the answer to stdout."""
+    """Print a line of the result to stdout."""
     print(printable(text))  # noqa: T201
 
 
 def whole_number(flag: str, text: str | None) -> int | None:
-    """Read an option's whole number; None without one. Raises UsageError for anything but digits."""
+    """Parse an option as an int; None without one. Raises UsageError for anything but digits."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
@@ -35,7 +35,7 @@ def whole_number(flag: str, text: str | None) -> int | None:
 
 
 def real_number(flag: str, text: str | None) -> float | None:
-    """Read an option's number; None without one. Raises UsageError for anything else."""
+    """Parse an option as a float; None without one. Raises UsageError for anything else."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -43,7 +43,7 @@ def real_number(flag: str, text: str | None) -> float | None:
 
 
 def above_zero(flag: str, text: str | None, *, whole: bool = False) -> float | None:
-    """Read an option's number above 0 and below a million; None without one. Raises UsageError for any other text."""
+    """Parse an option as a number in (0, 1e6); None without one. Raises UsageError for anything else."""
     if text is None:
         return None
     found = _or_nan(text)
@@ -53,7 +53,7 @@ def above_zero(flag: str, text: str | None, *, whole: bool = False) -> float | N
 
 
 def share(flag: str, text: str) -> float:
-    """Read an option's share, at least 0 and below 100. Raises UsageError for any other text."""
+    """Parse an option as a fraction, at least 0 and below 100. Raises UsageError for anything else."""
     found = _or_nan(text)
     if not 0 <= found < 100:
         raise UsageError(f"{flag}: {text!r} is not a share such as 0.01")

@@ -1,4 +1,4 @@
-"""The command `magis` and its sub-commands; a user's mistake gets one line and exit code 4."""
+"""The command `magis` and its sub-commands; user errors print one line and exit with code 4."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from magis.frontends.profiling import Recording
 
 USAGE_ERROR = 4
-"""pytest's exit code for wrong input."""
+"""Exit code for user errors, equal to pytest's."""
 FAILED, INTERRUPTED = 1, 130
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 (argparse has no other name for it)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises a UsageError of one line where argparse prints several."""
+    """Argument parser that raises UsageError instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. Arguments are those of the process unless they are given."""
+    """Run a command and return its exit code; arguments default to those of the process."""
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     further = registry.names("command")
     for add in (_add_profile, _add_merge, _add_fit, _add_estimate, *registry.present("command")):
         add(commands)
-    # argparse itself finds nothing behind "--" once an option stands before it
+    # argparse drops arguments behind "--" if an option precedes it
     cut = given.index("--") if "--" in given and given[0] in further else len(given)
     try:
         if given and given[0] in further:
-            registry.load("command", given[0])  # raises where its neighbour is not installed
+            registry.load("command", given[0])  # raises if its neighbour is not installed
         asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
         with terminated_in_order():
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_model(commands: Commands, name: str, text: str, description: str) -> argparse.ArgumentParser:
-    """Add a command on one model, with the options that such commands share."""
+    """Add a sub-command for one model, with the common options, and return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
     parser.add_argument("--device", metavar="NAME", help="as --magis-device")
@@ -135,7 +135,7 @@ def _fit(asked: argparse.Namespace) -> int:
 
 
 def _table(found: Fit) -> Iterator[str]:
-    """Yield the lines of the answer: a header, a table of both strategies, then notes."""
+    """Yield the lines of the output: a header, a table of both strategies, notes."""
     yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}"
     rows = [HEADER]
     for name, point in (("eager", found.eager), ("magis", found.magis)):
@@ -212,9 +212,9 @@ with cold caches, and scratch memory. What the file knows already is not measure
 batch: a run that was cut off goes on where it was. Simulated devices (sim:<name>) use baselines/profiles/<name>.json.
 """
 UNFINISHED = 3
-"""Exit code of a recording that --seconds cut off."""
+"""Exit code of a recording stopped by --seconds."""
 SHOWN = 3
-"""Number of unmeasured operators that are named."""
+"""Maximum number of unmeasured operators to name."""
 
 
 def _add_profile(commands: Commands) -> None:

@@ -1,1 +1,1 @@
-"""Fission (paper, F-Trans): sub-graphs cut along a dimension, their parts run one after another."""
+"""Fission (paper, F-Trans): regions split along a dimension into parts that run one after another."""

@@ -1,8 +1,8 @@
-"""Regions that could run in parts: around a cut tensor, and around one operator (paper, D-Graph).
+"""Candidate regions for fission: grown from a cut tensor, or around one operator (paper, D-Graph).
 
-The D-Graph's vertices are the dimensions of tensors and the reduction axes of operators; an edge says that a dimension
-of an input is the same axis as one of the output. It is never built as a whole: the labels of an operator
-(``magis.ops.splits``) are its edges, and a region follows them from where it starts.
+The D-Graph's vertices are dimensions of tensors and reduction axes of operators; an edge joins a dimension of an input
+and the same axis of the output. It is not built: the split labels of an operator (``magis.ops.splits``) are its edges,
+and a region follows them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ def grow(
 ) -> dict[int, Split]:
     """Grow a region from tensors cut as ``start`` says (value -> dimension), among the positions ``allowed``.
 
-    In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
-    needs waits for the region to end. Growth stops at operators that cannot be cut, and where windows overlap: rows of
-    other parts can be taken only of tensors that exist before the region begins.
+    In program order, an operator joins if it can be split as its inputs from the region are, and none of its inputs
+    depends on the end of the region. Growth stops at operators that cannot be split, and at overlapping windows: halo
+    rows are available only of tensors made before the region. Returns the split of each operator, by position.
     """
     return _followed(graph, start, allowed, dag, across=False)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The batch, or another dimension of the input, as it runs through a step: the cut dimension of every tensor that
-    it reaches, and the split of every operator (not all of them together where windows overlap)."""
+    """The batch axis, or another input axis, throughout a step: the cut dimension of each value, and the split of each
+    operator reached."""
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
-    """Follow the axis that runs through the values of ``start`` (value -> dimension).
+    """Return the axis through the values of ``start`` (value -> dimension).
 
-    An axis is no region yet: it goes on where windows overlap, and through dropout, which is never cut but has the
-    same elements behind it.
+    Unlike a region, an axis continues through overlapping windows, and through dropout, which cannot be split but keeps
+    the axis.
     """
     cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
     return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts)
@@ -61,13 +61,13 @@ def _followed(
     *,
     across: bool,
 ) -> tuple[dict[int, Split], dict[int, How]]:
-    """Do the work of ``grow``, or ``across`` that of ``follow``; also return the cut of every tensor reached."""
+    """Return the splits of ``grow`` (or, ``across``, of ``follow``) and the cut of every value reached."""
     dag = dependency_graph(graph) if dag is None else dag
     state: dict[int, How] = dict(start)
     made: set[int] = set()
     cuts: dict[int, Split] = {}
-    behind: set[int] = set()  # positions that wait for the region
-    wanted = set(allowed)  # nothing ahead of the first or behind the last can join
+    behind: set[int] = set()  # positions that depend on the end of the region
+    wanted = set(allowed)  # operators outside of this range cannot join
     for position in range(min(wanted, default=0), min(max(wanted, default=-1) + 1, len(graph.ops))):
         op = graph.ops[position]
         before = dag.predecessor_indices(position)
@@ -89,14 +89,14 @@ def _followed(
 
 
 def _cuts_through(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
-    """Cut results of an operator like an input of the same shape whose cut is known."""
+    """Return cuts of a random operator's outputs: as an input of equal shape is cut."""
     known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
     shapes = {value: graph.values[value].shape for value in op.made()}
     return {value: known[shape] for value, shape in shapes.items() if shape in known}
 
 
 def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[int]) -> Split | None:
-    """Return the split of ``op`` that agrees with the known cuts of its inputs; ``made`` are values of the region."""
+    """Return the split of ``op`` that agrees with its inputs' cuts, else None; ``made`` are values of the region."""
     if op.random or op.phase == "update":
         return None
     for split in ways(op, graph.values):
@@ -114,7 +114,7 @@ def _same(given: How, wanted: Cut, *, outside: bool) -> bool:
 
 
 def most_parts(cuts: Mapping[int, Split]) -> int:
-    """Return the number whose divisors are the numbers of parts that divide every cut dimension."""
+    """Return the greatest common divisor of all cut dimensions: the number of parts must divide it."""
     found = 0
     for split in cuts.values():
         found = gcd(found, split.extent)
@@ -124,27 +124,27 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
 def connected(
     graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None] | None = None
 ) -> list[dict[int, Split]]:
-    """Split operators into weakly connected pieces, largest first, each in program order; ``dag`` is the graph's."""
+    """Return the weakly connected components of operators, largest first, each in program order."""
     dag = dependency_graph(graph) if dag is None else dag
     sub = dag.subgraph(sorted(cuts))
     pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]
     return [{p: cuts[p] for p in piece} for piece in sorted(pieces, key=len, reverse=True)]
 
 
-# Regions around one operator: they could run in parts so that less is in memory while that operator runs.
+# Regions around one operator, to lower the memory while that operator runs.
 
 REACH = 8
-"""Operators ahead of the one in question, weight updates not counted, at which a region may begin."""
+"""Number of operators before the given one, updates excluded, at which a region may begin."""
 LENGTHS = (0, 2, 5, 12)
-"""Operators behind it at which a region may end."""
+"""Numbers of operators after the given one at which a region may end."""
 SMALL = 16
-"""Tensors below this share of the largest one near are not worth a cut of their own."""
+"""Tensors smaller than 1 / SMALL of the largest nearby tensor are not cut."""
 
 
 def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, Split]]:
-    """Return up to ``most`` sets of operators around the one at ``position`` that can be cut together.
+    """Return up to ``most`` candidate regions around the operator at ``position``; some may be illegal.
 
-    The first hold most bytes that nobody outside needs. They may be illegal as regions.
+    Candidates with most bytes of inner tensors come first.
     """
     dag = dependency_graph(graph)
     found: dict[tuple[tuple[int, Split], ...], int] = {}
@@ -160,7 +160,7 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
         cuts = {position: split}
         found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     ranked = sorted(found, key=lambda key: (-found[key], len(key)))
-    smallest: dict[int, tuple[tuple[int, Split], ...]] = {}  # of all regions that hold so many bytes
+    smallest: dict[int, tuple[tuple[int, Split], ...]] = {}  # inner bytes -> smallest region
     for key in ranked:
         smallest.setdefault(found[key], key)
     varied = dict.fromkeys([*list(smallest.values())[: most - 1], *ranked])
@@ -168,7 +168,7 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
 
 
 def _starts(graph: Graph, near: Sequence[int]) -> Iterator[tuple[dict[int, int], int]]:
-    """Yield cut tensors from which a region may grow, with the first operator that it may hold."""
+    """Yield pairs (start of a region: value -> dimension, position of the first operator allowed)."""
     sizes = [_weight(graph, value) for at in near for value in graph.ops[at].inputs()]
     largest = max(sizes, default=0)
     seen: set[tuple[int, int, int]] = set()
@@ -188,7 +188,7 @@ def _weight(graph: Graph, value: int) -> int:
 
 
 def inner_bytes(graph: Graph, cuts: Mapping[int, Split]) -> int:
-    """Sum the bytes of storages that the operators make and nobody else uses."""
+    """Return the bytes of temporary storages made by the operators and used by no other operator."""
     made = {graph.values[value].storage for p in cuts for value in graph.ops[p].made()}
     used = {graph.values[v].storage for p, op in enumerate(graph.ops) if p not in cuts for v in op.inputs()}
     used |= {graph.values[value].storage for value in graph.outputs}

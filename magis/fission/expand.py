@@ -1,11 +1,10 @@
-"""A region as a loop: stretches of its inputs, its operators at the size of a part, whole results put together.
+"""Expansion of a region into a loop: slices of its inputs, its operators at a part's size, merges of its outputs.
 
     y = relu(x @ w)        y = empty(...)
     (cut along rows)  ->   for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)
 
-Whole tensors keep identity, shape and strides, so that nothing outside of the region changes. Stretches of tensors
-whose cut dimension is the outermost in memory are views; other stretches are copied, in the same order of dimensions,
-as are those that need rows of other parts.
+Whole tensors keep id, shape and strides, so that nothing outside of the region changes. A slice is a view if the cut
+dimension is outermost in memory; other slices, and those with a halo, are copies with the same order of dimensions.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from magis.ops.splits import Cut, Halo, Overlap, part
 
 
 def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
-    """Return the graph with the region as one ``magis.loop``. Raises VerifyError with the first broken rule.
+    """Return the graph with the region as one ``magis.loop``. Raises VerifyError for the first broken rule.
 
-    ``in_place``: what the loop makes takes over, stretch by stretch, the memory of a tensor that it takes and that
-    nobody needs afterwards, where both look the same (``magis.fission.region``).
+    ``in_place``: outputs of the loop overwrite, part by part, inputs of equal layout that are dead afterwards
+    (``magis.fission.region``).
     """
     for problem in region_problems(graph, region):
         raise VerifyError(problem)
@@ -39,9 +38,9 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
 
 
 def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
-    """Return the loop alone of a region that ``expand`` has expanded before, now in another number of parts.
+    """Return the loop of a region that ``expand`` has already expanded, in another number of parts.
 
-    Raises VerifyError if that number does not divide the cut dimensions, or no kernel takes parts of that size.
+    Raises VerifyError if the number does not divide the cut dimensions, or a kernel rejects parts of that size.
     """
     for split in region.cuts.values():
         if split.extent % region.parts:
@@ -57,7 +56,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
         builder.operator(graph.ops[position], position)
         for leaving in ends.get(position, ()):
             builder.merge(leaving)
-    # In the order in which the loop hands them out, whichever is merged first.
+    # In the order of the loop's outputs.
     builder.wholes = {leaving.value: builder.wholes[leaving.value] for leaving in left}
     return builder
 
@@ -65,7 +64,7 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
 def _merged_behind(
     graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
 ) -> dict[int, list[Leaving]]:
-    """Map positions to the tensors whose parts go into the whole behind them: finished, and its memory read no more."""
+    """Map positions to the outputs merged after them: complete by then, and overwriting nothing that is still read."""
     written: dict[int, int] = {}
     for position in sorted(region.cuts):
         written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)
@@ -80,28 +79,28 @@ def _merged_behind(
 
 @dataclass
 class _Body:
-    """The body of the loop while it is being made."""
+    """The loop's body under construction."""
 
     graph: Graph
     region: Region
     over: Mapping[int, int]
-    """Storage of a tensor that leaves -> storage that it takes over."""
+    """Storage of an output -> storage that it overwrites."""
     storages: dict[int, Storage] = field(default_factory=dict)
     values: dict[int, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     given: dict[int, int] = field(default_factory=dict)
-    """Value outside -> input of the body."""
+    """Outer value -> input of the body."""
     wholes: dict[int, int] = field(default_factory=dict)
-    """Value outside that the loop makes -> input of the body."""
+    """Output of the loop -> input of the body."""
     inside: dict[int, int] = field(default_factory=dict)
-    """Value of the graph -> its part in the body."""
+    """Value of the graph -> part of the value in the body."""
     outer: dict[int, int] = field(default_factory=dict)
-    """Storage outside -> storage of the body."""
+    """Outer storage -> storage of the body."""
     versions: dict[int, int] = field(default_factory=dict)
     stretches: dict[tuple[int, int | Halo], int] = field(default_factory=dict)
 
     def operator(self, op: Op, position: int) -> None:
-        """Add one operator at the size of a part."""
+        """Add one operator at a part's size."""
         split = self.region.cuts[position]
         taken = [
             self.inside[value] if value in self.inside else self._from_outside(value, dim)
@@ -112,7 +111,7 @@ class _Body:
         self._emit(new, op)
 
     def _emit(self, new: Op, op: Op) -> None:
-        """Append an operator with its outputs, and the storages that it reads and writes."""
+        """Append an operator with its outputs, and its reads and writes of storages."""
         made = describe(new, self.values)
         if len(made) != len(op.outputs):
             raise VerifyError(f"operator {op.id} ({op.target}): makes {len(made)} tensors in parts")
@@ -164,7 +163,7 @@ class _Body:
         return key
 
     def _outer(self, value: int) -> int:
-        """Add a tensor from outside as an input of the body."""
+        """Add an outer tensor as an input of the body."""
         looks = self.graph.values[value]
         theirs = self.over.get(looks.storage, looks.storage)
         if theirs not in self.outer:
@@ -174,7 +173,7 @@ class _Body:
         return new.id
 
     def _from_outside(self, value: int, cut: Cut) -> int:
-        """Return the part's stretch of a tensor from outside, or all of it."""
+        """Return the part's slice of an outer tensor, or the whole tensor if ``cut`` is None."""
         if value not in self.given:
             self.given[value] = self._outer(value)
         whole = self.given[value]
@@ -187,10 +186,10 @@ class _Body:
         shape = list(looks.shape)
         shape[dim] = shape[dim] // self.region.parts + sum(around)
         window = replace(looks, id=len(self.values), shape=tuple(shape))
-        # A stretch can be a view where it is dense or, as its whole, has expanded dimensions.
+        # A stretch is a view if it is dense, or the whole has expanded dimensions.
         expanded = any(stride == 0 and size > 1 for stride, size in zip(looks.stride, shape, strict=True))
         if around or not (expanded or is_dense(window)):
-            # A copy: dense, with the dimensions in the same order in memory.
+            # A dense copy with the same order of dimensions in memory.
             dense, step = [0] * len(shape), 1
             for each in sorted(range(len(shape)), key=lambda each: (looks.stride[each], -each)):
                 dense[each] = step
@@ -204,7 +203,7 @@ class _Body:
         return window.id
 
     def merge(self, leaving: Leaving) -> None:
-        """Put the part of a tensor that leaves where it belongs in the whole."""
+        """Append the merge of a part into an output of the loop."""
         whole = self.wholes[leaving.value] = self._outer(leaving.value)
         maker, how = self.graph.ops[leaving.maker], leaving.how
         target = REDUCE if isinstance(how, str) else JOIN
@@ -217,14 +216,15 @@ class _Body:
         return Loop(self.region.parts, Graph(self.storages, self.values, tuple(self.ops), inputs, ()))
 
     def written(self) -> list[int]:
-        """List the storages outside that the body writes, those that the loop makes left out."""
+        """Return the outer storages that the body writes, except those of the loop's outputs."""
         made = {self.graph.values[value].storage for value in self.wholes}
         hit = {storage for op in self.ops for storage, _ in op.writes}
         return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
 
 
 def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> Graph:
-    """Return the graph with the loop for the region's operators; views of tensors that leave are reopened behind it."""
+    """Return the graph with the loop in place of the region's operators; views of outputs are reopened after the
+    loop."""
     inside = sorted(region.cuts)
     shared = {graph.values[value].storage for value in body.given} | set(body.written())
     met = {storage: version for p in reversed(inside) for storage, version in reversed(graph.ops[p].reads)}
@@ -244,7 +244,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         storages[value.storage] = replace(storages[value.storage], nbytes=bytes_of(value.shape, value.dtype))
     views = [p for p in inside if is_pure_view(graph, graph.ops[p])]
     order = _order(graph, set(inside) - set(_needed_views(graph, region, views)), set(inside), loop)
-    # What the region writes again and again, the loop makes once.
+    # Storages that the region writes several times, the loop makes once.
     made = {graph.values[value].storage for value in loop.made()}
     moved = {storage: (storage, -after.get(storage, 0)) for storage in made}
     moved |= {ours: (theirs, met.get(theirs, 0) + 1) for ours, theirs in body.over.items()}
@@ -257,13 +257,13 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
 
 
 def _common_module(modules: list[str]) -> str:
-    """Return the innermost module that holds all of them."""
+    """Return the path of the innermost common module."""
     levels = zip(*(module.split(".") for module in modules), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _on_moved_storages(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
-    """Return the operator with the new numbers of storages and versions that have moved."""
+    """Return the operator with its storages and versions renumbered by ``moved``."""
     if not moved or not any(storage in moved for storage, _ in (*op.reads, *op.writes)):
         return op
 
@@ -274,7 +274,7 @@ def _on_moved_storages(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
 
 
 def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
-    """List the region's views that operators outside use."""
+    """Return the positions of the region's views that outer operators use."""
     used = set(graph.outputs)
     for position, op in enumerate(graph.ops):
         if position not in region.cuts:
@@ -288,7 +288,7 @@ def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
 
 
 def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]:
-    """Return program order with the loop as early as its inputs allow."""
+    """Return the operators in program order, with the loop as early as its inputs allow."""
     dag = dependency_graph(graph)
     anchor = min(gone)
     taken = {storage for storage, _ in loop.writes}
@@ -297,19 +297,19 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
     moved.add_nodes_from(range(len(graph.ops)))
     for position in range(len(graph.ops)):
         before = {anchor if p in gone else p for p in dag.predecessor_indices(position)}
-        if position in gone:  # a view that outsiders need as well stands behind the loop; the body has its own
+        if position in gone:  # a view that outer operators use is reopened behind the loop
             before = before - inside | early
         node = anchor if position in gone else position
         moved.add_edges_from_no_data([(earlier, node) for earlier in before - {node}])
     order = rx.lexicographical_topological_sort(moved, key=lambda position: f"{position:09}")
-    if len(order) != len(graph.ops):  # it leaves the nodes of a cycle out, and says nothing
+    if len(order) != len(graph.ops):  # rustworkx silently omits nodes of a cycle
         raise VerifyError("the region is not convex: its loop would need its own results")
     swallowed = gone - {anchor}
     return [loop if position == anchor else graph.ops[position] for position in order if position not in swallowed]
 
 
 def _pruned(graph: Graph) -> Graph:
-    """Drop values and temporary storages that no operator uses any more."""
+    """Return the graph without unused values and temporary storages."""
     shown = {*graph.inputs, *graph.outputs, *(value for op in graph.ops for value in (*op.inputs(), *op.made()))}
     values = {key: value for key, value in graph.values.items() if key in shown}
     held = {value.storage for value in values.values()}

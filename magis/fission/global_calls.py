@@ -1,4 +1,4 @@
-"""Whole calls that an operator in a loop is a part of, as the labels of ATen calls say."""
+"""Inference of unsplit calls from an operator in a loop, through split labels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from magis.graph import Arg, Op, Ref, Value
 from magis.ops.splits import Halo, How, Overlap, Path, dimension, part, splits
 
 MOST_LITERALS = 2
-"""Size literals of one call that may stand for the same axis: sizes of a bias and groups, groups and channels."""
+"""Number of size literals that one axis may scale in a call: sizes of a bias and groups, groups and channels."""
 
 TensorLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, tuple[str, ...]]
-"""Shape, strides, data type and bits of a whole tensor."""
+"""Shape, strides, dtype and lazy bits of a tensor."""
 Literals: TypeAlias = tuple[tuple[Path, int], ...]
-"""Paths of literals, and their values."""
+"""Positions and values of literals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A whole tensor, and the way in which a value of the body is a part of it.
+    """An unsplit tensor, and its relation to a value in the loop's body, which is a part of the tensor.
 
-    ``how``: the dimension along which the parts lie side by side, with rows of other parts or not; "same" where each
-    part has all of it; or how parts combine (``COMBINATIONS``, rows that overlap).
+    ``how``: the dimension along which parts are slices, with a halo or not; "same" if each part is the unsplit tensor;
+    or the merge of parts (``COMBINATIONS``, Overlap).
     """
 
     how: int | str | Halo | Overlap
@@ -37,7 +37,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class GlobalCall:
-    """A whole call that an operator is a part of: the literals in which it differs, and its results."""
+    """An unsplit call of which an operator is a part: the literals that differ, and its outputs."""
 
     literals: Literals
     outputs: tuple[Placement | None, ...]
@@ -45,12 +45,12 @@ class GlobalCall:
 
 @functools.lru_cache(maxsize=65536)
 def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
-    """Find the whole calls that a call (its signature) is one of ``parts`` parts of, given the facts of its inputs.
+    """Return the unsplit calls of which a call (by signature) is one of ``parts`` parts, given facts on its inputs.
 
-    Where every part takes the same tensors, the call may be whole itself; with larger literals it may also be cut (a
-    factory, an expansion). Otherwise the labels decide; of two readings ([1, 4] as part of [2, 4] or of [1, 8]) both
-    are returned. Where windows overlap, a part has 0 rows of padding and the whole has as many as rows are taken
-    before some stretch, or added to (``rows``).
+    If every part takes equal tensors, the call may be unsplit itself, or split by larger literals (a factory, an
+    `expand`). Otherwise the split labels decide; an ambiguous call ([1, 4] as part of [2, 4] or of [1, 8]) has several
+    unsplit calls. With overlapping windows, a part has no padding; the unsplit call has the padding of the halo (one of
+    ``rows``).
     """
     op, small = parse(text)
     values = {number: value_of(number, fact.whole) for number, fact in enumerate(facts)}
@@ -71,7 +71,7 @@ def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tupl
 
 
 def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator[Literals]:
-    """Yield the ways in which ``count`` literals of the whole call may differ."""
+    """Yield choices of ``count`` literals that differ in the unsplit call, with their values."""
     numbers = list(_literals(_arguments(op), ()))
     larger = [(path, number * parts) for path, number in numbers if number > 0]
     yield from combinations(larger, count)
@@ -82,8 +82,8 @@ def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator
 def _call_with_literals(
     small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
 ) -> GlobalCall | None:
-    """Return the whole call with these literals, if one of its splits takes the inputs as the facts say and makes just
-    this call of it."""
+    """Return the unsplit call with these literals, if one of its splits cuts the inputs as ``facts`` say and gives this
+    part; else None."""
     made = _with_results(with_literals(small, literals, small.inputs(), ()), values)
     if made is None:
         return None
@@ -104,8 +104,8 @@ def _arguments(op: Op) -> tuple[Arg, ...]:
 
 
 def _with_results(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]] | None:
-    """Return the call with its results, laid out as the operator makes them, and all values; None if it refuses its
-    arguments."""
+    """Return the call with its outputs, laid out as the operator makes them, and all values; None if the operator
+    rejects its arguments."""
     try:
         made = describe(op, values)
     except VerifyError:
@@ -125,7 +125,7 @@ def _with_results(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Va
 
 
 def _placed(op: Op, known: Mapping[int, Value], hows: Iterable[How | None]) -> tuple[Placement | None, ...]:
-    """Place the call's results as wholes that are made up of parts."""
+    """Return a Placement for each output of an unsplit call, given the merge of its parts."""
     pairs = zip(op.outputs, hows, strict=True)
     return tuple(None if v is None or how is None else Placement(how, layout_of(known[v])) for v, how in pairs)
 
@@ -139,18 +139,18 @@ def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def value_of(number: int, looks: TensorLayout) -> Value:
-    """Return a tensor of this layout, on a storage of its own."""
+    """Return a value of this layout, on a storage of its own."""
     shape, stride, dtype, bits = looks
     return Value(number, shape, stride, dtype, number, bits=bits)
 
 
 def layout_of(value: Value) -> TensorLayout:
-    """Return shape, strides, data type and bits of a tensor."""
+    """Return shape, strides, dtype and lazy bits of a value."""
     return value.shape, value.stride, value.dtype, value.bits
 
 
 def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
-    """Return the shape of one of the parts; None where there are none of equal size."""
+    """Return the shape of a part; None if the parts would have unequal sizes."""
     shape, cut = fact.whole[0], dimension(fact.how)
     if cut is None:
         return shape
@@ -161,7 +161,7 @@ def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
 
 
 def with_literals(op: Op, literals: Literals, inputs: Sequence[int], outputs: tuple[int | None, ...]) -> Op:
-    """Return the call with other literals, inputs and outputs."""
+    """Return the call with replaced literals, inputs and outputs."""
     queue, known = iter(inputs), dict(literals)
 
     def resized(arg: Arg, path: Path) -> Arg:

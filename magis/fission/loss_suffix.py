@@ -1,13 +1,13 @@
-"""Regions from a place of the forward pass to the loss and back, their pieces, and the reason why a step has none.
+"""Regions from a position of the forward to the loss and back, their pieces, and reasons why a step has none.
 
     forward  a b c | d e f loss        the region "from d": d e f loss f' e' d', cut along the batch
     backward a'b'c'| d'e'f'
 
-Where the batch is 1, height or width of pictures is cut instead: from the last operator whose windows overlap on, since
-it takes rows of other parts.
+With a batch of 1, height or width of images is cut instead, from the last operator with overlapping windows on, whose
+halo needs rows of other parts.
 
-A place near the loss makes a region of the loss head alone (vocabulary projection and cross-entropy, whose scores then
-never exist in full), the first place one of the whole step.
+A position near the loss gives a region of the loss head alone (vocabulary projection and cross-entropy, whose scores
+then never exist whole), the first position a region of the whole step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from magis.ops.splits import Halo, Split, why_not
 
 
 def axes(graph: Graph) -> Iterator[Axis]:
-    """Yield the axis of the batch; where that is 1, those of pictures: height, width ..."""
+    """Yield the batch axis; with a batch of 1, the spatial axes of images: height, width ..."""
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
     if all(shape[:1] != (1,) for shape in shapes):
@@ -41,15 +41,15 @@ def axes(graph: Graph) -> Iterator[Axis]:
 
 
 def batch_inputs(graph: Graph) -> dict[int, int]:
-    """Map every input of the step to its first dimension."""
+    """Map every input of the step to dimension 0."""
     return {value: 0 for value in graph.inputs if graph.values[value].name.startswith("input:")}
 
 
 def places(graph: Graph, axis: Axis, count: int) -> list[int]:
-    """Pick positions of the forward pass at which few bytes cross, spread evenly over the bytes that backward keeps.
+    """Return positions of the forward at which few bytes are live, spread evenly over the bytes saved for the backward.
 
-    The first position of the axis comes first, the loss head last. Where windows overlap, no region that begins ahead
-    of the last such operator reaches the loss.
+    The first position of the axis comes first, the loss head last. With overlapping windows, only positions from the
+    last such operator on are taken, since no earlier region reaches the loss.
     """
     forward = [p for p in sorted(axis.cuts) if graph.ops[p].phase == "forward"]
     if not forward:
@@ -76,7 +76,7 @@ def places(graph: Graph, axis: Axis, count: int) -> list[int]:
 
 
 def _crossing_bytes(graph: Graph, end: int) -> list[int]:
-    """Sum, per position of the forward pass, the temporary storages made before it that it or a later one takes."""
+    """Return, per position of the forward, the bytes of temporary storages made before and still used from there on."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for position in range(end):
@@ -98,7 +98,7 @@ def _crossing_bytes(graph: Graph, end: int) -> list[int]:
 
 
 def _kept_bytes(graph: Graph) -> dict[int, int]:
-    """Sum, per operator, the bytes that it makes and the backward pass takes."""
+    """Return, per position, the bytes that its operator makes and the backward uses."""
     used = {graph.values[value].storage for op in graph.ops if op.phase == "backward" for value in op.inputs()}
     found: dict[int, int] = {}
     counted: set[int] = set()
@@ -111,8 +111,8 @@ def _kept_bytes(graph: Graph) -> dict[int, int]:
 
 
 def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> dict[int, Split]:
-    """Grow a region from the values that cross position ``at`` of the forward pass, to the loss and back; ``dag`` is
-    the graph's."""
+    """Grow a region from the values live at position ``at`` of the forward, to the loss and back; ``dag``: edges of the
+    graph."""
     made_late = {value for op in graph.ops[at:] for value in op.made()}
     crossing = {
         value: axis.dims[value]
@@ -138,29 +138,29 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
 
 
 PLACES = 8
-"""Positions of the forward pass that are looked at, besides the first one and the loss head."""
+"""Number of positions of the forward to try, besides the first one and the loss head."""
 LEAST = 200
-"""A piece must hold so much of the step's bytes for itself (the reciprocal). Seen in fourteen networks: pieces that
-gain something hold a fiftieth and more, stretches between two dropouts less than a thousandth."""
+"""Reciprocal of the fraction of the step's bytes that a piece must hold alone. Seen in fourteen networks: useful pieces
+hold a fiftieth or more, stretches between two dropouts less than a thousandth."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Connected operators (by position) and how they are cut; ``nbytes`` is what they hold at most for themselves."""
+    """Connected operators (position -> split); ``nbytes``: peak bytes of tensors that only they use."""
 
     cuts: Mapping[int, Split]
     nbytes: int
 
     @property
     def at(self) -> int:
-        """Position of the first operator."""
+        """Return the position of the first operator."""
         return min(self.cuts)
 
 
 def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
-    """Return the pieces of all places (about ``most``) that are worth a loop, each once, those that hold most first.
+    """Return the distinct pieces of about ``most`` positions that are worth a loop, largest first.
 
-    The graph is free of needless constraints (``rewrite.untangle``).
+    The graph must be free of false dependences (``untangle``).
     """
     whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
     found: dict[tuple[tuple[int, Split], ...], Piece] = {}
@@ -174,9 +174,9 @@ def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
 
 
 def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:
-    """Return the connected piece of some operators that holds most bytes, None without any; ``dag`` is the graph's.
+    """Return the connected component of operators that holds most bytes; None without operators.
 
-    Tensors that nothing outside of it touches count: a loop makes nothing else smaller.
+    Only tensors that no other operator uses count: a loop makes no others smaller.
     """
     found = connected(graph, cuts, dag)
     owner = {position: number for number, piece in enumerate(found) for position in piece}
@@ -185,8 +185,8 @@ def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, Non
 
 
 def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
-    """Return, per piece, the peak in program order of temporary storages that only its operators touch, those that the
-    caller gets left out."""
+    """Return, per piece, the peak bytes in program order of temporary storages that only its operators use, outputs of
+    the step excluded."""
     span: dict[int, tuple[int, int]] = {}
     returned = {graph.values[value].storage for value in graph.outputs}
     holder: dict[int, int | None] = {}
@@ -206,13 +206,13 @@ def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
 
 
 ENOUGH_PLACES = 2
-"""Places that are tried for a reason."""
+"""Number of positions tried to find the reason why a step has no region."""
 NAMED = 3
-"""Operators that are named, those first that stand in the way most often."""
+"""Number of operators to name, most frequent obstacles first."""
 
 
 def blocked(graph: Graph) -> str:
-    """Say in one line why the step has no region; empty where it has one."""
+    """Return in one line why the step has no region; "" if it has one."""
     start = batch_inputs(graph)
     sizes = sorted({graph.values[value].shape[0] for value in start if graph.values[value].shape})
     if not sizes:
@@ -236,7 +236,7 @@ def blocked(graph: Graph) -> str:
 
 
 def _first_problem(graph: Graph, axis: Axis) -> str:
-    """Say why the first region that could be cut is illegal; empty if one is legal."""
+    """Return why the first possible region is illegal; "" if a region is legal."""
     reason = ""
     dag = dependency_graph(graph)
     for at in places(graph, axis, ENOUGH_PLACES):
@@ -251,7 +251,7 @@ def _first_problem(graph: Graph, axis: Axis) -> str:
 
 
 def _reasons(graph: Graph, position: int, dims: Mapping[int, int]) -> set[str]:
-    """Say why the operator cannot be cut as its inputs are; one reason at most."""
+    """Return why the operator cannot be split as its inputs are cut; one reason at most."""
     op = graph.ops[position]
     for number, value in enumerate(op.inputs()):
         if value in dims:

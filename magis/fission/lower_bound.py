@@ -1,4 +1,4 @@
-"""Bytes that no plan avoids, not even one that runs everything in parts; and the tensors that make them, in words."""
+"""Lower bound on the peak of all plans, fission included, with the tensors that cause it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from magis.simulate.simulator import Workspace, replay, rounded
 from magis.units import format_bytes
 
 NAMED = 3
-"""Tensors that a text lists; it counts the others."""
+"""Number of tensors that the text of a bound names."""
 WORDS = {
     "parameter": "parameters",
     "buffer": "buffers",
@@ -21,12 +21,12 @@ WORDS = {
     "batch": "batch",
     "constant": "constants",
 }
-"""Persistent kinds of storages."""
+"""Persistent kinds of storages, in words."""
 
 
 @dataclass(frozen=True)
 class Needed:
-    """A tensor that is there whole. ``name`` is that of a parameter, input, ...; empty where it has none."""
+    """A tensor that must be in memory whole; ``name`` of a parameter, input, ..., or empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,19 +40,19 @@ class Needed:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """The bound, and its parts: all that stays, and one operator with the tensors that it needs whole."""
+    """A lower bound on a peak: persistent tensors, and one operator with the tensors that it needs whole."""
 
     nbytes: int
     kinds: tuple[tuple[str, int], ...]
-    """Persistent bytes by kind of storage, most first."""
+    """Persistent bytes by kind of storage, largest first."""
     largest: Needed | None
-    """Largest of the persistent tensors."""
+    """Largest persistent tensor; None without any."""
     op: str = ""
-    """Name of the operator; empty: every operator can be cut, and only persistent tensors count."""
+    """Name of the operator; empty if every operator can be split: only persistent tensors count."""
     module: str = ""
     phase: str = ""
     tensors: tuple[Needed, ...] = ()
-    """Temporary tensors that the operator needs whole, most bytes first."""
+    """Temporary tensors that the operator needs whole, largest first."""
     scratch_bytes: int = 0
 
     @property
@@ -60,7 +60,7 @@ class LowerBound:
         return sum(nbytes for _, nbytes in self.kinds)
 
     def __str__(self) -> str:
-        """Write the bound in one line."""
+        """Describe the bound in one line."""
         kinds = ", ".join(f"{WORDS[kind]} {format_bytes(nbytes)}" for kind, nbytes in self.kinds)
         largest = "" if self.largest is None else f" (largest: {self.largest})"
         stays = f"{format_bytes(self.persistent_bytes)} that stay{': ' if kinds else ''}{kinds}{largest}"
@@ -77,10 +77,10 @@ class LowerBound:
 
 
 def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
-    """Return persistent bytes + the largest working set of one operator, of tensors that no way to cut it shrinks.
+    """Return persistent bytes + the largest working set of one operator, counting only tensors that no split shrinks.
 
-    An operator that can be cut may run on ever smaller parts of the cut tensors, one way within the other; only one
-    that cannot be cut at all needs its scratch and, unless it may write over an input, all that it makes.
+    An operator that can be split may run on ever smaller parts; only one without splits needs its workspace and, unless
+    it can overwrite an input, all of its outputs.
     """
     sizes = {s.id: rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent}
     kinds: dict[str, int] = {}
@@ -121,8 +121,8 @@ def with_behind(
     rounding: int,
     start: int,
 ) -> LowerBound:
-    """Raise the bound to the peak of the operators from position ``start`` of ``whole`` on, which no plan changes and
-    the bound calls ``name``."""
+    """Return the bound raised to the peak of the operators from position ``start`` of ``whole`` on, which no plan
+    changes; ``name`` names them."""
     profile = replay(whole, workspace, deaths=deaths, rounding=rounding)
     at = max(range(start, len(whole.ops)), key=lambda position: profile.peaks[position], default=-1)
     if at < 0 or profile.peaks[at] <= found.nbytes:
@@ -148,8 +148,8 @@ def _described(value: Value, nbytes: int) -> Needed:
 
 
 def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[int, dict[int, int]]:
-    """Return the scratch bytes that the operator needs, and the temporary tensors that it needs whole (value -> bytes,
-    one of each storage)."""
+    """Return the workspace bytes that the operator needs, and the temporary tensors that it needs whole (value ->
+    bytes, one per storage)."""
     if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
         return 0, {}
     ways = splits(op, graph.values)
@@ -172,5 +172,5 @@ def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[
 
 
 def _extent(graph: Graph, value: Value) -> int:
-    """Return the bytes of a tensor, not of its storage: room behind a small result is not needed when it is cut."""
+    """Return the bytes of a tensor, at most those of its storage; unused space in the storage does not count."""
     return min(graph.storages[value.storage].nbytes, value.nbytes)

@@ -1,13 +1,12 @@
-"""An independent check that loops compute what whole operators would: every loop is undone.
+"""Independent proof that loops are equivalent to unsplit operators: every loop is undone.
 
     for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)      ->      y = relu(x @ w)
 
-The body is read at the size of a part. ``magis.part`` says how its stretch relates to the whole tensor; for each
-further operator a call at the size of the whole is sought whose labels (``magis.ops.splits``) say that this one is a
-part of it (one that takes rows of other parts pads nothing where the whole does); joins and reductions must fit these
-readings of their parts. Of several readings (a part [1, 4] of [2, 4] or of [1, 8]) the first one tried is that whose
-shapes the original step has, if it is given. The proof uses neither the region that a loop was made of nor the code
-that made it. Loops within loops are undone from the innermost on.
+The body is read at a part's size. ``magis.part`` relates its slice to the unsplit tensor; for each further operator, an
+unsplit call is inferred of which it is a part, by split labels (``magis.ops.splits``; with a halo, a part does not
+pad); joins and reductions must agree with the inferred relation. If several calls fit (a part [1, 4] of [2, 4] or of
+[1, 8]), the one with shapes of the original step is tried first, if that is given. The proof uses neither the region of
+a loop nor the code that made it. Nested loops are undone from the innermost on.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ from magis.graph.loop_rules import JOIN, REDUCE, rows_around
 from magis.ops.splits import Halo, Overlap
 
 Likely: TypeAlias = frozenset[tuple[tuple[int, ...], str]]
-"""Shapes and data types of tensors in the original step."""
+"""Shapes and dtypes of tensors in the original step."""
 
 MOST_COMBINATIONS = 64
-"""Combinations of readings of one operator's inputs that are tried: few inputs have more than one."""
+"""Limit on combinations of an operator's input facts that are tried: few inputs have more than one."""
 
 
 def verify_fission(graph: Graph, original: Graph | None = None) -> None:
-    """Raise VerifyError for the first loop that computes no whole; with ``original``, also if the steps differ.
+    """Raise VerifyError for the first loop that equals no unsplit operators; with ``original``, also if the steps
+    differ.
 
-    The original is the step before fission: values that exist in both have the same ids. Equal steps make the same
-    results, and the same writes, by the same operators from the same inputs.
+    The original is the step before fission, whose values keep their ids. Steps are equal if they make equal outputs,
+    and equal writes, by equal operators from equal inputs.
     """
     for op in graph.ops:
         for problem in loop_proof_problems(graph, op):
@@ -62,13 +62,13 @@ def verify_fission(graph: Graph, original: Graph | None = None) -> None:
 
 
 def loop_proof_problems(graph: Graph, op: Op) -> Iterator[str]:
-    """Yield a line for each place where the operator's loop computes no whole; none for other operators."""
+    """Yield the errors of an operator's loop as lines; none for other operators."""
     if op.body is not None:
         yield from _Undoing(graph.values, op, op.body).problems
 
 
 def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[int, Value]]:
-    """Return the graph's operators with loops undone, and all values: known ones keep their ids."""
+    """Return the graph's operators with loops undone, and all values by id, existing ones included."""
     ops: list[Op] = []
     values = dict(graph.values)
     for op in graph.ops:
@@ -77,9 +77,9 @@ def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], d
 
 
 def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) -> list[Op]:
-    """Undo a loop: return the whole calls that its parts make up, then a ``magis.alias`` for each result.
+    """Return the unsplit calls that a loop's parts make up, then a ``magis.alias`` for each output.
 
-    Their values are added to ``values``. Raises VerifyError where there are no such calls.
+    Values of these calls are added to ``values``. Raises VerifyError if there are no such calls.
     """
     undoing = None if op.body is None else _Undoing(values, op, op.body, likely)
     if undoing is None or undoing.problems:
@@ -89,7 +89,7 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Source of a fact: position of the operator, the facts of its inputs, and the number of the whole call."""
+    """Origin of a fact: position of the operator, facts of its inputs, and index of the unsplit call."""
 
     at: int
     inputs: tuple[Placement, ...]
@@ -98,14 +98,14 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """Source of a fact that a value takes over from another one."""
+    """Origin of a fact that a value inherits from another value."""
 
     value: int
     fact: Placement
 
 
 class _Undoing:
-    """One loop while it is being undone, with the facts known of its body's values."""
+    """A loop to undo, with the facts (Placements) known of its body's values."""
 
     def __init__(self, outside: Mapping[int, Value], op: Op, loop: Loop, likely: Likely = frozenset()) -> None:
         self.likely = likely
@@ -114,14 +114,14 @@ class _Undoing:
         self.where = f"operator {op.id} ({op.target})"
         self.facts: dict[int, dict[Placement, _Source | _Alias | None]] = {}
         self.results: dict[int, tuple[int, Placement]] = {}
-        """Value outside that the loop makes -> the value of the body that is its part, and the fact that says so."""
+        """Output of the loop -> value of the body that is its part, and the fact that proves it."""
         self.given: dict[int, int] = {}
-        """Input of the body -> value outside."""
+        """Input of the body -> outer value."""
         self.problems = [
             f"{self.where}: {problem}" for each in loop.graph.ops for problem in loop_proof_problems(loop.graph, each)
         ]
         if self.problems:
-            return  # nothing is known of the results of an unsound loop
+            return  # an unsound inner loop gives no facts
         self.ops, self.values = _undo_loops(loop.graph)
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
@@ -135,14 +135,14 @@ class _Undoing:
             self.problems += [f"{self.where}: value {value} is made of no parts" for value in missing]
 
     def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
-        """List the whole calls, numbered, whose parts make the operator's results; those that look likely first."""
+        """Return (index, unsplit call) for each call of which the operator may be a part, likely shapes first."""
         every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
         looks = {way: [(fact.whole[0], fact.whole[2]) for fact in way.outputs if fact is not None] for _, way in found}
         return sorted(found, key=lambda each: sum(look not in self.likely for look in looks[each[1]]))
 
     def known(self, op: Op) -> Iterator[tuple[Placement, ...]]:
-        """Yield every combination of the facts of the operator's inputs."""
+        """Yield the combinations of facts of the operator's inputs."""
         return islice(product(*(self.facts[value] for value in op.inputs())), MOST_COMBINATIONS)
 
     def _see(self, at: int, op: Op) -> None:
@@ -167,7 +167,7 @@ class _Undoing:
         self.problems.append(f"{self.where}, operator {op.id} ({op.target}): {text}")
 
     def _part(self, op: Op, whole: int, cut: int | Halo) -> None:
-        """Note a stretch of a tensor that every part has all of."""
+        """Record a slice of a tensor that every part has whole."""
         known = [fact for fact in self.facts.get(whole, ()) if fact.how == "same"]
         if not known:
             self._problem(op, f"takes a stretch of value {whole}, which is no whole tensor")
@@ -175,9 +175,9 @@ class _Undoing:
             self.facts[value] = {Placement(cut, fact.whole): _Alias(whole, fact) for fact in known}
 
     def _merge(self, op: Op, whole: int, part: int, how: int | str | Overlap) -> None:
-        """Note a result that is made up of its parts."""
+        """Record an output of the loop that is merged from its parts."""
         if part not in self.facts or whole not in self.wholes:
-            return  # said where it is made; or no result of this loop, which the rules of loops say
+            return  # reported where it is made, or by the rules of loops
         looks = self.values[whole]
         for fact in self.facts[part]:
             if fact.how == how and (fact.whole[0], fact.whole[2]) == (looks.shape, looks.dtype):
@@ -187,10 +187,10 @@ class _Undoing:
         self._problem(op, f"takes value {part} for {_words(how)} of {looks.dtype}{looks.shape}, but it is {known}")
 
     def _operator(self, at: int, op: Op) -> None:
-        """Note the results of an operator as parts of those of whole calls."""
+        """Record which unsplit tensors the outputs of an operator are parts of."""
         taken = dict.fromkeys(op.inputs())
         if any(value not in self.facts for value in taken):
-            return  # said where the input is made
+            return  # reported where the input is made
         found: dict[int, dict[Placement, _Source | _Alias | None]] = {value: {} for value in op.made()}
         proven = False
         for facts in self.known(op) if not op.random and not op.target.startswith("magis.") else ():
@@ -206,7 +206,7 @@ class _Undoing:
         self._problem(op, f"is a part of no whole call with {', '.join(given) or 'these sizes'}")
 
     def _agrees(self, op: Op, way: GlobalCall) -> bool:
-        """Return True if the parts of the whole call's results look like the operator's results."""
+        """Return True if parts of the unsplit call's outputs have the shapes and dtypes of the operator's outputs."""
         if len(op.outputs) != len(way.outputs):
             return False
         for value, fact in zip(op.outputs, way.outputs, strict=True):
@@ -220,7 +220,7 @@ class _Undoing:
 
 @dataclass
 class _Emitting:
-    """Emits the whole calls that make a loop's results, each once, behind those that it needs."""
+    """Emitter of the unsplit calls that make a loop's outputs, each once, in topological order."""
 
     undoing: _Undoing
     values: dict[int, Value]
@@ -228,7 +228,8 @@ class _Emitting:
     emitted: dict[_Source, tuple[int | None, ...]] = field(default_factory=dict)
 
     def everything(self) -> list[Op]:
-        """Emit all calls that write, and those of the results, under the ids that these have outside."""
+        """Emit and return the unsplit calls that write memory or make the loop's outputs, which keep their outer
+        ids."""
         for at, op in enumerate(self.undoing.ops):
             if op.writes and op.target not in (JOIN, REDUCE):
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
@@ -238,7 +239,7 @@ class _Emitting:
         return self.ops
 
     def _need(self, value: int, fact: Placement) -> int:
-        """Emit the whole tensor that a value of the body is a part of; return its id."""
+        """Emit the unsplit tensor of which a value of the body is a part; return its id."""
         source = self.undoing.facts[value][fact]
         if source is None:
             return self.undoing.given[value]
@@ -278,7 +279,7 @@ def _words(how: int | str | Halo | Overlap) -> str:
 
 
 def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
-    """Digest how each result, and each write, comes about from the inputs, whatever the ids and the order."""
+    """Return digests of how each output, and each write, is computed from the inputs, independent of ids and order."""
     ops, _ = _undo_loops(graph, likely)
     known = {value: f"input {value}" for value in graph.inputs}
     writes: list[str] = []

@@ -1,8 +1,8 @@
-"""F-Trans (paper): a sub-graph, a dimension of each operator, a number of parts; legality, buffer donation.
+"""Regions of fission (paper, F-Trans): operators, the split of each, a number of parts; legality, in-place outputs.
 
     Region(cuts={operator: Split, ...}, parts=4)
 
-Every rule of the paper is a check that names the operator that breaks it; nothing here raises for an illegal region.
+Each rule of the paper is a check that names the operator that breaks it; illegal regions raise nothing here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from magis.ops.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operators (by position in ``graph.ops``) with the split of each, and the number of parts."""
+    """A region: operators (by position in ``graph.ops``) with the split of each, and the number of parts."""
 
     cuts: Mapping[int, Split]
     parts: int
@@ -29,7 +29,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that the region makes and others use; ``how`` says how its parts make it up."""
+    """An output of a region, which operators outside or the step use; ``how``: merge of its parts."""
 
     value: int
     maker: int
@@ -37,7 +37,7 @@ class Leaving:
 
 
 def region_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Yield every broken rule as one line; a region without any can be expanded, sizes of parts permitting."""
+    """Yield every broken rule of a region as one line; a region without any can be expanded, kernels permitting."""
     if region.parts < 2 or not region.cuts:
         yield f"a region has operators and at least 2 parts, not {len(region.cuts)} and {region.parts}"
         return
@@ -50,7 +50,7 @@ def region_problems(graph: Graph, region: Region) -> Iterator[str]:
             impossible = True
             yield problem
     if impossible:
-        return  # the other rules rely on splits that fit their operators
+        return  # further checks need valid splits
     if all(is_pure_view(graph, graph.ops[position]) for position in region.cuts):
         yield "the region computes nothing: its operators are views"
         return
@@ -65,7 +65,7 @@ def _where(op: Op) -> str:
 
 
 def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterator[str]:
-    """Check that the operator can be cut that way, into that many parts."""
+    """Yield reasons why the operator cannot be split that way into so many parts."""
     if op.random:
         yield f"{_where(op)}: draws random numbers, which would be others in parts"
     elif op.body is not None:
@@ -78,7 +78,7 @@ def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterat
 
 
 def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Check that operators take each tensor of the region cut as its maker cuts it (one component of the D-Graph)."""
+    """Yield operators that cut a tensor of the region otherwise than its maker (one component of the D-Graph)."""
     given = made_in(graph, region)
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]
@@ -91,13 +91,13 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
                     cut = f"cut along {wanted.dim} with rows of other parts"
                 yield f"{_where(op)}: takes value {value} {cut}, which its maker gives by {by}"
             elif value not in given and wanted is not None and graph.values[value].bits and is_pure_view(graph, op):
-                # A copied stretch has no bits, so its conjugate has one, which kernels copy where eager's do not.
+                # A copied stretch has no lazy bits but its conjugate has one, which kernels resolve, unlike in eager.
                 bits = " ".join(graph.values[value].bits)
                 yield f"{_where(op)}: opens a view in parts of value {value}, which has the bits {bits}"
 
 
 def made_in(graph: Graph, region: Region) -> dict[int, How]:
-    """Map the values made in the region to how the parts of each make up the whole."""
+    """Map the values made in the region to the merge of their parts."""
     return {
         value: how
         for position, split in region.cuts.items()
@@ -107,7 +107,7 @@ def made_in(graph: Graph, region: Region) -> dict[int, How]:
 
 
 def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Check that neither side overwrites storages of the other; running statistics may be, if they are cut."""
+    """Yield writes of the region to outer storages, and vice versa; running statistics are allowed if they are cut."""
     taken, born = set[int](), set[int]()
     for position in sorted(region.cuts):
         taken |= {graph.values[value].storage for value in graph.ops[position].inputs()}
@@ -132,7 +132,7 @@ def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
 
 
 def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int | None:
-    """Return the one argument of the call on this storage, if it is a dense vector that is cut."""
+    """Return the call's only argument on this storage if it is a dense 1-d tensor that is cut; else None."""
     touched = [
         (value, dim)
         for value, dim in zip(op.inputs(), split.inputs, strict=True)
@@ -146,7 +146,7 @@ def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int
 
 
 def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, int]) -> Iterator[str]:
-    """Check that storages written stretch by stretch (-> value) are read so, too: the next part finds the rest."""
+    """Yield whole reads of storages (-> value) that the region writes by slices: later parts would differ."""
     made = made_in(graph, region)
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]
@@ -163,7 +163,7 @@ def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, i
 
 
 def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Check that one tensor per storage leaves, and that it covers the storage."""
+    """Yield outputs of the region that share a storage or do not cover one."""
     storages: dict[int, int] = {}
     for leaving in leavings(graph, region):
         value = graph.values[leaving.value]
@@ -175,7 +175,7 @@ def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:
 
 
 def leavings(graph: Graph, region: Region) -> list[Leaving]:
-    """List the tensors that operators outside, or the caller, use; in the place of a view its base leaves."""
+    """Return the outputs of the region, which operators outside or the step use; for a view, its base."""
     root = roots(graph)
     used = {root[value] for value in graph.outputs}
     for position, op in enumerate(graph.ops):
@@ -193,7 +193,7 @@ def leavings(graph: Graph, region: Region) -> list[Leaving]:
 
 
 def roots(graph: Graph) -> dict[int, int]:
-    """Map every value to the one that it is a view of, itself if it is none."""
+    """Map every value to the base of which it is a view, or to itself."""
     found = {value: value for value in graph.inputs}
     for op in graph.ops:
         view = is_pure_view(graph, op)
@@ -205,7 +205,7 @@ def roots(graph: Graph) -> dict[int, int]:
 
 
 def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
-    """Check that the region is convex and weakly connected."""
+    """Yield reasons why the region is not convex or not weakly connected."""
     inside = set(region.cuts)
     dag = dependency_graph(graph)
     after: set[int] = set()
@@ -222,17 +222,17 @@ def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
         yield f"the region falls into {count} unconnected pieces"
 
 
-# In place, by parts: results of a region that may lie on the memory of tensors that it takes.
+# In-place by parts: outputs of a region that overwrite its inputs.
 #
 #     for each part:  p = magis.part(x, 0);  q = f(p);  magis.join(y, q, 0)        y lies on the memory of x
 #
-# A stretch of x that has been read for the last time is no longer needed: the part's result may be written there.
-# Whole operators can do that only where they run element by element; in parts any operator can whose result has the
-# layout of its input. The published method allocates every output of a region beside its inputs.
+# A stretch of x is dead after its last read: the part's output may overwrite it. Whole operators can run in-place only
+# if they are element-wise; in parts, any operator can whose output has the layout of its input. The published method
+# allocates every output of a region besides its inputs.
 
 
 def takeovers(graph: Graph, region: Region, left: Sequence[Leaving]) -> dict[int, int]:
-    """Map storages of tensors that leave the region to the storages whose memory they take over."""
+    """Map storages of the region's outputs to the storages that they overwrite."""
     found: dict[int, int] = {}
     victims = dict(_victims(graph, region))
     written = {storage for p in region.cuts for storage, _ in graph.ops[p].writes}
@@ -251,7 +251,7 @@ def takeovers(graph: Graph, region: Region, left: Sequence[Leaving]) -> dict[int
 
 
 def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield storages that only the region touches once it has begun, with the one tensor and dimension that it cuts."""
+    """Yield (storage, (value, dimension)) for inputs cut in one way that only the region uses once it has begun."""
     touching: dict[int, list[int]] = {}
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):
@@ -270,25 +270,25 @@ def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int
         (value, dim), *others = sorted(taken, key=str)
         last = max((position for position in touching[storage] if position not in region.cuts), default=first)
         if others or not isinstance(dim, int) or last >= first or storage in kept:
-            continue  # what other parts read, too, may not be overwritten
+            continue  # other parts read it as well
         if graph.storages[storage].kind == "temporary" and fills(graph.values[value], graph.storages[storage]):
             yield storage, (value, dim)
 
 
 def last_readers(graph: Graph, region: Region) -> dict[int, int]:
-    """Map each storage to the position of the last of the region's operators that takes a tensor on it."""
+    """Map each storage to the position of its last reader in the region."""
     found: dict[int, int] = {}
     for position in sorted(region.cuts):
         found |= dict.fromkeys((graph.values[value].storage for value in graph.ops[position].inputs()), position)
     return found
 
 
-# Ways to cut a call (``magis.ops.splits``), worked out once for all calls that look alike, as equal layers do.
+# Splits of a call (``magis.ops.splits``), cached for equal calls, since layers repeat.
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that is hashed and compared by ``looks``."""
+    """A call as a cache key: hashed and compared by ``looks``."""
 
     looks: tuple[object, ...]
     op: Op = field(compare=False)
@@ -296,7 +296,7 @@ class _Call:
 
 
 def ways(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
-    """Return ``splits`` of the call, from the cache if a call that looks alike was seen."""
+    """Return the splits of a call, cached for equal calls."""
     own = {number: values[number] for number in (*op.inputs(), *op.made())}
     storages = {storage: number for number, storage in enumerate(dict.fromkeys(v.storage for v in own.values()))}
     lies = tuple((storages[own[number].storage], own[number].offset) for number in op.inputs())

@@ -1,4 +1,4 @@
-"""The graph: operators, values, storages; its rules (verify) and its text form."""
+"""The graph of a step: operators, values, storages; verification and text form."""
 
 from magis.graph.nodes import (
     ARRIVED,

@@ -1,8 +1,8 @@
-"""Order constraints, layouts and lifetimes that follow from a graph's storages.
+"""Order constraints (edges), layouts and lifetimes derived from a graph's storages.
 
-The order rules are the storage versions of the operators (``magis.graph.nodes``): the writer of version k + 1 comes
-after every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets
-the same versions everywhere, hence computes the same numbers.
+Storage versions (``magis.graph.nodes``) define the edges: the writer of version k + 1 runs after every reader and the
+writer of version k. Any topological order of these edges and data flow reads the same versions everywhere, and so
+computes the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from magis.graph.nodes import side_by_side
 
 
 def is_pure_view(graph: Graph, op: Op) -> bool:
-    """Return True if the call only makes views of its inputs: it computes and writes nothing."""
+    """Return True if the operator only returns views of its inputs: it computes and writes nothing."""
     if op.writes or op.random or not op.made():
         return False
     taken = {graph.values[value].storage for value in op.inputs()}
@@ -25,7 +25,7 @@ def is_pure_view(graph: Graph, op: Op) -> bool:
 
 
 def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
-    """Return sorted pairs (earlier, later) of positions that storage versions put in this order."""
+    """Return sorted edges (earlier, later) between positions, implied by the storage versions."""
     writer: dict[tuple[int, int], int] = {}
     readers: dict[tuple[int, int], list[int]] = {}
     for position, op in enumerate(ops):
@@ -45,9 +45,9 @@ def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
 
 
 def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
-    """Return all order constraints, by data flow and by versions, as a graph on the positions of the schedule.
+    """Return the dependency graph on the positions of the schedule: edges of data flow and of storage versions.
 
-    The schedule itself need not be legal; where no legal one exists, the graph has cycles.
+    The schedule itself need not be legal; if no legal order exists, the graph has cycles.
     """
     dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
     dag.add_nodes_from(range(len(graph.ops)))
@@ -61,17 +61,17 @@ def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
 
 
 def fills(value: Value, storage: Storage) -> bool:
-    """Return True if the value shows each byte of its storage once, as it is stored."""
+    """Return True if the value covers each byte of its storage exactly once, without lazy bits."""
     return not value.bits and value.offset == 0 and value.nbytes == storage.nbytes and is_dense(value)
 
 
 def is_dense(value: Value) -> bool:
-    """Return True if the elements lie side by side without overlap, in some order of the dimensions."""
+    """Return True if the value is dense and non-overlapping, in some order of the dimensions."""
     return side_by_side(value.shape, value.stride)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor of that shape."""
+    """Return the strides of a contiguous tensor of that shape, in elements."""
     stride, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):
         stride[dim] = step
@@ -81,10 +81,10 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Life of every temporary storage, as positions in the schedule, both ends included.
+    """Liveness of every temporary and host storage, as positions in the schedule, both ends included.
 
-    ``born[s]`` is the operator that allocates it, ``dies[s]`` the last one during which it is in memory;
-    ``len(graph.ops)`` means that it outlives the step.
+    ``born[s]`` is the operator that allocates storage ``s``, ``dies[s]`` the last operator during which ``s`` is
+    allocated; ``len(graph.ops)`` means that ``s`` outlives the step.
     """
 
     born: Mapping[int, int]
@@ -92,10 +92,10 @@ class Lifetimes:
 
 
 def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetimes:
-    """Return when each temporary and host storage is allocated and freed.
+    """Return the liveness of all temporary and host storages.
 
-    A storage is freed after the last operator that touches a value on it, or, with ``deaths``, after the number of
-    operators after which eager frees it (missing there: at the end of the step).
+    A storage is freed after the last operator that uses a value on it, or, with ``deaths``, after the number of
+    operators after which eager frees it (a storage missing in ``deaths``: at the end of the step).
     """
     born: dict[int, int] = {}
     dies: dict[int, int] = {}
@@ -117,7 +117,7 @@ def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetime
 
 
 def last_uses(graph: Graph) -> list[tuple[int, ...]]:
-    """Return, for every position, the values that no later operator takes and that the step does not return."""
+    """Return, for every position, the values whose last use it is, outputs of the step excepted."""
     last: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):

@@ -1,7 +1,7 @@
-"""The rules of loops (``magis.graph.nodes.Loop``): how a body fits the operator that runs it, and what it may touch.
+"""Invariants of loops (``magis.graph.nodes.Loop``): agreement of body and operator, and memory that a body may touch.
 
-That the parts together compute the whole is checked where the operators' dimension labels are known
-(``magis.fission``); here are the rules that need none.
+That the parts together compute the whole operator is checked in ``magis.fission``, which knows the labels of
+dimensions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
 def rows_around(op: Op) -> tuple[int, int]:
-    """Return how many halo rows before and behind its stretch a ``magis.part`` or ``magis.join`` takes or adds."""
+    """Return the halo rows before and behind the slice of a ``magis.part`` or ``magis.join``; (0, 0) otherwise."""
     match op.args[1 if op.target == PART else 2 :]:
         case (int(), int(before), int(after)) if op.target in (PART, JOIN):
             return before, after
@@ -23,7 +23,7 @@ def rows_around(op: Op) -> tuple[int, int]:
 
 
 def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """Yield every broken rule of an operator's loop; nothing for operators that are no loop."""
+    """Yield every violated invariant of an operator's loop; nothing for operators that are no loop."""
     if (op.target == LOOP) != (op.body is not None):
         yield f"{where}: a loop is called {LOOP} and has a body, anything else has none"
     if op.body is None:
@@ -50,7 +50,7 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def _pairing_problems(graph: Graph, op: Op, body: Graph, where: str) -> Iterator[str]:
-    """Yield where an input of the body does not show the memory of the loop's tensor that it stands for."""
+    """Yield inputs of the body whose storage or layout differs from the loop's tensor."""
     inner_of: dict[int, int] = {}
     outer_of: dict[int, int] = {}
     for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
@@ -75,13 +75,13 @@ def _pairing_problems(graph: Graph, op: Op, body: Graph, where: str) -> Iterator
 
 
 def taken_over(graph: Graph, op: Op) -> set[int]:
-    """Return storages of tensors that the loop takes and overwrites, stretch by stretch, with tensors that it makes."""
+    """Return the storages of input tensors that the loop overwrites, part by part, with its outputs."""
     taken = {graph.values[value].storage for value in op.inputs()}
     return taken & {graph.values[value].storage for value in op.made()}
 
 
 def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """Yield tensors of the loop that do not fill a storage that the loop itself allocates."""
+    """Yield outputs of the loop that do not cover a storage that the loop itself allocates."""
     earlier = {graph.values[value].storage for value in graph.inputs if value in graph.values}
     for each in graph.ops:
         if each is op:
@@ -102,7 +102,7 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def _fills(value: Value, storage: Storage) -> bool:
-    """Return True if a tensor with this shape and these strides covers each byte of the storage once."""
+    """Return True if the value covers each byte of the storage exactly once, without lazy bits."""
     if 0 in value.shape:
         return storage.nbytes == 0 and not value.bits
     dense = value.offset == 0 and side_by_side(value.shape, value.stride)
@@ -114,13 +114,13 @@ def _geometry(value: Value) -> tuple[object, ...]:
 
 
 def _outer_writes(body: Graph) -> set[int]:
-    """Return the storages from outside that operators of the body write."""
+    """Return the outer storages that operators of the body write."""
     outer = {storage.id for storage in body.storages.values() if storage.kind == "outer"}
     return outer.intersection(storage for op in body.ops for storage, _ in op.writes)
 
 
 def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
-    """Yield operators of the body that draw random numbers, or read or merge tensors in ways that parts may not."""
+    """Yield operators of the body that draw random numbers, or slice or merge tensors in an illegal way."""
     body = loop.graph
     wholes = set(body.inputs[len(op.inputs()) :])
     finished: list[int] = []
@@ -145,10 +145,9 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
 
 
 def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
-    """Yield operators that read or write outer memory beyond their part's stretch, where parts write that memory.
+    """Yield operators that read or write outer memory beyond their part's slice, if parts write that memory.
 
-    Every part must find what the whole call would find: no part may meet what another one has written or freed.
-    Storages of tensors that the loop makes are exempt.
+    No part may read what another part has written or freed. Storages that the loop allocates are exempt.
     """
     count = len(op.inputs())
     given = {body.values[value].storage for value in body.inputs[:count]}
@@ -167,7 +166,7 @@ def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
             stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
             values = []
         if each.target == JOIN and values and body.values[values[0]].storage in written:
-            whole = body.values[values[0]]  # in place of a tensor that the loop takes
+            whole = body.values[values[0]]  # in-place on an input of the loop
             if around:
                 yield f"{inside}: adds to memory whose stretches are read"
             cuts.setdefault(whole.storage, set()).add((_geometry(whole), each.args[-1]))
@@ -192,7 +191,7 @@ def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
 
 
 def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator[str]:
-    """Broken rules of ``magis.part(%whole, dim)`` and ``magis.part(%whole, dim, before, after)``."""
+    """Yield violated invariants of ``magis.part(%whole, dim)`` and ``magis.part(%whole, dim, before, after)``."""
     match op.args, op.made():
         case (Ref(whole), int(dim), *rows), (made,) if _are_rows(rows) and not (op.kwargs or op.writes or op.many):
             if made in body.values and whole in body.values:
@@ -210,7 +209,7 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
 
 
 def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
-    """Broken rules of ``magis.join(%whole, %part, dim)``, rows or none, and ``magis.reduce(%whole, %part, how)``."""
+    """Yield violated invariants of ``magis.join(%whole, %part, dim)``, with a halo or not, and ``magis.reduce``."""
     match op.args:
         case (Ref(whole), Ref(part), how, *rows) if _are_rows(rows) and not (op.kwargs or op.outputs):
             if whole not in body.values or part not in body.values:
@@ -230,13 +229,13 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
 
 
 def _are_rows(rows: Sequence[Arg]) -> bool:
-    """Return True if the arguments are the numbers of halo rows before and behind a stretch, or none at all."""
+    """Return True if the arguments are empty, or two halo sizes: rows before and behind a slice."""
     counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
     return not rows or (len(counts) == len(rows) == 2 and any(counts))
 
 
 def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
-    """Yield why ``part`` is not one of ``parts`` stretches of ``whole`` along ``dim``, plus ``around`` halo rows."""
+    """Yield why ``part`` is not one of ``parts`` slices of ``whole`` along ``dim``, plus ``around`` halo rows."""
     if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
         yield f"dimension {dim} of a tensor with {len(whole.shape)}"
         return

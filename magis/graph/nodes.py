@@ -1,12 +1,10 @@
-"""Building blocks of a graph: storages, values, operators and their arguments.
+"""Data model of a graph: storages, values, operators and their arguments.
 
-A *storage* is a piece of memory, a *value* is a strided window on one storage, an *operator* (``Op``) reads and
-makes values. In-place operators are kept as such: they write a storage and make a further value on it. What an
-operator reads and writes is pinned by storage *versions* (see ``Op``): an order of the operators is legal exactly
-when each one meets the versions that it met in program order. That one rule covers read-after-write,
-write-after-read and write-after-write, and random numbers too, whose generator counts as a storage.
-
-The published implementation of the paper has neither storages nor order constraints.
+A *storage* is a block of memory, a *value* a strided view of one storage, an *operator* (``Op``) reads and makes
+values. In-place operators stay in-place: they write a storage and make a new value on it. Storage *versions* (see
+``Op``) pin what an operator reads and writes: an order is legal exactly if each operator meets the versions that it met
+in program order. This one rule covers read-after-write, write-after-read and write-after-write, and random numbers,
+since a generator counts as a storage. The paper's published implementation has neither storages nor order constraints.
 """
 
 from __future__ import annotations
@@ -20,50 +18,50 @@ ITEM_SIZE = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "complex32": 4, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
-"""Bytes of one element by data type name (``torch.float32`` is ``"float32"``)."""
+"""Element size in bytes by dtype name (``torch.float32`` is ``"float32"``)."""
 
 BITS = ("conj", "neg")
-"""Lazy bits of torch's views: the elements are the conjugates, or the negatives, of what is stored. ``x.conj()`` and
-``x.conj().imag`` are such views."""
+"""Lazy bits of torch's views (``x.conj()``, ``x.conj().imag``): the elements are the conjugates, or the negatives, of
+the stored numbers."""
 
 PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
-"""Storages that exist before and after the step; they count towards the peak the whole time."""
+"""Kinds of storages that exist before and after the step; they count towards the peak for the whole step."""
 
 
 GENERATOR = 0
-"""Id of the storage that stands for the device's random-number generator. A step's own have further ones."""
+"""Id of the storage that represents the device's default random generator; a step's own generators have further ids."""
 
 
 NUMBER = "number_"
-"""Prefix of the names of scalars that are computed from the user's own numbers."""
+"""Prefix of the names of scalars computed from the user's own Python numbers."""
 
 
 ARRIVED = "magis.arrived"
-"""The operator that waits for a message."""
+"""Operator that waits for an asynchronous collective."""
 BESIDE = tuple(
     f"_c10d_functional.{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
-"""Collectives that run beside other operators from where they are called to where they are waited for."""
+"""Collectives that run asynchronously, from their call to the operator that waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that is a tensor: the id of a value."""
+    """A tensor argument, by the id of its value."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """An argument that is a number known only when the step runs (step size, bias correction), by name."""
+    """A number argument known only when the step runs (step size, bias correction), by name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """An argument that is one of torch's own constants: kind is "dtype", "device", "layout" or "memory_format"; or
-    "generator": one of the step's own, by where it is held."""
+    """A constant argument: kind is "dtype", "device", "layout" or "memory_format", with torch's name; or "generator",
+    one of the step's own, with the path to it."""
 
     kind: str
     name: str
@@ -74,8 +72,8 @@ Arg: TypeAlias = "Ref | Scalar | Const | int | float | complex | bool | str | tu
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Memory: ``nbytes`` bytes; kind is one of PERSISTENT_KINDS, "temporary", "host", "generator" (0 bytes), or, in the
-    body of a loop, "outer": memory of the graph around it, which counts there."""
+    """A block of ``nbytes`` bytes. Kind: one of PERSISTENT_KINDS, "temporary", "host", "generator" (0 bytes), or
+    "outer" in a loop's body: memory of the surrounding graph, which counts it."""
 
     id: int
     nbytes: int
@@ -88,8 +86,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: a strided window on one storage. Shape, stride and offset are in elements; ``bits`` are those of BITS
-    that are set, in that order."""
+    """A tensor: a strided view of one storage. Shape, stride and offset are in elements; ``bits`` are the lazy bits
+    that are set, in the order of BITS."""
 
     id: int
     shape: tuple[int, ...]
@@ -109,7 +107,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (not of the storage behind them)."""
+        """Return the bytes of the elements, not of the storage."""
         return self.numel * ITEM_SIZE[self.dtype]
 
 
@@ -117,13 +115,13 @@ class Value:
 class Op:
     """One call of an operator.
 
-    ``outputs`` holds one value id per returned tensor (None where the operator returned None); ``many`` says that
-    the call returns a tuple or list even when it has one element. ``reads`` are the (storage, version) pairs that
-    the call must meet, ``writes`` the pairs that it leaves behind (only storages that existed before the call; a
-    fresh storage starts at version 0). ``phase`` is "forward", "backward" or "update"; ``module`` the path of the
-    sub-module that it stems from; ``origin`` the id of the operator that this one recomputes or stands for. ``body``
-    is what a loop runs (``magis.loop``); other operators have none. ``line`` is where in the user's code the call
-    stands ("net.py:31"): for reports alone, no part of what the operator is, of its text form or its digest.
+    ``outputs`` holds one value id per returned tensor (None where the operator returned None); ``many`` says that the
+    call returns a tuple or list even if it has one element. ``reads`` are the (storage, version) pairs that the call
+    must meet, ``writes`` the pairs after the call (of storages that existed before; a fresh storage starts at version
+    0). ``phase`` is "forward", "backward" or "update"; ``module`` the path of the calling sub-module; ``origin`` the id
+    of the operator that this one recomputes or replaces. ``body`` is the loop's body of a ``magis.loop``, None for
+    other operators. ``line`` is the line of the user's code ("net.py:31"), for reports only: it is not part of
+    comparison, text form or digest.
     """
 
     id: int
@@ -153,25 +151,25 @@ class Op:
         object.__setattr__(self, "_made", tuple(value for value in self.outputs if value is not None))
 
     def inputs(self) -> tuple[int, ...]:
-        """Return the value ids that the call takes, in order, repeats kept."""
+        """Return the ids of the input values in order, duplicates kept."""
         return self._taken
 
     def made(self) -> tuple[int, ...]:
-        """Return the value ids that the call makes."""
+        """Return the ids of the output values."""
         return self._made
 
     def scalars(self) -> tuple[str, ...]:
-        """Return the names of the numbers that the call takes when the step runs, in order, each once."""
+        """Return the names of the call's ``Scalar`` arguments, in order, without duplicates."""
         return tuple(dict.fromkeys(_scalars((self.args, tuple(arg for _, arg in self.kwargs)))))
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A step: storages, values, and operators in the order in which they run (the schedule).
+    """A step: storages, values, and operators in execution order (the schedule).
 
-    ``inputs`` are the values that exist before the step, ``outputs`` those that the caller gets back (the loss,
-    say). ``constants`` holds the data of small tensors that the module made from Python numbers, by value id; among
-    them scalars, where the numbers are known only when the step runs.
+    ``inputs`` are the values that exist before the step, ``outputs`` the values returned to the caller (the loss, say).
+    ``constants`` maps value ids to the data of small tensors that the module made from Python numbers; an element is a
+    ``Scalar`` if its number is known only when the step runs.
     """
 
     storages: dict[int, Storage]
@@ -187,19 +185,19 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The body of a ``magis.loop``, run ``parts`` times on one stretch of its inputs after another (paper, F-Trans).
+    """The body of a ``magis.loop``, run ``parts`` times, on one slice of its inputs after another (paper, F-Trans).
 
-    The inputs of ``graph`` stand for the loop's inputs, in order, and then for the tensors that it makes: these are
-    allocated before the first part runs. Operators of our own tie the parts to the whole, all with equal stretches:
+    The inputs of ``graph`` correspond to the loop's inputs, then to the loop's outputs, which are allocated before the
+    first part runs. Operators of our own cut tensors into equal slices, and merge slices:
 
-        %p = magis.part(%x, dim)         the part's stretch of a dimension: a view where that is dense, else a copy
-        magis.join(%whole, %p, dim)      writes the part's stretch
-        magis.reduce(%whole, %p, "sum")  takes the part into the sum (or "mean", "max", "min"; "same": takes the first)
+        %p = magis.part(%x, dim)         the part's slice along a dimension: a view where that is dense, else a copy
+        magis.join(%whole, %p, dim)      writes the part's slice
+        magis.reduce(%whole, %p, "sum")  accumulates the part (or "mean", "max", "min"; "same": keeps the first)
 
-    Where windows overlap (halo rows), numbers of rows follow:
+    Overlapping windows need halo rows:
 
-        %p = magis.part(%x, dim, 3, 2)   a copy of the stretch, of 3 rows before and 2 behind it; zeros outside of %x
-        magis.join(%whole, %p, dim, 3, 2)  adds the same rows to the whole, zeros at first; drops those outside of it
+        %p = magis.part(%x, dim, 3, 2)   a copy of the slice with 3 rows before and 2 behind it; zeros outside of %x
+        magis.join(%whole, %p, dim, 3, 2)  adds these rows to the whole, which starts at zero; drops rows outside of it
     """
 
     parts: int
@@ -207,7 +205,7 @@ class Loop:
 
 
 def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if the elements lie side by side without overlap, in some order of the dimensions."""
+    """Return True for strides of a dense, non-overlapping tensor, in some order of the dimensions."""
     expected = 1
     for step, size in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
         if step != expected:
@@ -217,7 +215,7 @@ def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
-    """Yield every operator with the values of its graph; a loop comes before the operators of its body."""
+    """Yield every operator and the values of its graph, bodies of loops included; a loop precedes its body."""
     for op in graph.ops:
         yield op, graph.values
         if op.body is not None:
@@ -225,7 +223,7 @@ def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
 
 
 def _note_refs(arg: Arg, found: list[int]) -> None:
-    """Append the ids of the values in an argument."""
+    """Append the value ids in an argument to ``found``."""
     if isinstance(arg, Ref):
         found.append(arg.value)
     elif isinstance(arg, tuple):
@@ -242,7 +240,7 @@ def _scalars(arg: Arg) -> Iterator[str]:
 
 
 def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
-    """Return the argument with the value ids replaced that ``mapping`` knows."""
+    """Return the argument with value ids replaced as ``mapping`` says; other ids stay."""
     if isinstance(arg, Ref):
         return Ref(mapping.get(arg.value, arg.value))
     if isinstance(arg, tuple):
@@ -251,13 +249,13 @@ def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
 
 
 def with_scalars(arg: Arg, numbers: Mapping[str, float]) -> Any:
-    """Return the argument with the named scalars replaced that ``numbers`` knows."""
+    """Return the argument with scalars replaced by their ``numbers``, by name; other scalars stay."""
     if isinstance(arg, tuple):
         return tuple(with_scalars(item, numbers) for item in arg)
     return numbers.get(arg.name, arg) if isinstance(arg, Scalar) else arg
 
 
 def named_numbers(graph: Graph) -> set[str]:
-    """Return the names of scalars that are computed from the user's own numbers."""
+    """Return the names of the graph's scalars that are computed from the user's own numbers."""
     found = {name for op, _ in every_op(graph) for name in op.scalars()}
     return {name for name in found.union(*map(_scalars, graph.constants.values())) if name.startswith(NUMBER)}

@@ -1,4 +1,4 @@
-"""Text form of a graph: readable, diffable, complete. ``parse(dump(graph)) == graph``.
+"""Text form of a graph: readable, diffable, lossless. ``parse(dump(graph)) == graph``.
 
     magis graph 1
     storage 3 parameter 1024
@@ -9,10 +9,10 @@
     op 0 %40 = aten.mm.default(%7, %5) reads 2:0 3:0 phase forward module "layers.0"
     output 40
 
-``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants,
-``1.0-2.0j`` a complex number; ``conj`` and ``neg`` behind a value are bits that are set (``BITS``). The body of a loop
-follows its operator, indented, in the same form, up to the line ``end``. A saved graph is data: reading one runs
-nothing and trusts nothing (``verify`` comes after).
+``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` a constant of torch, ``1.0-2.0j`` a
+complex number; ``conj`` and ``neg`` behind a value are its lazy bits (``BITS``). The body of a loop follows its
+operator, indented, in this form, up to the line ``end``. Parsing executes no code and checks only the syntax; call
+``verify`` afterwards.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HEADER = "magis graph 1"
 END = "end"
 MAX_DEPTH = 20
 MAX_DIGITS = 20
-"""Longest whole number, in digits: enough for 64 bits."""
+"""Most digits of an integer: enough for 64 bits."""
 
 
 class GraphTextError(MagisError):
-    """The text is not a graph; the message names the line."""
+    """The text is no graph; the message names the line."""
 
 
 def dump(graph: Graph) -> str:
@@ -62,7 +62,7 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 
 def digest(graph: Graph) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of the text form: equal digests, equal graphs."""
+    """Return the first 16 hex digits of the SHA-256 of the graph's text form."""
     return hashlib.sha256(dump(graph).encode()).hexdigest()[:16]
 
 
@@ -101,7 +101,7 @@ def _arg_text(arg: Arg) -> str:
 
 
 def complex_text(number: complex) -> str:
-    """Return a text from which `complex` reads back every bit: Python's own form loses signs of zeros."""
+    """Return a text that `complex` parses back bit for bit; Python's `repr` loses signs of zeros."""
     return f"{number.real!r}{number.imag:+}j"
 
 
@@ -116,7 +116,7 @@ _TOKEN = re.compile(
 
 
 class _Line:
-    """Tokens of one line, taken from the left."""
+    """Token stream of one line."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[tuple[str, str]] = []
@@ -213,12 +213,12 @@ def _unquoted(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the beginning of the text for a message: hostile texts can be megabytes."""
+    """Return the first 20 characters of a text for a message: untrusted texts can be megabytes."""
     return repr(text if len(text) <= 20 else f"{text[:20]}...")
 
 
 def parse(text: str) -> Graph:
-    """Return the graph of a text made by ``dump``; raises GraphTextError, naming the line, for any other text."""
+    """Parse the text form of a graph. Raises GraphTextError, which names the line, for any other text."""
     lines = text.splitlines()
     if not lines or lines[0] != HEADER:
         raise GraphTextError(
@@ -262,11 +262,11 @@ class _Reader:
         self._parts = 0  # of the loop whose body comes next
 
     def attach(self, body: Graph) -> None:
-        """Give the last operator its body."""
+        """Set the body of the last operator, a loop."""
         self._ops[-1] = replace(self._ops[-1], body=Loop(self._parts, body))
 
     def line(self, line: _Line) -> bool:
-        """Take one line; returns whether the body of a loop follows."""
+        """Parse one line; return True if the body of a loop follows."""
         self._parts = 0
         word = line.take()
         readers: dict[str, Callable[[_Line], None]] = {

@@ -1,7 +1,7 @@
-"""The rules that every graph keeps; checked after capture and after every rewrite.
+"""Verification of a graph's invariants, run after capture and after every rewrite.
 
-The published implementation simulates graphs whose operators lost an input, and such graphs can win (paper). Here a
-broken rule is a VerifyError that names operator, rule and values, and no graph is believed before it passes.
+The paper's published implementation simulates graphs whose operators lost an input, and such graphs can win. Here a
+violated invariant raises a VerifyError that names operator, invariant and values, before the graph is used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from magis.graph.nodes import ARRIVED, BESIDE, BITS, ITEM_SIZE, PERSISTENT_KINDS
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 MOST_BYTES = 1 << 62
-"""Limit on the size of one storage: byte counts are 64-bit."""
+"""Limit on the bytes of one storage: byte counts are 64-bit."""
 _IN_BODY = ("outer", "temporary", "host")
 _OF_BODY = (PART, JOIN, REDUCE)
 _MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
 
 
 def verify(graph: Graph) -> None:
-    """Raise VerifyError for the first broken rule, if any."""
+    """Raise VerifyError for the first violated invariant of the graph."""
     for problem in problems(graph):
         raise VerifyError(problem)
 
 
 def problems(graph: Graph) -> Iterator[str]:
-    """Yield every broken rule as one line."""
+    """Yield every violated invariant of the graph as one line."""
     yield from _problems(graph, _KINDS)
     for op in graph.ops:
         if op.target in _OF_BODY:
@@ -78,13 +78,13 @@ def _value_problems(graph: Graph) -> Iterator[str]:
 
 
 def _possible_bits(value: Value) -> tuple[str, ...]:
-    """Return the bits of the value that its data type can have, in the order of BITS."""
+    """Return those lazy bits of the value that its dtype can have, in the order of BITS."""
     possible = {"conj": value.dtype.startswith("complex"), "neg": value.dtype != "bool"}
     return tuple(bit for bit in BITS if bit in value.bits and possible[bit])
 
 
 def _end(value: Value) -> int:
-    """Return the first byte of the storage behind the value."""
+    """Return the end of the value in its storage: the offset, in bytes, behind its last element."""
     if value.numel == 0:
         return 0
     last = value.offset + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
@@ -126,8 +126,8 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
 
 
 def _copy_problems(graph: Graph) -> Iterator[str]:
-    """Yield operators that change memory while it is copied to the host, from ``magis.store`` to ``magis.wait``."""
-    leaving: dict[int, tuple[int, str]] = {}  # what is stored -> storage that it is copied from, and by what
+    """Yield operators that write memory while it is copied to the host, from ``magis.store`` to ``magis.wait``."""
+    leaving: dict[int, tuple[int, str]] = {}  # host value -> storage that is copied, and the operator that copies it
     for op in graph.ops:
         where = f"operator {op.id} ({op.target})"
         copied = {storage for storage, _ in leaving.values()}
@@ -147,9 +147,9 @@ def _copy_problems(graph: Graph) -> Iterator[str]:
 
 
 def _message_problems(graph: Graph) -> Iterator[str]:
-    """Yield operators that read what a message brings, or change what it sends, before it is waited for."""
+    """Yield operators that read the output, or write an input, of a collective that has not been waited for."""
     brought = {value for op in graph.ops if op.target == ARRIVED for value in op.inputs()[:1]}
-    sent: dict[int, Op] = {}  # by what it brings
+    sent: dict[int, Op] = {}  # output -> collective
     for op in graph.ops if brought else ():
         where = f"operator {op.id} ({op.target})"
         if op.target == ARRIVED:
@@ -168,7 +168,7 @@ def _message_problems(graph: Graph) -> Iterator[str]:
 
 
 def _arrival_problems(op: Op, where: str, sent: dict[int, Op]) -> Iterator[str]:
-    """Yield what is wrong with a ``magis.arrived(%result, *%sent)``; it names all that was sent, to keep it alive."""
+    """Yield errors of a ``magis.arrived(%result, *%sent)``, which takes all sent tensors to keep them alive."""
     value, named = next(iter(op.inputs()), None), op.inputs()[1:]
     message = None if value is None else sent.pop(value, None)
     if message is None:
@@ -186,7 +186,7 @@ def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: s
 
 
 def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[str]:
-    """Yield versions that the operator reads or writes out of turn; notes in ``versions`` those that it leaves."""
+    """Yield versions that the operator must not read or write now, and advance ``versions`` past the operator."""
     for storage, version in op.reads:
         if versions.get(storage) != version:
             yield f"{where}: reads version {version} of storage {storage}, which is at {versions.get(storage)}"
@@ -197,10 +197,11 @@ def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[
 
 
 def _unread_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
-    """Yield inputs without a version: an operator that computes on memory says which contents it must meet.
+    """Yield inputs without a version: an operator that reads memory declares the version of its contents.
 
-    Views look at no data. Nor do the calls of _MOVES need a version: each comes after the call whose value it takes,
-    by data flow, and nothing else ever touches that memory (what is moved was pinned when it was stored).
+    Exempt are views, which read no data, and the operators in _MOVES: each runs after the operator whose value it
+    takes, by data flow, and no other operator uses that memory (a swapped tensor's version is pinned when it is
+    stored).
     """
     taken = {graph.values[value].storage for value in op.inputs() if value in graph.values}
     made = {graph.values[value].storage for value in op.made() if value in graph.values}

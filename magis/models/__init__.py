@@ -1,7 +1,6 @@
-"""Networks that may be trained under a name: those of neighbours, and whatever a user's function returns.
+"""Models by name: networks of neighbours, and users' factories.
 
-Importing this package imports no torch: that happens when a network is built, or when `Workload` or `OptimizerSpec` is
-first used.
+Importing this package does not import torch; building a network, `Workload` and `OptimizerSpec` do.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the two types that need torch on first use; AttributeError for any other name."""
+    """Import `OptimizerSpec` or `Workload` on first use; raise AttributeError for any other name."""
     if name not in ("OptimizerSpec", "Workload"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("magis.capture"), name)

@@ -1,4 +1,4 @@
-"""A user's own network: what their function returned, checked and turned into a Workload."""
+"""Conversion of a user's own network, as returned by a factory or a test, to a Workload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN_SGD = OptimizerSpec("sgd", lr=1e-3)
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generator inside the block and give it back as it was; other devices' stay untouched."""
+    """Seed torch's CPU generator inside the block and restore its state afterwards; others are unchanged."""
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -44,12 +44,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def as_workload(path: str, made: object, optimizer: object = None, who: str = "the factory") -> Workload:
-    """Make the Workload named `path` of what a user's function returned: one already, or a tuple.
+    """Return the Workload named `path` from a factory's return value: a Workload or a tuple.
 
     Tuples are (module, inputs, targets, loss function), (module, batch, loss function) or (module, batch); `inputs` and
-    `targets` may each be one tensor or a sequence of them, a batch is (inputs, targets) or a dictionary of the module's
+    `targets` are one tensor or a sequence of tensors, a batch is (inputs, targets) or a dictionary of the module's
     keywords. A torch optimizer may follow; else `optimizer` is the update (see `spec_of_optimizer`). Raises UsageError
-    for anything else; `who` is then said to have returned it.
+    for anything else, with `who` returned it in the message.
     """
     if isinstance(made, Workload):
         return replace(made, name=path)
@@ -73,7 +73,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         batch = batch_of(parts[1], parts[2]) if len(parts) == 4 else as_batch(parts[1])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    # parts that are in evaluation mode on purpose (frozen statistics) stay so in a module that is to be trained
+    # sub-modules in eval mode (frozen statistics) stay in eval mode if the module is in training mode
     whole, loss = with_loss(module if module.training else module.train(), loss_fn)
     called = with_keywords(whole, batch)
     return Workload(
@@ -87,8 +87,8 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
 
 
 def spec_of_optimizer(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
-    """Return the update of a torch optimizer of the module's parameters, an OptimizerSpec, or the name of a kind.
-    Raises UsageError for anything else, and for an optimizer whose step is not its class's alone."""
+    """Return the update rule of a torch optimizer of the module's parameters, an OptimizerSpec, or a name of a kind.
+    Raises UsageError for others, and for an optimizer with hooks, a patched `step`, or the need for a closure."""
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     if isinstance(optimizer, Optimizer):
@@ -107,7 +107,7 @@ def spec_of_optimizer(path: str, optimizer: object, module: nn.Module) -> Optimi
 
 
 def _spec_of_torch_optimizer(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:
-    """Return the update of an optimizer: part of the step where it can be, else by itself behind it."""
+    """Return the update rule of a torch optimizer: captured if supported, else run after the step."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not why_apart(optimizer, trained):
         return fused_rule(optimizer, trained)

@@ -1,6 +1,6 @@
-"""Names of models, as users may write them, and the recipes that build them.
+"""Names of models, and the factories that build them.
 
-Imports torch only when something is built: start-up checks names.
+Imports torch only to build a model; names are checked without it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = [
 
 
 class UnknownModelError(UsageError):
-    """No registered model has that name, or no name matches that pattern."""
+    """No registered model has that name or matches that pattern."""
 
 
 def all_names() -> tuple[str, ...]:
-    """List the names of the networks that are installed."""
+    """Return the names of all installed networks."""
     return tuple(name for networks in registry.present("networks") for name in networks.names)
 
 
 def is_factory(name: str) -> bool:
-    """Return True if `name` is written as "package.module:factory" rather than as a registered name or a glob."""
+    """Return True if `name` has the form "package.module:factory"; else it is a registered name or a glob."""
     return ":" in name
 
 
 def check_name(name: str) -> None:
-    """Raise UnknownModelError, with the closest names, unless `name` is that of a network."""
+    """Raise UnknownModelError, with similar names, unless `name` is a registered network."""
     names = all_names()
     if name in names:
         return
@@ -59,11 +59,11 @@ def _groups() -> dict[str, tuple[str, ...]]:
 
 
 def resolve(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the models that `patterns` ask for, in the order written, each once.
+    """Return the names of the models that `patterns` select, in order, without duplicates.
 
-    A pattern is "all" or "seed" (the gate's networks or their seed variants), a registered name, a glob over the
-    registered names, or "package.module:factory", which is passed through (it is imported only when built). Raises
-    UnknownModelError for a name or a glob that matches nothing, UsageError for a malformed factory.
+    A pattern is "all" or "seed" (the gate's networks or their seed variants), a registered name, a glob over registered
+    names, or "package.module:factory", which is returned unchanged (imported only to build it). Raises
+    UnknownModelError for a name or a glob without a match, UsageError for a malformed factory.
     """
     return tuple(dict.fromkeys(name for pattern in patterns for name in _names_of_pattern(pattern.strip())))
 
@@ -91,37 +91,37 @@ PRESETS = ("paper", "small")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that can be built, and how the paper ran it."""
+    """A model: its factory, and the data types of the paper's experiments."""
 
     name: str
     variant: str
-    """ "real" or "seed"; a user's own factory counts as "real"."""
+    """Variant: "real" or "seed"; "real" for a user's factory."""
     build: Callable[[str, int], Workload]
-    """`build(preset, seed)` with preset "paper" or "small", under `FakeTensorMode` or not.
+    """Factory `build(preset, seed)` with preset "paper" or "small", which also works under `FakeTensorMode`.
 
-    The same seed gives the same weights and batch; the global generator is left as it was. A factory
-    ignores the preset. Always float32, but for a factory's: the caller converts.
+    Equal seeds give equal weights and batches; the global generator's state is restored. A user's factory ignores the
+    preset. Tensors are float32 (a user's factory: any dtype): the caller converts.
     """
     dtype: str = "float32"
-    """Data type to convert to where nothing else is asked for; empty for a factory: what it makes is left as it is."""
+    """Default data type to convert to; empty for a user's factory: no conversion."""
     paper_dtype: str = "float32"
-    """Data type to convert to at preset "paper"."""
+    """Default data type to convert to with preset "paper"."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Networks under names, as a neighbour or another package offers them (registry kind "networks")."""
+    """Named networks of a neighbour or another package (registry kind "networks")."""
 
     names: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
-    """Names that stand for several networks, as "all" does."""
+    """Group name -> names of networks, such as "all"."""
     spec: Callable[[str], ModelSpec]
-    """Function from one of the names to its network."""
+    """Function that returns the model of a name."""
 
 
 def get(name: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
-    """Return the model called `name`, a network's or "package.module:factory"; `keywords` are for the factory.
-    Raises UnknownModelError, naming the closest matches, and what `from_factory` raises."""
+    """Return the model of a network's name, or of "package.module:factory", called with `keywords`. Raises
+    UnknownModelError, with similar names, and the errors of `from_factory`."""
     if is_factory(name):
         return from_factory(name, keywords)
     check_name(name)
@@ -130,20 +130,20 @@ def get(name: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
 
 
 def from_factory(path: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
-    """Return the model that "package.module:factory" makes.
+    """Return the model of a user's factory, "package.module:factory".
 
-    The factory is a callable without arguments (but for `keywords`) that returns a Workload, or a tuple (module,
-    inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3. The module is imported at once, the
-    factory called at each build. Raises UsageError in one line when the module cannot be imported, lacks the attribute,
-    the attribute is not callable; at build, when it fails or returns anything else.
+    The factory is a callable without arguments (except `keywords`) that returns a Workload, or a tuple (module, inputs,
+    targets, loss function), trained with plain SGD, lr 1e-3. The module is imported now, the factory called at each
+    build. Raises UsageError in one line if the module cannot be imported or the attribute is missing or not callable;
+    the build raises it if the factory fails or returns anything else.
     """
     build = partial(_build_factory, path, _load_factory(path), keywords or {})
     return ModelSpec(name=path, variant="real", build=build, dtype="", paper_dtype="")
 
 
 def factory_default(path: str, keyword: str) -> int | None:
-    """Return the default of a factory's keyword; None where that is no whole number above 0. Raises UsageError where
-    the factory has no such keyword, and what `from_factory` raises."""
+    """Return the default of a factory's keyword; None if it is no positive int. Raises UsageError if the factory lacks
+    that keyword, and the errors of `from_factory`."""
     try:
         parameters = inspect.signature(_load_factory(path)).parameters
     except (TypeError, ValueError):  # a callable that does not say
@@ -161,7 +161,7 @@ def _load_factory(path: str) -> Callable[..., object]:
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module_name)
-    except SystemExit as error:  # a script, say, whose work is not under `if __name__ == "__main__"`
+    except SystemExit as error:  # a script without `if __name__ == "__main__"`, say
         raise UsageError(
             f"{path}: importing {module_name} called exit ({_reason_of(error)})",
             hint='put what a script does under `if __name__ == "__main__":`',
@@ -180,8 +180,8 @@ def _load_factory(path: str) -> Callable[..., object]:
 
 
 def from_function(name: str, function: Callable[[], object], optimizer: object = None) -> Callable[[int], Workload]:
-    """Return a recipe (seed -> workload) for what a user's test returns: whatever a factory may (see `as_workload`).
-    Whatever the function itself raises is left as it is. `optimizer` is the update, where the function names none."""
+    """Return a factory (seed -> Workload) from a user's test function, which returns what `as_workload` accepts and
+    whose errors are raised unchanged. `optimizer` is the update if the function returns none."""
 
     def build(seed: int) -> Workload:
         from magis.models.custom import as_workload, seeded

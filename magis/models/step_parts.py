@@ -1,6 +1,6 @@
-"""The four things of a training step in the one order that every function takes: module, batch, loss, optimizer.
+"""The four arguments of a training step, in one order for all functions: module, batch, loss, optimizer.
 
-In place of a module there may be a tuple of them, or a function without arguments that returns one (a factory).
+Instead of a module, callers may pass a tuple of the four, or a function without arguments that returns one (a factory).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """A live module, its batch, its loss (None: the module returns it), and the optimizer."""
+    """A module to train in-place, its batch, its loss (None: the module returns it), and its optimizer."""
 
     module: Any
     batch: Any
@@ -41,9 +41,9 @@ class StepParts:
 
 
 def live_parts(caller: str, module: Any, batch: Any, loss: Any, optimizer: Any) -> StepParts:
-    """Return the four parts of a step that is to train a module in place; a factory is called once.
+    """Return the four parts of a step that trains a module in-place; a factory is called once.
 
-    Raises UsageError, which begins with the `caller`, where parts are missing or given twice.
+    Raises UsageError, prefixed by `caller`, for missing or duplicate parts.
     """
     made = module
     if callable(module) and not isinstance(module, (nn.Module, type)):
@@ -51,7 +51,7 @@ def live_parts(caller: str, module: Any, batch: Any, loss: Any, optimizer: Any) 
             raise UsageError(f"{caller}: a {type(module).__name__} brings its own batch and loss", hint=_ITS_OWN)
         made = module()
     if isinstance(made, Workload):
-        # an OptimizerSpec is a rule for a copy of the weights: who trains in place passes the optimizer
+        # an OptimizerSpec updates a copy of the weights: to train in-place, the caller passes an optimizer
         made = (made.module, (made.inputs, made.targets), None if made.loss_fn is own_loss else made.loss_fn)
     if not isinstance(made, tuple):
         if batch is None:
@@ -73,11 +73,11 @@ def live_parts(caller: str, module: Any, batch: Any, loss: Any, optimizer: Any) 
 def recipe_of(
     caller: str, module: Any, batch: Any = None, loss: Any = None, optimizer: Any = None, *, name: str = ""
 ) -> tuple[str, Callable[[int], Workload] | None]:
-    """Return the name of a network and the function that makes its workload from a seed.
+    """Return the name of a network and a factory (seed -> Workload).
 
-    The name is its class's unless one is given; where the name itself says what to build, the function is None.
-    The module may be a name ("bert", "package.module:factory"), a Workload, and whatever `live_parts` takes; a factory
-    is called on fake tensors first. Raises UsageError, which begins with the `caller`, for anything else.
+    The name defaults to the class's name. The module may be a name ("bert", "package.module:factory"; the factory is
+    then None), a Workload, or anything that `live_parts` accepts; a factory is first called on fake tensors. Raises
+    UsageError, prefixed by `caller`, for anything else.
     """
     for what, given in (("module", module), ("loss", loss)):
         if isinstance(given, type):
@@ -106,7 +106,7 @@ def recipe_of(
 def in_one_order(
     caller: str, old: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function be called with its parts in the `old` order, and by names of before, with one deprecation line."""
+    """Return a decorator that also accepts arguments in the `old` order or by old names, with a DeprecationWarning."""
     at, names = old.index("batch"), renamed or {}
 
     def is_old(given: Sequence[Any], keywords: Mapping[str, Any]) -> bool:

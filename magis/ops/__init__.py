@@ -1,1 +1,1 @@
-"""Facts about ATen operators, one declaration per family."""
+"""Facts about ATen operators, one row per family of operators; split rules; weight updates."""

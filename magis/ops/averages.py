@@ -1,7 +1,7 @@
-"""Batch norms with `momentum=None`: their statistics are averages over all batches so far.
+"""Batch norms with `momentum=None`, whose running statistics are cumulative averages over all batches.
 
-The share of a batch, one over their number, is another at every step; torch reads the number on the host. In a graph it
-is a named scalar, `average_3_1` say: of the module's third part, in the first call of a step.
+The weight of a batch, 1 / number of batches, changes at every step, and torch reads the number on the host. In a graph
+the weight is a named scalar: `average_3_1` for the first call in a step of the module at index 3.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class _Average:
     path: str
     part: _BatchNorm
     number: int
-    """Position among the modules of the network."""
+    """Index in ``named_modules()``."""
     calls: int = 0
 
 
 @contextmanager
 def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> Iterator[Callable[[Graph], None]]:
-    """Let such batch norms take sentinel numbers for their shares while a step is recorded.
+    """Replace the momentum of batch norms with `momentum=None` by sentinel numbers while a step is recorded.
 
-    `sentinels` (number -> name) gets one entry per call. Yields a check of the step's graph: CaptureError where a
-    counter was moved other than by one in every call.
+    `sentinels` (number -> name) gets one entry per call. Yields a function that checks the step's graph: it raises
+    CaptureError unless each call adds exactly one to its counter of batches.
     """
     found = tuple(
         _Average(path, part, number)
@@ -74,7 +74,7 @@ def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> 
 
 
 def shares_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
-    """Return the shares of the next batch, by the names of a graph's scalars that stand for shares."""
+    """Return the weights of the next batch in the running averages, by the names of the graph's scalars."""
     parts = [*module.modules()] if names else []
     found = {}
     for name in names:
@@ -84,5 +84,5 @@ def shares_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def is_share(name: str) -> bool:
-    """Return True if a scalar of a graph stands for the share of a batch."""
+    """Return True if the scalar of that name is the weight of a batch in a running average."""
     return name.startswith(f"{_NAME}_")

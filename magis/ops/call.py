@@ -1,4 +1,4 @@
-"""Calls of a graph's operators by name, arguments converted to torch's and back; `magis.expect`, for data branches."""
+"""Calls of a graph's operators through torch, conversion of arguments, and `magis.expect`, a guard on data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
-    """Return the fake results ``out`` of the call in the data types that kernels give them (mixed precision norms)."""
+    """Return the fake results ``out`` of a call in the dtypes of the real kernel (norms with mixed precision)."""
     if target == "aten.native_group_norm_backward.default":
         return (_typed(out[0], args[1].dtype), *out[1:])
     parameters = [args[at] for at in op_info(target).parameters if at < len(args)]
@@ -43,14 +43,14 @@ _KINDS: dict[str, type] = {
 
 
 class CallError(MagisError):
-    """An operator or an argument has no counterpart in the installed torch."""
+    """An operator or an argument does not exist in the installed torch."""
 
 
 @functools.lru_cache(maxsize=4096)
 def resolve(target: str) -> OpOverload:
-    """Return the overload that `target` names: "aten.mm.default" is `torch.ops.aten.mm.default`.
+    """Return the OpOverload named `target`: "aten.mm.default" is `torch.ops.aten.mm.default`.
 
-    Raises CallError when the text is not "namespace.operator.overload" or the installed torch has no such overload.
+    Raises CallError if the text is not "namespace.operator.overload", or the installed torch has no such overload.
     """
     parts = target.split(".")
     if len(parts) != 3 or not all(parts):
@@ -73,10 +73,10 @@ def resolve(target: str) -> OpOverload:
 
 
 def constant(const: Const, device: torch.device | str, generators: Mapping[str, torch.Generator] | None = None) -> Any:
-    """Return the torch object that `const` stands for; every device constant becomes `device`.
+    """Return the torch object of a `Const` argument; every device becomes `device`, as a graph is traced on the CPU.
 
-    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Generators
-    that the step makes are fresh ones, and so are all of them without `generators` (a call on made-up arguments).
+    A generator made within the step, and any generator if `generators` is None, becomes a new one with seed 0. Raises
+    CallError for a name that `generators` or torch lacks.
     """
     if const.kind == "device":
         return torch.device(device)
@@ -102,9 +102,9 @@ def to_torch(
     device: torch.device | str = "cpu",
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> Any:
-    """Return `arg` as torch takes it: tensors by value id, scalars by name, constants on `device`, lists as lists.
+    """Return `arg` for torch: tensors by value id, scalars by name, constants on `device`, tuples as lists.
 
-    Raises CallError when `tensors` or `scalars` lack what the argument names.
+    Raises CallError for a value that `tensors` lacks or a name that `scalars` lacks.
     """
     match arg:
         case Ref(value):
@@ -125,9 +125,9 @@ def to_torch(
 
 
 def from_torch(value: object) -> Arg:
-    """Return the graph's form of a call argument that is no tensor: literals, lists of them, torch's constants.
+    """Return a torch argument that is no tensor as a graph argument: literals, lists, dtypes, devices, layouts.
 
-    Raises CallError for anything else, a symbolic size or a generator say.
+    Raises CallError for other types, such as a symbolic size or a generator.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
@@ -142,13 +142,13 @@ def from_torch(value: object) -> Arg:
 
 
 def outputs(result: object) -> tuple[torch.Tensor | None, ...]:
-    """Return an operator's result as a flat tuple, None where it returned None (or an undefined tensor)."""
+    """Return an operator's result as a flat tuple, with None for each None (an undefined tensor)."""
     items = result if isinstance(result, (tuple, list)) else (result,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in items)
 
 
 def made_generators(graph: Graph) -> dict[str, torch.Generator]:
-    """Return fresh CPU generators for those that the step makes itself, by name."""
+    """Return new CPU generators for the generators that the step itself makes, by name."""
     arguments = (dict(op.kwargs).get("generator") for op in graph.ops if op.target == SEED_MADE)
     return {each.name: torch.Generator() for each in arguments if isinstance(each, Const)}
 
@@ -160,22 +160,22 @@ def call(
     device: torch.device | str = "cpu",
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run one operator and return its outputs (`outputs`); `tensors` holds its inputs by value id."""
+    """Run one operator and return its outputs as a tuple (see `outputs`); `tensors` maps value ids to its inputs."""
     args = [to_torch(arg, tensors, scalars, device, generators) for arg in op.args]
     kwargs = {name: to_torch(arg, tensors, scalars, device, generators) for name, arg in op.kwargs}
     return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))
 
 
-# An operator of our own for branches on data: it reads what Python read off a tensor (true, false, a whole number) at
-# capture, and compares.
+# An operator of our own for branches on data: a guard that compares a tensor with the number that Python read from
+# it during capture.
 #
 #     magis.expect(%x, True)        the one element of %x is true, as it was when the step was captured
 #     magis.expect(%x, False, %y)   the contents of %x and %y differ
-#     magis.expect(%x, 5, how="<")  the one element of %x is below 5: a check of torch's own, which else would raise
+#     magis.expect(%x, 5, how="<")  the one element of %x is below 5: a check for which torch itself raises an error
 #
-# Results whose shape hangs on data (`x[mask]`, `mask.nonzero()`) are expected to have the captured one.
-# In a graph such operators write a storage of their own, of no bytes, whose last version the backward reads:
-# gradients, and with them the weight update, come after all of them.
+# Results whose shape depends on data (`x[mask]`, `mask.nonzero()`) must have the captured shape.
+# In a graph, guards write a storage of 0 bytes whose last version the backward reads: gradients, and so the weight
+# update, run after all guards.
 
 EXPECT = "magis.expect.default"
 
@@ -186,9 +186,9 @@ _TORCHS = ("aten", "prims", "c10d", "_c10d_functional", *_SILENT)
 
 @functools.lru_cache(maxsize=4096)
 def only_acts(target: str) -> bool:
-    """Return True for an operator that makes and changes no tensor: it is called for what it checks, or tells.
+    """Return True for an operator that returns and writes no tensor: it is called to check or to print something.
 
-    In a graph it has its place among those that compare what hangs on data. A user's own may return numbers.
+    A graph orders such an operator among its guards on data. A user's custom operator may return numbers.
     """
     namespace = target.partition(".")[0]
     if namespace in _SILENT or (namespace == "magis" and target != EXPECT):
@@ -199,7 +199,7 @@ def only_acts(target: str) -> bool:
 
 
 class ExpectationError(MagisError):
-    """A branch or a shape that depends on data is not as in the captured step."""
+    """A branch or a shape that depends on data differs from the captured step."""
 
 
 _HOW = {"==": operator.eq, ">=": operator.ge, "<": operator.lt}
@@ -216,7 +216,7 @@ def _expect(value: Tensor, expected: float, other: Tensor | None = None, *, how:
 
 
 def expect_shape(made: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ExpectationError for a result of another shape than the captured one."""
+    """Raise ExpectationError unless a result has the captured shape."""
     if made.shape != shape:
         raise ExpectationError(
             f"a shape that hangs on data is {list(made.shape)} for this batch, {list(shape)} when it was captured",
@@ -225,14 +225,14 @@ def expect_shape(made: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def shaped_by_contents(op: Op, values: Mapping[int, Value]) -> bool:
-    """Return True if the shapes of a call's results depend on the contents of its tensors."""
+    """Return True if the output shapes of a call depend on the contents of its input tensors."""
     if not op.target.startswith("aten.") or torch.Tag.dynamic_output_shape not in resolve(op.target).tags:
         return False
     return op.target != "aten.index.Tensor" or any(values[n].dtype in ("bool", "uint8") for n in op.inputs()[1:])
 
 
 def follows_data(graph: Graph) -> bool:
-    """Return True if a graph holds only for batches that take the captured way at every branch on data."""
+    """Return True if the graph has guards on data, and so is valid only for batches that pass them."""
     return any(op.target == EXPECT or shaped_by_contents(op, graph.values) for op in graph.ops)
 
 

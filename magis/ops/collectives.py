@@ -1,13 +1,14 @@
-"""Collectives as operators of a step: torch's functional ones.
+"""Collectives as operators of a step: torch's functional collectives.
 
-    _c10d_functional.all_gather_into_tensor(%x [k], ranks, group)      -> [ranks * k], every rank's %x in their order
-    _c10d_functional.reduce_scatter_tensor(%x [k], op, ranks, group)   -> [k / ranks], this rank's part of the result
-    _c10d_functional.all_reduce(%x, op, group)                         -> the result, as large as %x
+    _c10d_functional.all_gather_into_tensor(%x [k], ranks, group)      -> [ranks * k], the %x of all ranks in order
+    _c10d_functional.reduce_scatter_tensor(%x [k], op, ranks, group)   -> [k / ranks], this rank's shard of the result
+    _c10d_functional.all_reduce(%x, op, group)                         -> the result, shaped like %x
 
-A captured step waits for each where it is called, and has no operator for that. A plan says where it waits:
+A captured step waits for each collective at its call, without an operator for the wait. A plan waits later:
 
-    magis.arrived(%result, %x)      what was sent may go, and what arrives may be read, from here on
-A group goes by one name on all ranks (`register_group`), so that all of them have the same graph.
+    magis.arrived(%result, %x)      from here on %x may be freed or written, and %result read
+
+A process group has the same name on all ranks (`register_group`), so that all ranks have the same graph.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from magis.graph import ARRIVED, Op
 from magis.ops.exchanges import EXCHANGE
 
 COLLECTIVES = "_c10d_functional."
-"""Prefix of the names of these operators."""
+"""Prefix of the names of functional collectives."""
 NAMED = "magis-"
-"""Prefix of every `group_name`."""
+"""Prefix of the names that `group_name` returns."""
 REPLICAS = "dp"
-"""Role of groups whose ranks run the same step."""
+"""Role of process groups whose ranks run the same step (data parallel)."""
 MESSAGES = "messages"
-"""Storage that collectives with a fixed order pretend to write, one after the other."""
+"""Storage that collectives with a fixed order write in the graph, so that its versions keep the order."""
 WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
 
 
 def group_name(role: str, ranks: int) -> str:
-    """Return the name of a group of so many ranks; ``role``: "dp", say."""
+    """Return the name of a process group of ``ranks`` ranks with a role such as "dp"."""
     return f"{NAMED}{role}-x{ranks}"
 
 
 def register_group(group: dist.ProcessGroup, role: str) -> str:
-    """Register the group under its `group_name`, until torch.distributed is shut down; return the name."""
+    """Register the process group under its `group_name`, until torch.distributed is shut down; return the name."""
     name = group_name(role, group.size())
     known: Any = torch._C._distributed_c10d
     known._unregister_process_group(name)
@@ -56,9 +57,9 @@ def register_group(group: dist.ProcessGroup, role: str) -> str:
 
 
 def name_group(mesh: DeviceMesh, role: str) -> None:
-    """Register the group of a one-dimensional mesh, and have the mesh use that name for distributed tensors, too.
+    """Register the process group of a 1-d mesh, and make DTensors on the mesh use its `group_name`.
 
-    torch's own names of such groups differ from rank to rank.
+    torch's own names of such groups differ between ranks.
     """
     group: Any = mesh.get_group()
     name = register_group(group, role)
@@ -69,26 +70,26 @@ def name_group(mesh: DeviceMesh, role: str) -> None:
 
 
 def keeps_order(target: str, args: Sequence[Any]) -> bool:
-    """Return True if all ranks must call this collective in the same order as its others.
+    """Return True if all ranks must issue this collective in one order relative to other collectives.
 
-    Replicas run one step, and so have one order anyway; ranks of other groups may run different steps.
+    Replicas run equal steps and so issue collectives in one order; ranks of other groups may run different steps.
     """
     sends = is_message(target) and target not in WAITS
     return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
 
 
 def is_collective(target: str) -> bool:
-    """Return True if an operator of that name is a functional collective."""
+    """Return True if the operator of that name is a functional collective."""
     return target.startswith(COLLECTIVES)
 
 
 def is_message(target: str) -> bool:
-    """Return True if an operator of that name sends to other ranks or receives from them."""
+    """Return True if the operator of that name communicates with other ranks."""
     return target == EXCHANGE or is_collective(target)
 
 
 def ranks_of(op: Op) -> int:
-    """Return the number of ranks in the group of a collective."""
+    """Return the size of a collective's process group."""
     *_, group = op.args
     found = _SIZE.fullmatch(str(group))
     if found is not None:
@@ -98,18 +99,18 @@ def ranks_of(op: Op) -> int:
 
 
 def name_of_collective(op: Op) -> str:
-    """Return the collective's name without namespace and overload: "all_reduce", say."""
+    """Return a collective's name without namespace and overload, such as "all_reduce"."""
     return op.target.split(".")[1]
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Return True if any type is a wrapper (DTensor, jagged tensor) that calls the operator on the tensors inside."""
+    """Return True if any type is a wrapper subclass (DTensor, jagged tensor) that calls operators on inner tensors."""
     return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 @contextmanager
 def propagated_apart() -> Iterator[None]:
-    """Let DTensor infer the metadata of its results outside of all dispatch modes."""
+    """Make DTensor's metadata propagation run outside of all dispatch modes within the block."""
     propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if propagation is None:
         yield
@@ -129,44 +130,44 @@ def propagated_apart() -> Iterator[None]:
 
 
 def is_wait(func: Any) -> bool:
-    """Return True if the operator returns its argument itself: a wait for a collective, or torch's wrapper for one."""
+    """Return True if the operator only returns its argument: `wait_tensor`, or torch's autograd wrapper."""
     return str(func) in WAITS
 
 
 def waited(result: Tensor) -> Tensor:
-    """Wait for the result of a collective, and return it."""
+    """Wait for a collective's output, and return it."""
     if not isinstance(result, FakeTensor):  # the wait would make a second fake tensor
         WAIT(result)
     return result
 
 
 def all_gather(shard: Tensor, ranks: int, group: str) -> Tensor:
-    """Return the shards [k] of all ranks, one after another: [ranks * k]."""
+    """Return the shards [k] of all ranks, concatenated: [ranks * k]."""
     return waited(torch.ops._c10d_functional.all_gather_into_tensor(shard, ranks, group))
 
 
 def reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """Return this rank's part [k] of the mean of tensors [ranks * k]."""
+    """Return this rank's shard [k] of the mean of all ranks' tensors [ranks * k]."""
     return waited(torch.ops._c10d_functional.reduce_scatter_tensor(whole, "avg", ranks, group))
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """Return the "avg" or "sum" of all ranks' tensors."""
+    """Return the all-reduced tensor; operation is "avg" or "sum"."""
     return waited(torch.ops._c10d_functional.all_reduce(tensor, operation, group))
 
 
 def arrived(result: Tensor, *_sent: Tensor) -> None:
-    """Wait for a collective that was called earlier; it has its result and the tensors that it sent."""
+    """Wait for an asynchronous collective, given its output and its inputs."""
     WAIT(result)
 
 
 def under_way(ops: Sequence[Op]) -> set[int]:
-    """Return the results of those collectives for which ``magis.arrived`` waits."""
+    """Return the outputs of the collectives for which a ``magis.arrived`` waits."""
     return {op.inputs()[0] for op in ops if op.target == ARRIVED}
 
 
 def followed_by_wait(function: Any) -> Any:
-    """Return the collective as a function that waits for its result."""
+    """Return a function that calls the collective and waits for its output."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return waited(function(*args, **kwargs))

@@ -1,14 +1,13 @@
-"""Eager mode's own ways, which a dispatch mode does not see: other formulas, in-place sums, layers in one kernel.
+"""Eager's behaviour that a dispatch mode hides: other formulas, in-place gradient sums, fused layers.
 
-Torch takes another way through some composite operators and formulas while a dispatch mode is in force
-(`isTensorSubclassLike` in its sources), or a function mode (`torch.overrides.has_torch_function`). Where results round
-otherwise there, eager's way stands here, for as long as a step is watched:
+Under a dispatch mode (`isTensorSubclassLike` in torch's sources) or a function mode
+(`torch.overrides.has_torch_function`), torch takes other code paths in some composite operators and formulas. Where
+these round differently, this module restores eager's path while a step is recorded:
 
-* `prod` and `cumprod` divide by each factor where none is zero, a truth value that Python reads: an expectation of the
-  graph, as any branch on data;
-* `max_pool1d` of what needs no gradient is one kernel, which keeps no indices;
-* a smoothed, weighted `cross_entropy` sums the weights of those labels alone that count;
-* `one_hot` reads the least and the largest class, to raise an error: bounds that the graph expects.
+* `prod` and `cumprod` divide by each factor if none is zero, a truth value read from data: a guard in the graph;
+* `max_pool1d` of an input without gradient is one kernel, which keeps no indices;
+* a `cross_entropy` with label smoothing and weights sums the weights of counted labels only;
+* `one_hot` reads the smallest and largest class, to raise an error: bounds that become guards.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def formulas_as_eager() -> Iterator[None]:
-    """Decompose composite operators on the CPU, and their gradients, as eager does without a dispatch mode."""
+    """Make composite CPU operators and their gradients decompose in the block as without a dispatch mode."""
     library, outer = torch.library.Library("aten", "IMPL"), vars(Tensor).get("__new__")  # blocks lie within blocks
     try:
         with warnings.catch_warnings():
@@ -52,13 +51,13 @@ def formulas_as_eager() -> Iterator[None]:
 
 
 def _new_tensor(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Construct a tensor; one of a subclass outside of all modes, since torch refuses it memory that a mode made."""
+    """Construct a tensor; a subclass outside of all modes, since torch refuses memory that a mode made."""
     with nullcontext() if kind is Tensor else _disable_current_modes():
         return torch._C.TensorBase.__new__(kind, *args, **kwargs)
 
 
 class _Product(torch.autograd.Function):
-    """`prod` of everything, or along a dimension (with or without it in the result), with eager's gradient."""
+    """`prod` over all elements or along a dimension, with eager's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
@@ -85,14 +84,14 @@ def _product_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, 
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         return _times_other_factors(grad, x.contiguous().view(-1), 0).view_as(x)
     zeros = x == 0
-    counts = zeros.sum(dim, keepdim=True)  # memory that eager holds to the end of its formula
+    counts = zeros.sum(dim, keepdim=True)  # allocated until the end of the formula, as in eager
     if bool(counts.sum() != 0):
         return _times_other_factors(grad, x, dim)
     return grad * (result / x).conj()
 
 
 def _times_other_factors(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Multiply the gradient by the product of all other factors, for each factor along the dimension."""
+    """Return the gradient times, for each element, the product of all other elements along the dimension."""
     size = x.shape[dim]
     if x.numel() == 0:
         return grad.expand_as(x)
@@ -136,7 +135,7 @@ def _cumprod_gradient(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tens
 
 
 def _reversed_cumsum(weights: Tensor, dim: int) -> Tensor:
-    """Return the sums of each element and those behind it; intermediate results live to the end, as in eager."""
+    """Return the reversed cumulative sum; intermediate results stay allocated to the end, as in eager."""
     turned = weights.flip(dim)
     sums = turned.cumsum(dim)
     return sums.flip(dim)
@@ -152,7 +151,7 @@ def _cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy. With smoothing, class weights and a mean, the divisor depends on which labels occur."""
+    """Compute cross-entropy; with smoothing, class weights and "mean", the divisor depends on which labels occur."""
     weighted = weight is not None and not weight.requires_grad and reduction == 1 and x.shape != target.shape
     if weight is None or not weighted or label_smoothing <= 0:
         plain: Tensor = _ATEN.cross_entropy_loss.default.decompose(
@@ -203,16 +202,16 @@ _KERNELS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("cumprod_", _ATEN.cumprod_.default, _refuse_cumprod_),
     ("max_pool1d", _ATEN.max_pool1d.default, lambda x, *window: _ATEN.max_pool1d_with_indices(x, *window)[0]),
 )
-"""Operator, its kernel without a gradient, and its formula where a gradient is asked for."""
+"""Operator, kernel without gradient, and differentiable formula."""
 
 
 def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that takes the formula `graded` where autograd records, and `plain` elsewhere."""
+    """Return a kernel that calls `graded` where autograd records, and `plain` elsewhere."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and x.requires_grad:
             return graded(x, *args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():  # an in-place one tells autograd that the tensor is another by now
+        with torch._C._AutoDispatchBelowAutograd():  # an in-place kernel bumps the version counter
             return plain(x, *args, **kwargs)
 
     return run
@@ -223,16 +222,16 @@ _plain_has_torch_function = torch.overrides.has_torch_function
 
 
 def _has_torch_function(args: Any) -> bool:
-    """Stand in for `torch.overrides.has_torch_function`: look at the arguments alone, not at modes in force."""
+    """Replace `torch.overrides.has_torch_function`: check the arguments only, not the modes that are active."""
     own = (getattr(type(arg), "__torch_function__", None) for arg in args if type(arg) not in _PLAIN)
     return any(each not in (None, torch._C._disabled_torch_function_impl) for each in own)
 
 
 @contextmanager
 def layers_as_eager() -> Iterator[None]:
-    """Let torch's fused layers (a frozen `nn.TransformerEncoderLayer`) run as one kernel in spite of a function mode.
+    """Make torch's fused layers (`nn.TransformerEncoderLayer` in eval mode) run as one kernel despite a function mode.
 
-    This holds for the whole process, so keep the block short.
+    This patches torch for the whole process, so keep the block short.
     """
     torch.overrides.has_torch_function = _has_torch_function
     try:
@@ -241,11 +240,10 @@ def layers_as_eager() -> Iterator[None]:
         torch.overrides.has_torch_function = _plain_has_torch_function
 
 
-# In-place writes of eager that it leaves out under a dispatch mode.
-# Autograd adds up the gradients of a tensor with several readers in place, and scatters into the zeros that it made
-# for the purpose, when it holds the only reference. Under a dispatch mode, or with fake tensors, it plays safe and
-# makes a new tensor (torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp). Whoever watches eager to learn how
-# much memory it needs must undo that.
+# In-place writes of eager's autograd that it does not do under a dispatch mode.
+# Autograd accumulates gradients in-place, and scatters in-place into zeros that it has allocated, when it holds the
+# only reference. Under a dispatch mode, or with fake tensors, it allocates a new tensor instead
+# (torch/csrc/autograd/input_buffer.cpp, FunctionsManual.cpp). A recorder of eager's memory must undo that.
 
 _SELECTED = ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk")
 _IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
@@ -254,25 +252,25 @@ _IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
     torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0, _SELECTED),
     torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1, ("Index",)),
 }
-"""Operator -> its in-place form, how many references more than an addition its call itself holds, and whose backward
-formulas call it on zeros of their own (empty: sums of gradients, by the engine). Other formulas, that of `index_put`
-itself say, call the same operator on a gradient that they go on reading."""
+"""Operator -> in-place variant, number of references that the call itself holds beyond an addition's, and backward
+formulas that call the operator on zeros that they allocate (empty: the engine's sums of gradients). Other formulas,
+such as `index_put`'s, call the operator on a gradient that they read afterwards."""
 
 _ADDING = ("VarMeanBackward", "StdMeanBackward")
-"""Formulas that add the gradient through the mean, a quotient, to the other one: to a new tensor, unlike the engine."""
+"""Formulas that add the mean's gradient, a quotient, to the other gradient out-of-place, unlike the engine."""
 
 
 @dataclass
 class Unwatched:
-    """Eager's choice of operators without a dispatch mode, told from within one. Make one with ``unwatched`` before."""
+    """Eager's choice between in-place and out-of-place gradient sums, reproduced in a dispatch mode."""
 
     alone: tuple[int, int]
-    """References to a gradient and to its storage where autograd holds the only one."""
+    """Reference counts of a gradient and of its storage when autograd holds the only reference."""
     _before: Any = field(default=None, init=False)
-    """Operator of the previous call of ``form``."""
+    """Operator of the previous call to ``form``."""
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
+        """Return the operator that autograd would call instead of ``func`` without a dispatch mode."""
         before, self._before = self._before, func
         form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
         node: Any = torch._C._current_autograd_node()
@@ -293,7 +291,7 @@ class Unwatched:
 
 
 def _references(tensor: Any) -> tuple[int, int]:
-    """Return the references to a tensor and to its storage, with those that asking from a dispatch mode adds."""
+    """Return the reference counts of a tensor and of its storage, as seen from within a dispatch mode."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -311,7 +309,7 @@ class _Watch(TorchDispatchMode):
 
 
 def unwatched() -> Unwatched:
-    """Find out, by adding up two gradients, how many references a dispatch mode sees where only autograd holds one."""
+    """Return an ``Unwatched``, calibrated by one backward that adds two gradients under a dispatch mode."""
     watch = _Watch()
     with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
         x = torch.ones(2, requires_grad=True) * 1

@@ -1,9 +1,9 @@
-"""Messages between two ranks of a group as an operator: one sends, one receives, or both do at once.
+"""Point-to-point communication between two ranks of a group, as an operator: send, receive, or both at once.
 
-    magis_ranks.exchange([%x, ...], size, dtype, device, peer, group) -> [size], what the peer sent
+    magis_ranks.exchange([%x, ...], size, dtype, device, peer, group) -> [size], the received tensor
 
-Nothing sent: an empty list. Nothing received: size [0]. The call ends when all of it is there, so that neither side
-needs memory beyond it; two ranks that send to each other do so in one call.
+An empty list sends nothing; size [0] receives nothing. The call is blocking, so that neither rank needs memory beyond
+it; two ranks that send to each other do so in one call.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 NAME = "magis_ranks::exchange"
 EXCHANGE = "magis_ranks.exchange.default"
-"""The operator's name in graphs."""
+"""Target of the operator in graphs."""
 NOTHING = (0,)
-"""The size of what is received where nothing is."""
+"""Size that means: receive nothing."""
 
 
 @torch.library.custom_op(NAME, mutates_args=())
 def exchange(
     sent: Sequence[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, group: str
 ) -> Tensor:
-    """Send tensors to a rank of a group, and receive one of a size from it."""
+    """Send tensors to the rank `peer` of the group and receive one tensor of this size and dtype; wait for both."""
     found = torch.empty(tuple(size), dtype=dtype, device=device)
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]
     messages = [dist.P2POp(dist.isend, tensor, group=ranks, group_peer=peer) for tensor in sent]

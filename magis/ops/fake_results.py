@@ -1,4 +1,4 @@
-"""Corrections to the results of torch's fake kernels: layouts, declined results, bits, packed memory."""
+"""Corrections of torch's fake kernels: layouts, masked outputs, lazy bits, packed workspaces."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def as_made(op: Op, results: tuple[Tensor | None, ...], tensors: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the fake results of ``op`` on ``tensors`` (by value) as its kernel would make them."""
+    """Return the fake results of ``op`` on ``tensors`` (by value id) with the real kernel's layout and outputs."""
     results = laid_out(op.target, [tensors[value] for value in op.inputs()], results)
     return tuple(masked(resolve(op.target), op.args, results))
 
 
 def masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Drop the results that a call declines (``output_mask``, ``need_weights``); fake kernels make those as well."""
+    """Return the results with None for those that the call masks out (``output_mask``, ``need_weights``)."""
     if not isinstance(out, tuple):
         return out
     for argument, mask in zip(func._schema.arguments, args, strict=False):
         if argument.name == "output_mask":
             return tuple(item if wanted else None for item, wanted in zip(out, mask, strict=True))
-        if argument.name == "need_weights" and not mask:  # of attention in one kernel
+        if argument.name == "need_weights" and not mask:  # of fused attention
             return (*out[:-1], None)
     return out
 
 
 def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
-    """Return a call's fake results in the layout that its kernel gives them (`OpInfo.layout`).
+    """Return a call's fake results in the layout of the real kernel (`OpInfo.layout`).
 
-    Torch's fake kernels often are chains of operators, whose layout follows the operands one after another.
+    Torch's fake kernels often are chains of operators, whose layout depends on the operands' order.
     """
     wanted = op_info(target).layout
     if not wanted:
@@ -61,18 +61,18 @@ def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
     return (first, *rest) if isinstance(out, tuple) else first
 
 
-# The conjugate and negative bits of torch's tensors: views that change no shape, stride or offset, but the numbers.
-# `x.conj()`, `x.mH` and `x.conj().imag` touch no memory. Some operators (products, copies, views) take such a
-# tensor as it is and others a resolved copy, so two tensors on one window that differ in a bit are two values.
+# The lazy conjugate and negative bits of torch's tensors: `x.conj()`, `x.mH` and `x.conj().imag` are views that change
+# the numbers, but not shape, stride or offset. Some operators (products, copies, views) take such a tensor directly
+# and others a resolved copy, so two views of the same elements that differ in a bit are two values.
 
 
 def bits_of(tensor: Tensor) -> tuple[str, ...]:
-    """Return the bits that are set, as `Value.bits` has them."""
+    """Return the lazy bits of a tensor that are set, in the form of `Value.bits`."""
     return ("conj",) * tensor.is_conj() + ("neg",) * tensor.is_neg()
 
 
 def with_bits(tensor: Tensor, bits: tuple[str, ...]) -> Tensor:
-    """Return a view of a tensor without bits in which these are set."""
+    """Return a view with these lazy bits set of a tensor that has none."""
     if "conj" in bits:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if "neg" in bits else tensor
@@ -81,11 +81,11 @@ def with_bits(tensor: Tensor, bits: tuple[str, ...]) -> Tensor:
 # Results of operators without a fake kernel, since their sizes depend on the contents of tensors.
 
 Read = Callable[[Tensor], object]
-"""Function that notes that a tensor's numbers are read; raises where they are not known."""
+"""Callback for a read of a tensor's contents; raises if the contents are unknown."""
 
 
 def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | None:
-    """Return the results of a CTC loss, forward or backward, which has no fake kernel; None for other operators."""
+    """Return fake results of a CTC loss, forward or backward, which has no fake kernel; None for other operators."""
     match str(func):
         case "aten._ctc_loss.default" | "aten._ctc_loss.Tensor":
             scores, lengths = args[0], args[3]
@@ -103,14 +103,14 @@ def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | 
 
 
 def has_minimum_size(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Return True for a `bincount` as long as its ``minlength``: contents make it longer only in odd cases."""
+    """Return True for a `bincount` whose output has ``minlength`` elements, as most contents give."""
     return str(func) == "aten.bincount.default" and len(args) > 2 and out.shape == (args[2],)
 
 
 def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield those of the results `made` that depend on known numbers alone, and their real values.
+    """Yield pairs (fake result, real tensor) for outputs in `made` whose contents depend only on known numbers.
 
-    Recurrent layers read the sizes of packed batches straight from memory.
+    Recurrent layers read the sizes of packed batches directly from memory.
     """
     if str(func) == "aten._pack_padded_sequence.default":
         padded, lengths, batch_first = args
@@ -120,16 +120,16 @@ def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iter
             yield made[1], torch._VF._pack_padded_sequence(rows, lengths, batch_first)[1]
 
 
-# Kernels of recurrent layers: they pack bytes for their own backward, and only they know how many.
+# Kernels of recurrent layers pack a workspace for their own backward, of a size that only the kernel knows.
 
 IN_TRAINING = frozenset({"aten.mkldnn_rnn_layer.default"})
-"""Operators whose kernels pack something for the backward where gradients are enabled, and nothing elsewhere."""
+"""Operators that return a packed workspace for the backward if gradients are enabled, else an empty one."""
 
 _BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 
 
 def as_packed(target: str, args: Sequence[Any], out: Any) -> Any:
-    """Return the fake results of a recurrent layer's kernel with memory of the sizes that the real kernel makes."""
+    """Return the fake results of a recurrent kernel with its packed workspace at the real kernel's size."""
     if target == _BACKWARD:  # the gradients of both biases are equal, and the fake ones the same tensor
         return (*out[:4], torch.empty_like(out[4]), *out[5:])
     if target not in IN_TRAINING or not torch.is_grad_enabled():
@@ -139,12 +139,12 @@ def as_packed(target: str, args: Sequence[Any], out: Any) -> Any:
 
 _ASKED = 32
 _MOST_ASKED = 1 << 28
-"""Limit on the bytes of a call that asks a kernel for its packed bytes. Those of larger calls are extrapolated, linear
-in steps and samples (exact but for some pages), from two sizes of either, _ASKED apart."""
+"""Limit on the bytes of a call that measures packed bytes. For larger calls, packed bytes are extrapolated, linear in
+steps and samples (exact but for some pages), from two sizes of either, _ASKED apart."""
 
 
 def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
-    """Return the bytes that the kernel packs, extrapolated for a long sequence or a large batch from small ones."""
+    """Return the bytes that the kernel packs, extrapolated from small calls for a long sequence or a large batch."""
     (length, batch), hidden = given[0][0][:2], given[5][0][-1]
     if 8 * length * batch * hidden * given[0][2].itemsize <= _MOST_ASKED:
         return _packed_bytes(target, given)
@@ -152,7 +152,7 @@ def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
 
     def at(steps: int, samples: int) -> int:
         resized = list(given)
-        for position in (0, *range(5, 7)):  # the sequence, and the states that it begins with
+        for position in (0, *range(5, 7)):  # the sequence, and its initial states
             shape, _, dtype = given[position]
             other = (steps, samples, *shape[2:]) if position == 0 else (*shape[:-2], samples, shape[-1])
             resized[position] = (other, torch.empty(other, device="meta").stride(), dtype)
@@ -168,7 +168,7 @@ def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
 
 
 def _hashable(arg: Any) -> Any:
-    """Return an argument as a key: (shape, stride, data type) of a tensor, a tuple for a list."""
+    """Return an argument as a cache key: (shape, stride, dtype) of a tensor, a tuple for a list."""
     if isinstance(arg, Tensor):
         return tuple(arg.shape), tuple(arg.stride()), arg.dtype
     return tuple(arg) if isinstance(arg, (list, tuple)) else arg
@@ -176,7 +176,7 @@ def _hashable(arg: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _packed_bytes(target: str, given: tuple[Any, ...]) -> int:
-    """Run the kernel on zeros, and return the size of the bytes that it packs: contents do not change it."""
+    """Run the real kernel on zeros and return the bytes that it packs, which do not depend on contents."""
     with _disable_current_modes(), torch.enable_grad():
         args: list[Any] = []
         for arg in given:

@@ -1,8 +1,8 @@
-"""Random generators of a step: the devices' default ones, those on the host, and those that the step owns.
+"""Random generators of a step: torch's default ones, those of Python and numpy, and the step's own.
 
-They are found where they are held: attributes of modules ("decoder.noise"), and what a forward or a loss function
-refers to from outside ("loss.noise"). The name stands in the graph: it finds the generator in a copy of the module, and
-again when a plan is read from a file.
+A step's own generators are named by the path to them: an attribute of a module ("decoder.noise"), or a variable of the
+forward or the loss function ("loss.noise"). The graph stores the name, which finds the generator in a copy of the
+module and after a plan is loaded from a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magis.errors import CaptureError
 from magis.ops.python_objects import lasting, walk
 
 _NAME = re.compile(r"[\w.]+", re.ASCII)
-"""Pattern of names that the text form of a graph can hold."""
+"""Pattern of names that are valid in the text form of a graph."""
 
 _SPOKEN = {
     "_modules": "",
@@ -34,11 +34,11 @@ _SPOKEN = {
     "args": "arguments",
 }
 _SPOKEN |= {"__defaults__": "defaults", "__self__": "self"}
-"""Words for steps of a path of attributes; "" leaves a step out."""
+"""Words for steps of a path of attributes; "" omits a step."""
 
 
 def held_generators(module: nn.Module, loss_fn: Callable[..., Any] | None = None) -> dict[str, torch.Generator]:
-    """Return the generators that a step holds, by name; one that is held in several places, by the first of them."""
+    """Return the step's own generators by name, which is the shortest path; default generators are left out."""
     found: dict[str, torch.Generator] = {}
     known = {_identity(torch.default_generator)}
     for path, item in walk({"": module, "loss": loss_fn}, lasting):
@@ -53,13 +53,13 @@ def held_generators(module: nn.Module, loss_fn: Callable[..., Any] | None = None
 
 
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
-    """Return True if both objects stand for one generator: torch hands calls new Python objects for it."""
+    """Return True if both Python objects wrap the same generator: torch makes new wrappers for calls."""
     return _identity(one) == _identity(other)
 
 
 @contextmanager
 def own_kept(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
-    """Restore the states of these generators after the block."""
+    """Restore the states of the given generators after the block."""
     before = [(each, each.get_state()) for each in generators.values()]
     try:
         yield
@@ -72,25 +72,25 @@ def _identity(generator: Any) -> int:
     return int(generator._cdata)
 
 
-# The generators that Python code on the host draws from: torch's, Python's own and numpy's.
+# Generators for Python code on the host: torch's CPU generator, Python's and numpy's.
 
 
 class HostGenerators:
-    """The states of Python's and numpy's global generators at one moment."""
+    """Saved states of Python's and numpy's global generators."""
 
     def __init__(self) -> None:
-        self._numpy: Any = sys.modules.get("numpy.random")  # which nobody draws from unless it was imported
+        self._numpy: Any = sys.modules.get("numpy.random")  # not in use unless it was imported
         self._python = random.getstate()
         self._state = None if self._numpy is None else self._numpy.get_state(legacy=False)
 
     def moved(self) -> bool:
-        """Return True if somebody has drawn from them since."""
+        """Return True if Python's or numpy's generator has been used since the states were saved."""
         if self._python != random.getstate():
             return True
         return self._numpy is not None and repr(self._numpy.get_state(legacy=False)) != repr(self._state)
 
     def restore(self) -> None:
-        """Put the states back."""
+        """Restore the saved states."""
         random.setstate(self._python)
         if self._numpy is not None:
             self._numpy.set_state(self._state)
@@ -98,7 +98,7 @@ class HostGenerators:
 
 @contextmanager
 def generators_kept() -> Iterator[HostGenerators]:
-    """Restore Python's, numpy's and torch's CPU generator after the block."""
+    """Restore the states of Python's, numpy's and torch's CPU generator after the block."""
     before = HostGenerators()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -115,25 +115,25 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy.random"].seed(seed % 2**32)
 
 
-# Operators of our own that read and set the state of a device's default generator, and seed one that a step makes.
+# Operators of our own that get and set the state of a device's default generator, and seed a generator.
 #
-# torch saves and restores states with plain Python calls, around what activation checkpointing repeats say, which no
-# dispatch mode sees. As operators they stand in a graph, in their order with those that draw random numbers:
+# torch saves and restores states by plain Python calls (for recomputation in activation checkpointing, say), which a
+# dispatch mode does not see. As operators, they are ordered in the graph with operators that draw random numbers:
 #
 #     %s = magis.get_state(5056, device=<device cpu>)    the state, as a tensor
-#     magis.set_state(%s, device=<device cpu>)           puts it back
-#     magis.seed(3, device=<device cpu>)                 what ``torch.manual_seed(3)`` does
-#     magis.seed_made(3, generator=<generator .made.0>)  the same for a generator that is made within the step
-#     %s = magis.draw_state(5056, device=<device cpu>)   the state of another generator, whose seed this one draws
+#     magis.set_state(%s, device=<device cpu>)           restores the state
+#     magis.seed(3, device=<device cpu>)                 ``torch.manual_seed(3)``
+#     magis.seed_made(3, generator=<generator .made.0>)  ``manual_seed(3)`` of a generator that the step makes
+#     %s = magis.draw_state(5056, device=<device cpu>)   the state of a new generator, seeded from the default one
 
 GET_STATE, SET_STATE, SEED = "magis.get_state.default", "magis.set_state.default", "magis.seed.default"
 DRAW_STATE = "magis.draw_state.default"
 SEED_MADE = "magis.seed_made.default"
 STATE_OPERATORS = frozenset((GET_STATE, SET_STATE, SEED, DRAW_STATE, SEED_MADE))
 MADE = ".made."
-"""Prefix of the names of generators that are made within the step; other names never begin with a dot."""
+"""Prefix of the names of generators that the step makes; other names do not begin with a dot."""
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""Bytes of a generator's state, which lies in host memory whatever the device."""
+"""Bytes of a generator's state by device type; the state tensor is on the CPU for every device."""
 
 _BITS = 64
 
@@ -148,7 +148,7 @@ def generator_of(device: torch.device | str) -> torch.Generator:
 
 
 def as_seed(seed: int) -> int:
-    """Return a seed that torch takes as the signed 64-bit number that operators take."""
+    """Return a torch seed (up to 64 bits) as a signed 64-bit integer. Raises ValueError for more bits."""
     given = int(seed)
     if not -(2 ** (_BITS - 1)) <= given < 2**_BITS:
         raise ValueError(f"a seed of more than {_BITS} bits: {given}")
@@ -162,7 +162,7 @@ def _get_state(nbytes: int, device: torch.device) -> Tensor:
 
 
 _OFFSETS = 4
-"""Offset by which a GPU's generator advances when each of its threads draws one number."""
+"""Philox offset by which a CUDA generator advances when each thread draws one number."""
 
 
 def _draw_state(nbytes: int, device: torch.device) -> Tensor:
@@ -170,7 +170,7 @@ def _draw_state(nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     drawn = generator_of(device)
     made = torch.Generator(drawn.device)
-    if device.type == "cuda":  # which knows its place: to read what it draws would be to wait for the GPU
+    if device.type == "cuda":  # seeded from the offset: reading a random number back would synchronize with the GPU
         seed = hash((drawn.initial_seed(), drawn.get_offset())) % 2**_BITS
         drawn.set_offset(drawn.get_offset() + _OFFSETS)
     else:
@@ -195,9 +195,9 @@ def _seed_made(seed: int, generator: torch.Generator) -> None:
 
 @contextmanager
 def drawing_apart(device: torch.device) -> Iterator[None]:
-    """Draw the block's random numbers from another generator, with a seed drawn from the device's own one.
+    """Draw the block's random numbers from a new generator, seeded from the device's default generator.
 
-    After the block the device's generator goes on as if it had drawn that seed alone. A capture records all of this.
+    After the block, the default generator continues as if it had drawn only that seed. A capture records all of this.
     """
     kind = getattr(torch.default_generator, "device_kind", device.type)
     apart: Tensor = torch.ops.magis.draw_state(STATE_BYTES[kind], device=device)
@@ -219,14 +219,14 @@ _LIBRARY.define("seed_made(int seed, *, Generator generator) -> ()")
 _LIBRARY.impl("get_state", _get_state, "BackendSelect")
 _LIBRARY.impl("draw_state", _draw_state, "BackendSelect")
 _LIBRARY.impl("set_state", _set_state, "CPU")
-_LIBRARY.impl("set_state", lambda *_, **__: None, "Meta")  # memory without contents holds no state
+_LIBRARY.impl("set_state", lambda *_, **__: None, "Meta")  # meta tensors hold no state
 _LIBRARY.impl("seed", _seed, "BackendSelect")
 _LIBRARY.impl("seed_made", _seed_made, "BackendSelect")
 
 
-# Reading and setting the state of the generator, as operators that a dispatch mode sees. torch's Python functions
-# (`torch.get_rng_state`, `fork_rng`, `manual_seed`, and through them activation checkpointing) work on the object
-# `torch.random.default_generator`. Within `states_recorded` another one stands there, which calls the operators above.
+# Recording of reads and writes of generator states. torch's Python functions (`torch.get_rng_state`, `fork_rng`,
+# `manual_seed`, and so activation checkpointing) use the object `torch.random.default_generator`. `states_recorded`
+# replaces it by one that calls the operators above.
 
 _STATES = frozenset(
     {
@@ -240,7 +240,7 @@ KEEP = "draw what the step needs before it, and pass it as an input"
 
 
 class _Recorded(torch.Generator):
-    """Stand-in for a device's default generator: reading or setting its state calls an operator."""
+    """Replacement of the default generator that gets and sets the state through operators."""
 
     device_kind = "cpu"
 
@@ -258,7 +258,7 @@ class _Recorded(torch.Generator):
         return self.seeded(seed)
 
     def seeded(self, seed: int) -> torch.Generator:
-        """Seed the generators of all devices, as ``torch.manual_seed`` does."""
+        """Seed the generators of all devices and return the generator, as ``torch.manual_seed`` does."""
         torch.ops.magis.seed(as_seed(seed), device=torch.device("cpu"))
         return self
 
@@ -269,7 +269,7 @@ class _Recorded(torch.Generator):
         raise CaptureError("the step reads the seed of the generator as a number", hint=KEEP)
 
     def _refuse_on_gpu(self) -> None:
-        """Refuse the CPU's state in a step on a GPU; checkpointing alone may save it, beside the GPU's."""
+        """Raise CaptureError for a use of the CPU's state in a step on a GPU, except by activation checkpointing."""
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_globals.get("__name__") in _AROUND:
             caller = caller.f_back
@@ -279,7 +279,7 @@ class _Recorded(torch.Generator):
 
 
 class _Generators(type(torch.Generator)):  # type: ignore[misc]
-    """Metaclass of the stand-in for ``torch.Generator``: all real generators are instances of the stand-in."""
+    """Metaclass of the replacement of ``torch.Generator``, for which every real generator is an instance."""
 
     def __instancecheck__(cls, item: object) -> bool:
         return isinstance(item, _GENERATOR)
@@ -289,7 +289,7 @@ _GENERATOR = torch.Generator
 
 
 class _Made(torch.Generator, metaclass=_Generators):
-    """A generator that the step makes: it begins as its seed says, in every step."""
+    """A generator that the step makes, seeded alike in every step."""
 
     made: dict[str, torch.Generator]
 
@@ -324,10 +324,10 @@ class _Made(torch.Generator, metaclass=_Generators):
 def states_recorded(
     device: str, own: Mapping[str, torch.Generator], made: dict[str, torch.Generator] | None = None
 ) -> Iterator[None]:
-    """Record as operators where the block reads or sets generators' states, for a step on ``device`` ("cpu", "cuda").
+    """Record reads and writes of generator states in the block as operators, for a step on ``device`` ("cpu", "cuda").
 
-    States of the step's ``own`` generators, whose methods in C cannot be replaced, raise CaptureError. Generators that
-    the step makes are added to ``made``, by name.
+    Raises CaptureError for the states of the step's ``own`` generators, whose C methods cannot be patched. Generators
+    that the step makes are added to ``made``, by name.
     """
     stand_in = _Recorded()
     stand_in.device_kind = device
@@ -336,7 +336,7 @@ def states_recorded(
     for place, name, new in (
         (torch, "default_generator", stand_in),
         (torch.random, "default_generator", stand_in),
-        (torch.random, "_manual_seed_impl", stand_in.seeded),  # which would seed every GPU now
+        (torch.random, "_manual_seed_impl", stand_in.seeded),  # torch's own would seed every GPU at once
         (torch, "Generator", makes),
     ):
         replaced.append((place, name, getattr(place, name)))
@@ -351,7 +351,7 @@ def states_recorded(
 
 @contextmanager
 def called_first(call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Call a function before every other call in the block; it takes the place of a running profiler."""
+    """Call a function before every Python and C call in the block, as a profiler; a running profiler is suspended."""
     before: Any = sys.getprofile()
     sys.setprofile(call)
     try:
@@ -364,7 +364,7 @@ def called_first(call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 class _Refusal:
-    """Profile function that refuses C calls that read or set the states of a step's own generators."""
+    """Profile function that raises CaptureError for C calls that get or set the state of a step's own generator."""
 
     def __init__(self, own: Mapping[str, torch.Generator]) -> None:
         self._own = tuple(own.values())

@@ -1,9 +1,9 @@
-"""One row per family of ATen operators: all that magis knows of them, looked up by `op_info`.
+"""Table of ATen operators, one row per family with all facts that magis needs, read through `op_info`.
 
-Targets are strings such as ``"aten.mm.default"``; a row is found by the name alone, without namespace, overload and the
-underscore of in-place forms. Nothing here needs torch, so that rewriting and simulating a graph stay independent of it.
-Sources: the operators' schemas (``native_functions.yaml``), and their kernels for what schemas leave out. Of an
-operator without a row nothing is known: it is charged for moving its inputs and outputs, and never split.
+Targets are strings such as ``"aten.mm.default"``; rows are keyed by the name without namespace, overload and the
+trailing underscore of in-place variants. This module does not import torch, so that graphs can be rewritten and
+simulated without it. Sources: the operators' schemas (``native_functions.yaml``), and their kernels. An operator
+without a row is priced by the bytes of its inputs and outputs, and never split.
 """
 
 from __future__ import annotations
@@ -319,19 +319,19 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("slice_copy", split="views.window"),
     **_view("unsafe_split unsafe_split_with_sizes", "views.window", dim=2),
 }  # fmt: skip
-"""Operator name -> its facts."""
+"""Operator name -> facts."""
 
 _NOTHING = OpInfo()
 
 
 def name_of(target: str) -> str:
-    """Return the operator's name in OPERATORS: "aten.add_.Tensor" is "add", "aten._softmax.default" "_softmax"."""
+    """Return the operator's key in OPERATORS: "add" for "aten.add_.Tensor", "_softmax" for "aten._softmax.default"."""
     return target.partition(".")[2].partition(".")[0].removesuffix("_")
 
 
 @cache
 def op_info(target: str) -> OpInfo:
-    """Return the facts about an operator; forms that write to a given tensor choose no layout, and are no views."""
+    """Return the facts about an operator. In-place variants are never views and choose no layout."""
     if not target.startswith("aten."):
         return _NOTHING
     found = OPERATORS.get(name_of(target), _NOTHING)

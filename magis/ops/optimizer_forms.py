@@ -1,13 +1,13 @@
-"""The weight update of a step in the form that ``torch.optim`` runs on a device: weight by weight, by lists, or fused.
+"""The weight update of a step as ``torch.optim`` runs it on a device: per tensor, foreach, or fused.
 
-Where nothing is set, a GPU's update is "foreach": each operator is one call for all weights of a group that have one
-data type, so its intermediate results are as large as all of these weights together. Operators and temporaries follow
-``_multi_tensor_adam``, ``_multi_tensor_sgd`` and their fused kin call by call; locals live as long as they do there.
-Counters of steps, which torch keeps on the host, are left out; fused kernels read theirs on the device.
+By default, a GPU's update is foreach: each operator is one call for all weights of a group with one dtype, so that its
+temporaries are as large as all of these weights together. Operators and temporaries follow ``_multi_tensor_adam``,
+``_multi_tensor_sgd`` and the fused kernels call by call; locals live as long as in torch. Step counters, which torch
+keeps on the host, are left out; fused kernels read them on the device.
 
-A planned step updates weights soon after their gradients are there: the same operators on short lists (``most_bytes``).
-Kernels on lists work element by element, so the numbers are the same. They are not those of the loop on a GPU, whose
-division by a number is a product with its reciprocal. On a CPU, lists are torch's plain operators in a loop.
+A planned step updates weights soon after their gradients exist, by foreach operators on short lists (``most_bytes``).
+Foreach kernels are element-wise, so results do not depend on the lists. They differ from the per-tensor loop on a GPU,
+which divides by a number as a product with its reciprocal. On a CPU, foreach operators are loops of plain operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = list[Tensor]
 
 
 class Weight(NamedTuple):
-    """Operands of one parameter's update; states are named as in ``state_names``."""
+    """Operands of one parameter's update; states are keyed as in ``state_names``."""
 
     name: str
     param: Tensor
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 def updates_by_lists(rule: OptimizerSpec, device: str) -> bool:
-    """Return True if torch updates weights by whole lists on the device ("cpu" or "cuda"), as no planned step does."""
+    """Return True if torch's update on the device ("cpu" or "cuda") is foreach or fused over all weights."""
     return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
 
 
@@ -46,9 +46,9 @@ def update(
     device: str = "cpu",
     most_bytes: int | None = None,
 ) -> None:
-    """Update the weights that have a gradient, group by group.
+    """Update the weights that have a gradient, one parameter group after another.
 
-    No list holds more than ``most_bytes`` of weights, unless it holds a single one.
+    Lists of a foreach call hold at most ``most_bytes`` of weights, or a single larger one; None: no limit.
     """
     if rule.stops or rule.kind == "none":
         return
@@ -70,7 +70,7 @@ def _columns(weights: Sequence[Weight]) -> tuple[Tensors, Tensors, States]:
 
 
 def _short_lists(weights: Sequence[Weight], most_bytes: int | None) -> Iterator[list[Weight]]:
-    """Yield runs of weights of at most ``most_bytes`` together, unless alone; all in one where that is None."""
+    """Yield lists of consecutive weights of at most ``most_bytes`` in total, or a single one; one list if None."""
     found: list[Weight] = []
     held = 0
     for each in weights:
@@ -84,7 +84,7 @@ def _short_lists(weights: Sequence[Weight], most_bytes: int | None) -> Iterator[
 
 
 def _by_dtype(*lists: Tensors) -> Iterator[list[Tensors]]:
-    """Yield the lists split by data type, in torch's own order."""
+    """Yield the lists grouped by dtype, in torch's order."""
     for found, _ in Optimizer._group_tensors_by_device_and_dtype([*lists]).values():  # type: ignore[list-item]
         yield found  # type: ignore[misc]
 
@@ -100,7 +100,7 @@ def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, n
         if moving:
             torch._foreach_mul_(moving, rule.momentum)
             torch._foreach_add_(moving, taken, alpha=numbers["undampened"] if rule.dampening else 1)
-            if rule.nesterov:  # on the gradients themselves, where nothing was made of them
+            if rule.nesterov:  # in-place on the gradients if ``taken`` is no copy
                 torch._foreach_add_(taken, moving, alpha=rule.momentum)
             else:
                 taken = moving
@@ -113,7 +113,7 @@ def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, 
     for lists in _by_dtype(
         params, grads, _states_named(states, "exp_avg"), _states_named(states, "exp_avg_sq"), largest
     ):
-        # complex numbers as pairs of real ones
+        # complex numbers as pairs of real numbers
         some, given, exp_avgs, exp_avg_sqs, most = (
             [torch.view_as_real(each) if each.is_complex() else each for each in tensors] for tensors in lists
         )
@@ -126,14 +126,14 @@ def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, 
         del taken
         if most:
             torch._foreach_maximum_(most, exp_avg_sqs)
-        denoms = torch._foreach_sqrt(most or exp_avg_sqs)  # those of the data type before this one live up to here
+        denoms = torch._foreach_sqrt(most or exp_avg_sqs)  # frees those of the previous dtype
         torch._foreach_div_(denoms, [numbers["bias_correction2_sqrt"]] * len(some))
         torch._foreach_add_(denoms, rule.eps)
         torch._foreach_addcdiv_(some, exp_avgs, denoms, [numbers["neg_step_size"]] * len(some))
 
 
 def _decayed(rule: OptimizerSpec, params: Tensors, grads: Tensors, *, decays: bool) -> Any:
-    """Return the gradients of what is minimized, with weight decay added."""
+    """Return the gradients with ``maximize`` and weight decay applied."""
     taken: Any = torch._foreach_neg(grads) if rule.maximize else grads
     if decays and rule.maximize:
         torch._foreach_add_(taken, params, alpha=rule.weight_decay)

@@ -1,9 +1,9 @@
-"""Weight updates as in-place operators, without foreach or fusing; optimizers of a user's own class.
+"""Weight updates as in-place operators, per tensor (no foreach, not fused); copies of optimizers of any class.
 
-Operator for operator the single-tensor loops of ``torch.optim.SGD`` and ``torch.optim.Adam(W)``, so that captured and
-eager steps agree bit for bit and byte for byte; its updates by lists are in ``optimizer_forms``. What changes from step
-to step (learning rate, bias corrections) appears as named scalars: at capture they are sentinels, numbers that occur
-nowhere else.
+The operators are those of the single-tensor loops of ``torch.optim.SGD`` and ``torch.optim.Adam(W)``, so that captured
+and eager steps agree bit for bit and byte for byte; ``optimizer_forms`` has the foreach and fused updates. Numbers that
+change from step to step (learning rate, bias corrections) are named scalars: during capture, sentinels, which occur
+nowhere else in the step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from magis.errors import UsageError
 
-# Optimizers of any class, as a user made them: copies of one on other parameters, and all that it keeps.
+# Users' optimizers of any class: copies for other parameters, and their state.
 
 AHEAD = 8
-"""Steps before the one that is looked at: some optimizers begin in another way than they go on."""
+"""Warm-up steps before the step that is examined: the first steps of some optimizers differ from later ones."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NUMBERS = (bool, int, float)
 
@@ -34,11 +34,11 @@ Numbers: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnOptimizer:
-    """An optimizer object of any class that runs after the step; its parameters are matched by name."""
+    """An optimizer of any class that runs after the captured step; its parameters are matched by name."""
 
     optimizer: Optimizer
     names: Mapping[int, str]
-    """Names of its parameters in the module, by `id`."""
+    """Names of the optimizer's parameters in the module, by `id`."""
 
     @property
     def name(self) -> str:
@@ -46,17 +46,17 @@ class OwnOptimizer:
 
     @property
     def is_torchs(self) -> bool:
-        """True if the class is torch's own: these update by lists on a GPU unless told otherwise."""
+        """Return True if the class is torch's own, which defaults to foreach on a GPU."""
         return type(self.optimizer).__module__.startswith("torch.optim.")
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters that the module has, by name."""
+        """Return the optimizer's parameters that belong to the module, by name."""
         every = (each for group in self.optimizer.param_groups for each in group["params"])
         return {self.names[id(each)]: each for each in every if id(each) in self.names}
 
     def on(self, parameters: Mapping[str, Tensor]) -> Optimizer:
-        """Return a copy, without hooks, that updates these parameters (by name)."""
+        """Return a copy, without hooks, for these parameters (by name), the state copied to their devices."""
         twins: dict[int, Any] = {id(each): parameters[name] for name, each in self.parameters.items()}
         for parameter, entries in self.optimizer.state.items():
             like = twins.get(id(parameter), parameter)
@@ -68,7 +68,7 @@ class OwnOptimizer:
         return copied(self.optimizer, twins)
 
     def __repr__(self) -> str:
-        """Return the class and its numbers: equal texts mean equal updates."""
+        """Return the class and its hyperparameters: optimizers with equal texts run equal updates."""
         kind = type(self.optimizer)
         numbers = [
             {name: value for name, value in group.items() if isinstance(value, (*_NUMBERS, str, tuple))}
@@ -78,13 +78,13 @@ class OwnOptimizer:
 
 
 def state_dtype(tensor: Tensor, parameter: Any, like: Any) -> torch.dtype:
-    """Return the data type of a state tensor for a parameter like `like`, by the rule of `load_state_dict`."""
+    """Return the dtype of a state tensor copied to the parameter `like`, by the rule of `load_state_dict`."""
     follows = isinstance(parameter, Tensor) and tensor.dim() and tensor.dtype == parameter.dtype
     return like.dtype if follows else tensor.dtype
 
 
 def copied(optimizer: Optimizer, twins: Mapping[int, Any]) -> Optimizer:
-    """Return a copy of an optimizer without hooks, with `twins` (by `id`) in place of its tensors."""
+    """Return a copy of an optimizer without hooks, its tensors replaced by `twins` (by `id`)."""
     own = {name: value for name, value in vars(optimizer).items() if name not in (*_HOOKS, "step")}
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(own, dict(twins)))
@@ -93,7 +93,7 @@ def copied(optimizer: Optimizer, twins: Mapping[int, Any]) -> Optimizer:
 
 
 def named_tensors(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries and lists, with the path to each ("exp_avg")."""
+    """Yield each tensor in nested dictionaries and lists with its path ("exp_avg")."""
     if isinstance(item, Tensor):
         yield path, item
         return
@@ -103,7 +103,7 @@ def named_tensors(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an optimizer's state by name: its tensors, and the numbers of its state and its groups as tensors."""
+    """Return an optimizer's state by name: tensors, and numbers of state and parameter groups as 0-d tensors."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Tensor] = {}
     for parameter, entries in optimizer.state.items():
@@ -124,7 +124,7 @@ def _tensors_in(entries: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters, by name, with numbers of their own."""
+    """A parameter group: names of parameters, and their hyperparameters."""
 
     parameters: tuple[str, ...]
     lr: float = 1e-3
@@ -141,12 +141,12 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The weight update, with the hyper-parameters and defaults of `torch.optim`.
+    """The weight update: an optimizer with the hyperparameters and defaults of `torch.optim`.
 
-    The numbers hold for all parameters but those in `groups`. `kind` "sgd" is `SGD` without momentum, "momentum" `SGD`
-    with it, "adam" and "adamw" are themselves, "gradients" stops after the backward and returns the gradients, "none"
-    means inference: neither gradients nor an update. "apart" stops there too, and `own` updates behind it. `foreach`
-    and `fused` are torch's: None, and the device decides (see `way`).
+    Hyperparameters apply to all parameters outside of `groups`. `kind`: "sgd" is `SGD` without momentum, "momentum"
+    `SGD` with momentum, "adam" and "adamw" as in torch; "gradients" stops after the backward and returns the gradients;
+    "none" is inference, without backward and update; "apart" also stops after the backward, and `own` runs afterwards.
+    `foreach` and `fused` are torch's; None: the default of the device (see `way`).
     """
 
     kind: str
@@ -162,9 +162,9 @@ class OptimizerSpec:
     nesterov: bool = False
     maximize: bool = False
     amsgrad: bool = False
-    """torch's `amsgrad`, for all parameters: it adds a tensor of state."""
+    """torch's `amsgrad`, for all parameters: adds one state tensor per parameter."""
     own: OwnOptimizer | None = None
-    """Optimizer that updates, where `kind` is "apart"."""
+    """Optimizer of the user for `kind` "apart"."""
 
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZER_KINDS and (self.kind != "apart" or self.own is None):
@@ -175,13 +175,13 @@ class OptimizerSpec:
 
     @property
     def stops(self) -> bool:
-        """True if graphs of the step return gradients and update nothing."""
+        """Return True if graphs of the step return gradients instead of updating weights."""
         return self.kind in ("gradients", "apart")
 
     def way(self, device: str) -> str:
-        """Return torch's form of the update outside of groups on a device type, chosen by it where nothing is set.
+        """Return the implementation of the update that torch uses on a device type, groups ignored.
 
-        "loop" is weight by weight, "foreach" list by list, "fused" one kernel.
+        "loop" is per tensor, "foreach" per list of tensors, "fused" one kernel.
         """
         if self.fused:
             return "fused"
@@ -189,12 +189,12 @@ class OptimizerSpec:
         return "foreach" if chosen else "loop"
 
     def looped(self) -> OptimizerSpec:
-        """Return the same update weight by weight."""
+        """Return a copy of the rule with foreach and fused off, in groups as well."""
         groups = tuple(replace(group, foreach=False, fused=False) for group in self.groups)
         return replace(self, foreach=False, fused=False, groups=groups)
 
     def alone(self) -> tuple[OptimizerSpec, ...]:
-        """Return one rule without groups for every group; that of the parameters in no group comes first."""
+        """Return one rule without groups per parameter group; parameters in no group come first."""
         if not self.groups:
             return (self,)
         own = tuple(field.name for field in fields(ParameterGroup) if field.name != "parameters")
@@ -204,7 +204,7 @@ class OptimizerSpec:
     def split(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return, for each rule in `alone`, the positions in `names` of its parameters.
 
-        Raises UsageError if groups name others.
+        Raises UsageError if a group names a parameter that is not in `names`.
         """
         unknown = sorted({name for group in self.groups for name in group.parameters} - set(names))
         if unknown:
@@ -225,25 +225,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def sentinel(base: float, index: int) -> float:
-    """Return a number near `base` that no module uses by accident: its last bits spell out an index."""
+    """Return a number near `base` that no module uses by accident: its last bits encode an index."""
     return base * (1 + (0x3A5F1 + index) * 2.0**-47)
 
 
 def sentinels(rule: OptimizerSpec) -> dict[str, float]:
-    """Return stand-ins for the step-dependent scalars during capture, by name."""
+    """Return the sentinels of the step-dependent scalars for capture, by name."""
     names = [_of_group(name, number) for number in range(len(rule.groups) + 1) for name in SCALAR_NAMES]
     return {name: sentinel(0.0078125, index) for index, name in enumerate(names)}
 
 
 def _of_group(name: str, number: int) -> str:
-    """Return a scalar's name in a group, an identifier for generated code: "neg_lr", then "neg_lr_1"."""
+    """Return a scalar's name in a parameter group, a Python identifier: "neg_lr" in group 0, "neg_lr_1" in group 1."""
     return f"{name}_{number}" if number else name
 
 
 def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
     """Return the names of the state tensors per parameter, as in ``optimizer.state``.
 
-    Step counters are among them in fused updates, where the device counts; elsewhere the host does.
+    Step counters are included for fused updates, which count on the device; otherwise the host counts.
     """
     if rule.kind == "momentum":
         return ("momentum_buffer",)
@@ -254,7 +254,7 @@ def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
 
 
 def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of an optimizer that runs this rule, by the names of graph inputs: "exp_avg:layer.weight"."""
+    """Return the state of an optimizer that runs this rule, keyed as graph inputs: "exp_avg:layer.weight"."""
     if rule.kind == "apart":
         return state_of(optimizer, parameters)
     kept = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
@@ -263,16 +263,16 @@ def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mappin
 
 
 def new_state(kind: str, parameter: Tensor) -> Tensor:
-    """Return a state tensor as it is before the first step."""
+    """Return a new state tensor with its value before the first step."""
     if kind == "step":
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def scalars(rule: OptimizerSpec, step: float | Sequence[float]) -> dict[str, float]:
-    """Return the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host.
+    """Return the named scalars at a step (1 is the first), computed on the host as ``torch.optim`` does.
 
-    ``step`` may hold one number for each rule in ``alone``.
+    ``step`` may be one number, or one per rule in ``alone``.
     """
     groups = rule.alone()
     steps = [step] * len(groups) if isinstance(step, (int, float)) else step
@@ -285,7 +285,7 @@ def scalars(rule: OptimizerSpec, step: float | Sequence[float]) -> dict[str, flo
 
 def _scalars(rule: OptimizerSpec, step: float) -> dict[str, float]:
     found = {"lr": rule.lr, "neg_lr": -rule.lr}
-    if rule.kind == "momentum":  # the first step takes the gradient whole: the buffer is a copy of it
+    if rule.kind == "momentum":  # in the first step the buffer is a copy of the gradient
         found["undampened"] = 1 - rule.dampening if step > 1 else 1
     if rule.kind in ("adam", "adamw"):
         beta1, beta2 = rule.betas
@@ -298,7 +298,7 @@ def _scalars(rule: OptimizerSpec, step: float) -> dict[str, float]:
 
 
 def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimizer | None:
-    """Return the update as a ``torch.optim`` optimizer on these parameters; None for "gradients" and "none"."""
+    """Return a ``torch.optim`` optimizer for these parameters that runs the rule; None for "gradients" and "none"."""
     if rule.own is not None and rule.kind == "apart":
         return rule.own.on(params)
     if rule.kind in ("gradients", "none"):
@@ -315,7 +315,7 @@ def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimi
 
 
 def _keyword_arguments(rule: OptimizerSpec) -> dict[str, Any]:
-    """Return a group's numbers under the names of torch's arguments."""
+    """Return a group's hyperparameters as keyword arguments of torch's optimizer."""
     ways = {"foreach": rule.foreach, "fused": rule.fused, "maximize": rule.maximize}
     if rule.kind in ("sgd", "momentum"):
         momentum = rule.momentum if rule.kind == "momentum" else 0.0
@@ -326,7 +326,7 @@ def _keyword_arguments(rule: OptimizerSpec) -> dict[str, Any]:
 
 
 def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[str, float], ...]:
-    """Return the named scalars of each rule in ``alone``, under their names without the group."""
+    """Return the named scalars of each rule in ``alone``, without the group's suffix in their names."""
     return tuple(
         {name: numbers[there] for name in SCALAR_NAMES if (there := _of_group(name, each)) in numbers}
         for each in range(len(rule.alone()))
@@ -334,13 +334,13 @@ def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[
 
 
 def by_loop(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
-    """Update weight by weight, by a rule without groups; states are named as in ``state_names``."""
+    """Run the per-tensor update of a rule without groups; states are keyed as in ``state_names``."""
     _STEPS[rule.kind](rule, params, grads, states, numbers)
 
 
 def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     for param, given, state in zip(params, grads, states, strict=True):
-        grad = -given if rule.maximize else given  # one name for all of them: each lives as long as in torch
+        grad = -given if rule.maximize else given  # reuses one name, so that each temporary lives as long as in torch
         if rule.weight_decay != 0:
             grad = grad.add(param, alpha=rule.weight_decay)
         if rule.kind == "momentum":
@@ -360,7 +360,7 @@ def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, 
                 param.mul_(numbers["decay"])
             else:
                 grad = grad.add(param, alpha=rule.weight_decay)
-        if param.is_complex():  # pairs of real numbers, each with moments of its own
+        if param.is_complex():  # pairs of real numbers
             grad, exp_avg, exp_avg_sq, param = map(torch.view_as_real, (grad, exp_avg, exp_avg_sq, param))
             most = None if most is None else torch.view_as_real(most)
         exp_avg.lerp_(grad, 1 - beta1)

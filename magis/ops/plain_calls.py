@@ -1,4 +1,4 @@
-"""Functional forms of calls: without writes in place and without running statistics."""
+"""Functional variants of calls: without in-place writes and without running statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from magis.ops.operators import op_info
 
 
 def plain_form(op: Op) -> tuple[Op, int | None]:
-    """Return the functional form of a call, without running statistics, and the value that the call overwrites."""
+    """Return the functional variant of a call, without running statistics, and the value it overwrites or None."""
     info, args = op_info(op.target), op.args
     statistics = [args[at] for at in info.undeclared_writes(args)]
     if statistics and all(isinstance(arg, Ref) for arg in statistics):
@@ -21,7 +21,7 @@ def plain_form(op: Op) -> tuple[Op, int | None]:
     if plain is not None and args and isinstance(args[0], Ref):
         return replace(op, target=plain), args[0].value
     in_place = info.in_place_form(op.target)
-    if in_place is not None:  # several functional forms may share one in-place form: take the one that it stands for
+    if in_place is not None:  # several functional variants may share one in-place variant
         return replace(op, target=info.functional_form(in_place) or op.target), None
     over = dict(op.kwargs).get(info.out) if info.out and op.target.endswith(f".{info.out}") else None
     if isinstance(over, Ref):
@@ -31,7 +31,7 @@ def plain_form(op: Op) -> tuple[Op, int | None]:
 
 
 def commutes(op: Op, values: Mapping[int, Value]) -> bool:
-    """Return True if the call's two tensors may be swapped without changing a bit of the result."""
+    """Return True if swapping the call's two tensors does not change a bit of the result."""
     info = op_info(op.target)
     if not info.commutative or op.kwargs or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
         return False
@@ -39,7 +39,7 @@ def commutes(op: Op, values: Mapping[int, Value]) -> bool:
 
 
 def written(op: Op) -> list[int]:
-    """Return the values that a call writes, by its operator's schema."""
+    """Return the value ids that a call writes, by its operator's schema."""
     spared, kwargs = op_info(op.target).spared(dict(op.kwargs)), dict(op.kwargs)
     found: list[int] = []
     for position, name in _written_arguments(op.target):
@@ -50,20 +50,20 @@ def written(op: Op) -> list[int]:
 
 @cache
 def _written_arguments(target: str) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that an operator writes."""
+    """Return position and name of the arguments that the operator's schema marks as written."""
     arguments = enumerate(resolve(target)._schema.arguments)
     return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def refs(arg: Arg) -> list[int]:
-    """Return the values in an argument."""
+    """Return the value ids in an argument, in order."""
     if isinstance(arg, tuple):
         return [value for item in arg for value in refs(item)]
     return [arg.value] if isinstance(arg, Ref) else []
 
 
 def text_of(op: Op) -> str:
-    """Return a call's arguments as text, with "%" in place of every tensor."""
+    """Return a call's arguments as text, with "%" for every tensor."""
     return f"{_masked(op.args)} {[(name, _masked(arg)) for name, arg in op.kwargs]}"
 
 

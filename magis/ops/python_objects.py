@@ -1,9 +1,9 @@
-"""The Python objects that a step's code can reach by a name: one walker, and the paths by which it finds them again.
+"""Walk over the Python objects that a step's code can reach, and the paths that find them again.
 
-The steps of a path (`held:module/.blocks/{0/.mask`, `held:loss/(weight`): `.name` an attribute, `{key` of a dictionary,
-`#0` the first value of a dictionary of hooks, `[0` an item, `(name` a variable of an outer function, `@name` a global.
-`magis.capture.snapshot` watches and restores what the walker finds, `find` names tensors. The world is closed: an
-object whose contents nobody can see is opaque.
+A path (`held:module/.blocks/{0/.mask`, `held:loss/(weight`) has steps: `.name` an attribute, `{key` of a dictionary,
+`#0` the first value of a dictionary of hooks, `[0` an item, `(name` a closure variable, `@name` a global.
+`magis.capture.snapshot` watches and restores the objects, `find` names tensors. Objects whose contents Python cannot
+inspect are opaque.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.optim import Optimizer
 from magis.errors import CaptureError
 
 PREFIX = "held:"
-"""Begins the names of tensors that Python holds beside parameters and buffers; a step looks them up at every run."""
+"""Prefix of the names of tensors that Python holds besides parameters and buffers; each step looks them up by path."""
 DATA = ".data"
-"""Ends the path to a parameter whose data are replaced: `weight.data = ...`."""
+"""Last step of the path to a parameter whose data are replaced: `weight.data = ...`."""
 PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format,
@@ -45,15 +45,15 @@ LEAVES = (
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.GenericAlias, types.UnionType, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
-"""Objects that decide nothing, never change, or (generators of torch) stand in the graph."""
+"""Types that cannot change a step's behaviour, are immutable, or (generators of torch) are in the graph."""
 _PYTHONS = getattr(random.random, "__self__", None)  # Python's global generator
 CONTAINERS = (dict, list, set, deque)
 MANY, MOST_HOLDERS, MOST_BYTES = 100_000, 100_000, 1 << 20
-"""Longer containers, further objects and larger arrays are not watched."""
+"""Limits of watching: items of a container, number of objects, bytes of an array."""
 CACHE = type(functools.lru_cache(lambda: None))
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 ASKED = (ContextVar, CACHE, types.MappingProxyType, functools.partial, BaseException)
-"""Objects that are watched by what they hold, asked anew."""
+"""Types that are watched by their contents, read again at each check."""
 GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
 _LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
@@ -63,11 +63,11 @@ SAVING = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     | {"_non_persistent_buffers_set"}
 )
-"""Attributes of modules that have nothing to do with their forward."""
+"""Attributes of modules that do not affect their forward."""
 
 
 def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that an object holds, each with the step that leads there; of attributes those in `names`."""
+    """Yield (step of the path, object) for each object that an object holds; of attributes only those in `names`."""
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
@@ -78,7 +78,7 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
 
 
 def attributes(item: Any) -> dict[str, Any] | None:
-    """Return the dictionary of an object's attributes; None without one."""
+    """Return an object's `__dict__`; None without one."""
     try:
         held = item.__dict__
     except Exception:  # noqa: BLE001 (it may be the user's own code that raises)
@@ -87,7 +87,7 @@ def attributes(item: Any) -> dict[str, Any] | None:
 
 
 def is_opaque(item: Any) -> bool:
-    """Return True if an object's own `__getattribute__` does not even tell its class."""
+    """Return True if an object's own `__getattribute__` hides even its class."""
     try:
         return not isinstance(item.__class__, type)
     except Exception:  # noqa: BLE001 (it is the user's own code that raises)
@@ -96,7 +96,7 @@ def is_opaque(item: Any) -> bool:
 
 def _of_mapping(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(item, OrderedDict) and item and all(isinstance(key, int) for key in item):
-        # Hooks: their keys count all hooks of the process, so that a second build of a module has others.
+        # Hooks: their keys are process-wide counters, so they differ in a second instance of a module.
         return ((f"#{index}", value) for index, value in enumerate(item.values()))
     return ((f"{{{key}" if isinstance(key, (str, int)) else f"{{{key!r}", item[key]) for key in [*item])
 
@@ -113,12 +113,12 @@ def _of_function(item: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _of_optimizer(item: Optimizer) -> Iterator[tuple[str, Any]]:
-    # A schedule may be read; parameters and state are tensors of a step.
+    # Hyperparameters only; parameters and state are tensors of the step.
     return _numbered({key: value for key, value in each.items() if key != "params"} for each in item.param_groups)
 
 
 def scheduled(item: Optimizer) -> tuple[Any, ...]:
-    """Return the settings of an optimizer's groups: learning rates, say."""
+    """Return the hyperparameters in an optimizer's groups, such as learning rates."""
     return tuple(each for _, group in _of_optimizer(item) for each in group.values())
 
 
@@ -129,7 +129,7 @@ def _attributes(item: Any, *names: str) -> Iterator[tuple[str, Any]]:
 def _attribute(item: Any, name: str) -> Any:
     try:
         return getattr(item, name, MISSING)
-    except _LOST:  # as a `__getattr__` of a user's may raise them
+    except _LOST:  # may come from a user's `__getattr__`
         return MISSING
 
 
@@ -151,8 +151,8 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
 
 
 def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
-    """Yield each object to which the steps of `further` lead from `roots`, once, with the shortest path to it."""
-    waiting, seen = deque(roots.items()), dict[int, object]()  # held, so that no address is given to another object
+    """Yield (path, object) for each object reachable from `roots` by `further`, once, with its shortest path."""
+    waiting, seen = deque(roots.items()), dict[int, object]()  # keeps objects alive, so that no id is reused
     while waiting and len(seen) < MOST_HOLDERS:
         path, item = waiting.popleft()
         if id(item) not in seen and not is_opaque(item):
@@ -164,8 +164,8 @@ def walk(roots: Mapping[str, object], further: Callable[[Any], Iterable[tuple[st
 
 
 def lasting(item: Any) -> list[tuple[str, Any]]:
-    """Return what a step finds again by a path: parts of containers, modules, functions and objects of a user's; the
-    globals of functions and the methods of objects, in which tensors may lie, too."""
+    """Return (step of the path, object) for all that a path can reach from `item`: items, attributes, closure
+    variables, globals of functions, and methods of a user's objects."""
     if isinstance(item, Tensor) or (isinstance(item, CONTAINERS) and not item):
         return []
     of_user, further = _is_of_user(type(item)), list[tuple[str, Any]]()
@@ -187,7 +187,7 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
 
 
 def find(roots: Mapping[str, object], tensor: Tensor) -> str | None:
-    """Name the shortest path from one of `roots` to a tensor with this memory and layout; None without one."""
+    """Return the shortest path from `roots` to a tensor with this memory and layout; None without one."""
     looks = _layout_in_memory(tensor)
     for path, item in walk(roots, lasting):
         if isinstance(item, Tensor) and item.layout == tensor.layout and _layout_in_memory(item) == looks:
@@ -207,17 +207,17 @@ def _is_of_user(kind: type) -> bool:
 
 
 def is_of_torch(name: str | None) -> bool:
-    """Return True if a module of this name is part of torch."""
+    """Return True if the Python module of this name is part of torch."""
     return str(name).partition(".")[0] == "torch"
 
 
 def is_of_system(name: str) -> bool:
-    """Return True if a module of this name is part of torch, numpy or Python itself."""
+    """Return True if the Python module of this name is part of torch, numpy or the standard library."""
     return name.partition(".")[0] in SYSTEM
 
 
 def same(now: Any, then: Any) -> bool:
-    """Return True if two plain values are equal, or two objects one."""
+    """Return True if both are one object, or plain values that are equal bit for bit."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -225,7 +225,7 @@ def same(now: Any, then: Any) -> bool:
     if isinstance(now, tuple):
         return len(now) == len(then) and (not any(map(operator.is_not, now, then)) or all(map(same, now, then)))
     if type(now) in PLAIN:
-        return bool(now == then) and repr(now) == repr(then)  # 0.0 and -0.0 are two numbers
+        return bool(now == then) and repr(now) == repr(then)  # 0.0 and -0.0 differ
     if isinstance(now, types.MethodType):
         return now.__self__ is then.__self__ and now.__func__ is then.__func__
     return False
@@ -233,48 +233,48 @@ def same(now: Any, then: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def slots(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class's objects."""
+    """Return the `__slots__` of a class and its bases, dunder names excluded."""
     names = (vars(each).get("__slots__", ()) for each in kind.__mro__)
     flat = [name for some in names for name in ((some,) if isinstance(some, str) else some)]
     return tuple(name for name in flat if not name.startswith("__"))
 
 
 def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the values of slots; MISSING for empty ones."""
+    """Return the values of an object's slots; MISSING for unset ones."""
     return tuple([_attribute(item, name) for name in names])
 
 
 def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
-    """Return the attributes of a class that matter: those read by name, and methods that Python calls by itself."""
+    """Return the attributes of a class that can affect a step: those in `names`, and implicitly called methods."""
     ours = not is_of_system(kind.__module__)
     return tuple(
         key for key, value in vars(kind).items()
-        if type(value) is not types.MemberDescriptorType  # objects may raise when they are asked for their class
+        if type(value) is not types.MemberDescriptorType  # isinstance may raise
         and (key in _SPECIAL or (ours and is_called(key, value)) or (names is None and key[:2] != "__")
              or (names is not None and key in names and (ours or key[:2] != "__")))
     )  # fmt: skip
 
 
 def is_called(key: str, value: object) -> bool:
-    """Return True for a method that Python calls by itself."""
+    """Return True for a dunder method that Python calls implicitly."""
     return key[:2] == "__" and callable(value) and key not in _SPECIAL
 
 
 def order_of_class(kind: type, names: frozenset[str] | None, keys: tuple[str, ...], count: int) -> tuple[Any, ...]:
-    """Return where a class looks for names: its bases, and names that have come to be, which hide those of bases."""
+    """Return the method resolution order of a class, and attributes added since, which may hide those of bases."""
     if len(vars(kind)) == count:
         return (kind.__mro__,)
     return (kind.__mro__, *sorted({*names_of_class(kind, names)} - {*keys}))
 
 
 def function_state(item: types.FunctionType) -> tuple[Any, ...]:
-    """Return what a function runs: its code, defaults and cells."""
+    """Return a function's code, defaults and closure contents."""
     cells = tuple(map(cell_content, item.__closure__ or ()))
     return (item.__code__, item.__defaults__, item.__kwdefaults__, *cells)
 
 
 def cell_content(cell: types.CellType) -> Any:
-    """Return the value of a closure's variable; MISSING before it has one."""
+    """Return the value of a closure cell; MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -282,8 +282,8 @@ def cell_content(cell: types.CellType) -> Any:
 
 
 def cached(cache: Any) -> list[Any]:
-    """Return what a cache of `functools` holds, and its arguments."""
-    held = gc.get_referents(cache)  # results and arguments themselves where the cache is bounded, else its dictionary
+    """Return the results and arguments that a `functools` cache holds."""
+    held = gc.get_referents(cache)  # results and arguments of a bounded cache, else its dictionary
     held += [part for item in held if type(item) is dict for pair in item.items() for part in pair]
     links = "_lru_list_elem"
     return [item for item in held if type(item) not in (dict, type) and type(item).__name__ != links]
@@ -291,19 +291,19 @@ def cached(cache: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def codes_within(code: types.CodeType) -> frozenset[types.CodeType]:
-    """Return code with that of the functions that it makes when it runs."""
+    """Return a code object and the code objects of all functions that it defines."""
     inner = (codes_within(item) for item in code.co_consts if isinstance(item, types.CodeType))
     return frozenset((code,)).union(*inner)
 
 
 def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], None] | None] | None:
-    """Return how to read and how to put back what an object keeps out of Python's sight: random numbers, arrays,
-    counters. None where there is nothing; None in place of what nobody can do."""
-    if isinstance(item, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # its attributes lie in C++
+    """Return functions (read, restore) for an object's hidden state: random state, arrays, counters. Returns None
+    without such state; a function is None if that is impossible."""
+    if isinstance(item, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # its attributes are in C++
         return functools.partial(_scripted, item, sorted(item._concrete_type.get_attributes())), None
     numpy = sys.modules.get("numpy")
     if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):
-        return None  # whose draws are looked at by themselves
+        return None  # watched by `HostGenerators`
     if isinstance(item, random.Random):
         return item.getstate, item.setstate
     if numpy is not None:
@@ -324,7 +324,7 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
     try:
         if memoryview(item).nbytes <= MOST_BYTES:
             return lambda: memoryview(item).tobytes(), None
-    except (TypeError, BufferError):  # its memory, if it has any, is not open to others
+    except (TypeError, BufferError):  # no buffer protocol
         kind = type(item)
         plain = attributes(item) is not None or any("__slots__" in vars(each) for each in kind.__mro__)
         streams = isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase))
@@ -339,7 +339,7 @@ def _scripted(item: Any, names: list[str]) -> str:
 
 
 def look_up(roots: Mapping[str, object], name: str) -> Tensor:
-    """Return the tensor at the end of a path. Raises CaptureError if there is none any more."""
+    """Return the tensor at the end of a path. Raises CaptureError if the path no longer leads to a tensor."""
     try:
         item = follow(roots, name.removeprefix(PREFIX))
     except _LOST as error:
@@ -350,21 +350,21 @@ def look_up(roots: Mapping[str, object], name: str) -> Tensor:
 
 
 def holder_of(roots: Mapping[str, object], path: str) -> tuple[Any, str] | None:
-    """Return the object whose attribute is at the end of a path, and the attribute's name; None without one."""
+    """Return the owner of the attribute at the end of a path, and the attribute's name; None if it is none."""
     outer, _, step = path.rpartition("/")
     holder = found_at(roots, outer)
     return (holder, step[1:]) if step[:1] == "." and hasattr(holder, "__dict__") else None
 
 
 def is_of_module(roots: Mapping[str, object], path: str) -> bool:
-    """Return True if a path leads to an attribute of a module, or to one of its buffers."""
+    """Return True if a path leads to an attribute or a buffer of a module."""
     outer, _, step = path.rpartition("/")
     outer = outer.removesuffix("/._buffers") if step[:1] == "{" else outer
     return (step[:1] == "." or "/._buffers/{" in path) and isinstance(found_at(roots, outer), nn.Module)
 
 
 def leave(roots: Mapping[str, object], path: str, left: Any) -> None:
-    """Put a tensor or a number where a forward leaves it, by the path to that place."""
+    """Store a tensor or a number at the end of a path, as the forward did."""
     outer, _, step = path.rpartition("/")
     holder = follow(roots, outer)
     if isinstance(holder, Tensor):
@@ -374,7 +374,7 @@ def leave(roots: Mapping[str, object], path: str, left: Any) -> None:
 
 
 def found_at(roots: Mapping[str, object], path: str) -> object:
-    """Return the object at the end of a path; None where a step leads nowhere."""
+    """Return the object at the end of a path; None if the path leads nowhere."""
     try:
         return follow(roots, path)
     except _LOST:
@@ -382,7 +382,7 @@ def found_at(roots: Mapping[str, object], path: str) -> object:
 
 
 def follow(roots: Mapping[str, object], path: str) -> Any:
-    """Return the object at the end of a path; an error of Python's where a step leads nowhere."""
+    """Return the object at the end of a path; AttributeError, KeyError, IndexError ... if the path leads nowhere."""
     first, *steps = path.split("/")
     item: Any = roots[first]
     for step in steps:
@@ -391,7 +391,7 @@ def follow(roots: Mapping[str, object], path: str) -> Any:
 
 
 def told(path: str) -> str:
-    """Return a path as a person writes it: `model.norm.calls`, `loss closure scale`."""
+    """Return a path in readable form: `model.norm.calls`, `loss closure scale`."""
     text = path.removesuffix(f"/{DATA}")
     for step in ("/._modules/{", "/._parameters/{", "/._buffers/{"):
         text = text.replace(step, ".")

@@ -1,7 +1,7 @@
-"""Operators that may raise in the middle of a step: a user's own, and kernels that look at what is in their tensors.
+"""Operators that may raise within a step: users' custom operators, and kernels that check contents of tensors.
 
-A weight that was updated before such an operator raises cannot be put back, so plans update behind all of them. Running
-out of memory, which any operator may, is not meant here.
+A weight that was updated before an operator raises cannot be restored, so plans update behind all such operators.
+Out-of-memory errors, which any operator may raise, are ignored here.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ _KERNELS = """
     segment_reduce take
     """
 _ON_CONTENTS = frozenset(_KERNELS.split())
-"""Kernels, or overloads of them, that raise for some contents of their tensors."""
+"""Kernels, or overloads of kernels, that raise for some contents of their input tensors."""
 _DIVIDES = ("div", "floor_divide", "fmod", "remainder")
-"""Kernels that raise for some contents of integer tensors: zero divisors."""
+"""Kernels that raise for zero divisors in integer tensors."""
 _ALONG = ("index_select", "gather", "scatter", "index_add", "index_copy", "index_fill", "index_reduce")
-"""Prefixes of the names of kernels that take indices into one dimension of their first argument."""
+"""Prefixes of the names of kernels that index one dimension of their first argument."""
 _CLASSES = ("nll_loss", "multi_margin_loss", "multilabel_margin_loss")
 _ROWS = ("embedding", "_embedding_bag_dense_backward")
 _SEVERAL = ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put")
 _FINDERS = "argmax argmin argsort cummax cummin kthvalue max median min mode nanmedian sort topk"
 _FINDS = frozenset(_FINDERS.split())
-"""Kernels that return indices along a dimension: these are in range there."""
+"""Kernels that return indices along a dimension, which are always in range for it."""
 
 Contents: TypeAlias = tuple[int, int]
-"""Storage and version: one state of the memory."""
+"""Storage and version: one state of the storage's contents."""
 
 
 def may_raise(graph: Graph) -> dict[int, str]:
-    """Return operators before the update that may raise by the contents of their tensors or in a user's code, by id.
+    """Return forward and backward operators that may raise by contents or in a user's code (id -> target).
 
-    Left out: operators that are recomputed, and lookups by indices that an earlier operator has checked against the
-    same size.
+    Recomputations are left out, and lookups by indices that an earlier operator has checked against the same size.
     """
     seen, first = _CheckedIndices({}, {}), dict[tuple[bool, int], Op]()
     found: dict[int, str] = {}
@@ -53,7 +52,7 @@ def may_raise(graph: Graph) -> dict[int, str]:
         if op.phase == "update":
             continue
         before = first.setdefault((False, op.id) if op.origin is None else (True, op.origin), op)
-        if before is not op:  # another copy of what it made
+        if before is not op:  # a recomputation of its outputs
             for copy, made in zip(op.made(), before.made(), strict=False):
                 seen.same.setdefault(graph.values[copy].storage, seen.contents(before, graph.values[made]))
         elif op.target in ("magis.store", "magis.load"):
@@ -64,7 +63,7 @@ def may_raise(graph: Graph) -> dict[int, str]:
 
 
 def undone(graph: Graph) -> Mapping[str, int] | None:
-    """Return the inputs that a step writes before its update, by name, with their bytes; None if nothing may raise."""
+    """Return the bytes of graph inputs that a step writes before its update, by name; None if no operator may raise."""
     if not may_raise(graph):
         return None
     written = {storage for op in graph.ops if op.phase != "update" for storage, _ in op.writes}
@@ -73,13 +72,14 @@ def undone(graph: Graph) -> Mapping[str, int] | None:
 
 
 def updates_last(graph: Graph) -> Graph:
-    """Return the step with all weight updates behind everything else."""
+    """Return the step with all weight updates moved after forward and backward."""
     late = [op for op in graph.ops if op.phase == "update"]
     return replace(graph, ops=(*(op for op in graph.ops if op.phase != "update"), *late))
 
 
 def torn_by(graph: Graph) -> str:
-    """Return what may end a step with some weights updated and others not, in words; "" if nothing can."""
+    """Name operators that may raise after some weights but not all are updated, with "running out of memory"; "" if
+    none."""
     updates = [position for position, op in enumerate(graph.ops) if op.phase == "update" and op.writes]
     others = [position for position, op in enumerate(graph.ops) if op.phase != "update" and not is_pure_view(graph, op)]
     if not updates or not others or updates[0] > others[-1]:
@@ -90,27 +90,27 @@ def torn_by(graph: Graph) -> str:
 
 
 class _CheckedIndices:
-    """Indices that the operators so far have checked, or have made in range."""
+    """Indices known to be in range: checked or made by the operators so far."""
 
     def __init__(self, places: dict[tuple[Contents, int], int], same: dict[int, Contents]) -> None:
         self._places = places
         """(Contents, size of the indexed dimension) -> number of indices known to be in range."""
         self.same = same
-        """Storage -> contents that it is a copy, or a part, of."""
+        """Storage -> contents (of another storage) that it copies or is a part of."""
 
     def contents(self, op: Op, value: Value) -> Contents:
         """Return the contents that an operator reads from a value, traced back through copies."""
         return self.same.get(value.storage, (value.storage, dict(op.reads).get(value.storage, 0)))
 
     def copied(self, op: Op, values: Mapping[int, Value]) -> None:
-        """Note that the operator's outputs hold the contents of its first input."""
+        """Record that the operator's outputs hold the contents of its first input."""
         taken = self.contents(op, values[op.inputs()[0]])
         for made in op.made():
             if values[made].storage != taken[0]:
                 self.same[values[made].storage] = taken
 
     def raises(self, op: Op, values: Mapping[int, Value]) -> bool:
-        """Return True if an operator, or one of its loop, may raise; notes the indices that it checks or makes."""
+        """Return True if the operator, or one in its loop, may raise; record the indices that it checks or makes."""
         if op.body is not None:
             inside, around = op.body.graph, (*op.inputs(), *op.made())
             same = {
@@ -152,7 +152,7 @@ class _CheckedIndices:
 
 
 def _index_bounds(op: Op, name: str, values: Mapping[int, Value]) -> Iterator[tuple[Value, int]]:
-    """Yield the integer tensors that a kernel uses as indices, and the size that these must be below."""
+    """Yield pairs (integer tensor used as indices, size that bounds the indices) of a kernel."""
     if not name.startswith((*_ALONG, *_CLASSES, *_ROWS)) and name not in _SEVERAL:
         return
     whole = _tensor_argument(op, "self", values) or _tensor_argument(op, "weight", values)
@@ -186,7 +186,7 @@ def _tensor_argument(op: Op, name: str, values: Mapping[int, Value]) -> Value | 
 
 
 def _argument(op: Op, name: str) -> Arg:
-    """Return a call's argument by its name in the schema, or that argument's default number."""
+    """Return a call's argument by its name in the schema, or its default if that is an int; else None."""
     for position, argument in enumerate(resolve(op.target)._schema.arguments):
         if argument.name == name:
             default = argument.default_value if isinstance(argument.default_value, int) else None

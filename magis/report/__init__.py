@@ -1,6 +1,6 @@
-"""Reports: results.csv, plain JSON forms of results, fronts and their pictures, time lines; files that are whole.
+"""Reports: results.csv, JSON and SVG of Pareto fronts, time lines, atomic file writes.
 
-Imports neither torch nor pandas; pandas is loaded when a table is written or read.
+Imports neither torch nor pandas; pandas is imported to read a table.
 """
 
 from magis.atomic_files import check_writable, read_regular, write_text_atomically

@@ -1,4 +1,4 @@
-"""Round ticks of axes, and labels that do not lie on each other."""
+"""Axes with round ticks, and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from magis.units import format_bytes, parse_bytes
 
 MOST_INTERVALS = 7
-"""Largest number of intervals between ticks; there are 3 to 8 ticks."""
+"""Maximum number of intervals between ticks; an axis has 3 to 8 ticks."""
 
 
 @dataclass(frozen=True)
 class LinearScale:
-    """An axis with round ticks, from 0 to at least the most that is drawn."""
+    """A linear axis with round ticks, from 0 to at least the largest value."""
 
     step: float
     intervals: int
@@ -30,11 +30,11 @@ class LinearScale:
         return tuple(self.step * number for number in range(self.intervals + 1))
 
     def share(self, value: float) -> float:
-        """Return the position of a value: 0 at the beginning of the axis, 1 at its end."""
+        """Return the relative position of a value: 0 at the start of the axis, 1 at its end."""
         return value / self.end
 
     def number(self, tick: float) -> str:
-        """Return the text at a tick, without its unit."""
+        """Return the label of a tick, without its unit."""
         return f"{tick / self.per_unit:g}"
 
     def words(self, tick: float) -> str:
@@ -42,7 +42,7 @@ class LinearScale:
 
 
 def byte_scale(most: int) -> LinearScale:
-    """Make an axis with ticks a power of two apart, all in one binary unit."""
+    """Return an axis for bytes: ticks a power of two apart, in one binary unit."""
     step = 1
     while -(-most // step) > MOST_INTERVALS:
         step *= 2
@@ -52,7 +52,7 @@ def byte_scale(most: int) -> LinearScale:
 
 
 def decimal_scale(most: float, unit: str = "", per_unit: float = 1.0) -> LinearScale:
-    """Make an axis with ticks 1, 2 or 5 times a power of ten apart."""
+    """Return an axis with ticks 1, 2 or 5 times a power of ten apart."""
     units = most / per_unit if most > 0 else 1.0
     power = 10.0 ** math.floor(math.log10(units))
     steps = (power * factor for factor in (0.2, 0.5, 1, 2))
@@ -61,22 +61,21 @@ def decimal_scale(most: float, unit: str = "", per_unit: float = 1.0) -> LinearS
 
 
 def time_scale(milliseconds: float) -> LinearScale:
-    """Make an axis in milliseconds, from ten seconds on in seconds."""
+    """Return an axis for times in milliseconds, or in seconds from 10 s on."""
     return decimal_scale(milliseconds, "s", 1000.0) if milliseconds >= 10_000 else decimal_scale(milliseconds, "ms")
 
 
 CHARACTER, ABOVE, BELOW = 7.2, 11.0, 4.0
-"""Pixels that a character of a 12-pixel text takes: width, and above and below the base line; of the widest usual
-font."""
+"""Pixels of a 12-pixel text in the widest usual font: width per character, height above and below the base line."""
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom edges."""
+"""Left, top, right and bottom edge, in pixels."""
 Place = tuple[float, float, str]
-"""Point of a text's base line, and which end of it is there ("start", "middle", "end")."""
+"""Anchor point (x, y) on a text's base line, and anchor ("start", "middle", "end")."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text, and the places where it may be, the best one first."""
+    """A text, and its possible positions in order of preference."""
 
     words: str
     places: tuple[Place, ...]
@@ -84,7 +83,7 @@ class Label:
 
 
 def text_box(words: str, place: Place) -> Box:
-    """Return the box that a text of 12 pixels covers."""
+    """Return the bounding box of a 12-pixel text."""
     x, y, anchor = place
     width = CHARACTER * len(words)
     left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
@@ -92,12 +91,13 @@ def text_box(words: str, place: Place) -> Box:
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Return True if two boxes share more than an edge."""
+    """Return True if two boxes overlap in more than an edge."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def placed(labels: Iterable[Label], taken: Iterable[Box], within: Box) -> Iterator[tuple[Label, Place]]:
-    """Yield every label that finds room beside what is taken and the labels before it, and its place."""
+    """Yield (label, position) for each label that fits in ``within`` and overlaps neither ``taken`` nor earlier
+    labels."""
     boxes = list(taken)
     for label in labels:
         for place in label.places:

@@ -1,4 +1,4 @@
-"""Pareto fronts as JSON and as pictures (paper, Figure 11); time lines for Perfetto."""
+"""Pareto fronts as JSON and SVG (paper, Figure 11); time lines as Perfetto traces."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from magis.units import format_bytes, format_milliseconds
 GRID, TEXT = "#cccccc", "#333333"
 OURS, EAGER, BOUND = "#1f618d", "#b03a2e", "#5f6b1e"
 DARK = {"white": "#14181d", GRID: "#333d47", TEXT: "#e4e9ee", OURS: "#7ab8e6", EAGER: "#ff9d8f", BOUND: "#c9d66b"}
-"""Colour that replaces each one where the reader prefers dark pages."""
+"""Light-theme colour -> dark-theme colour."""
 
 
 def framed(size: tuple[int, int], title: str, elements: Iterable[str], description: str = "") -> Iterator[str]:
-    """Yield the lines of a picture of ``size`` (width, height) in pixels, on white or, where that is preferred,
-    dark."""
+    """Yield the lines of an SVG picture of ``size`` (width, height) in pixels, with light and dark theme."""
     width, height = size
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -36,7 +35,7 @@ def framed(size: tuple[int, int], title: str, elements: Iterable[str], descripti
 
 
 def label(where: tuple[float, float], words: str, anchor: str = "start", colour: str = TEXT) -> str:
-    """Return a line of text; ``anchor`` says which end of it is at ``where``."""
+    """Return an SVG text element; ``anchor``: end of the text that is at ``where``."""
     return (
         f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
         f'text-anchor="{anchor}">{printable(words, "html")}</text>'
@@ -44,7 +43,7 @@ def label(where: tuple[float, float], words: str, anchor: str = "start", colour:
 
 
 def across(left: float, right: float, y: float, colour: str = GRID, dashes: str = "") -> str:
-    """Return a horizontal line."""
+    """Return an SVG element for a horizontal line."""
     pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="{colour}"{pattern}/>'
 
@@ -53,23 +52,23 @@ SCHEMA = 1
 WIDTH, HEIGHT = 640, 452
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 76, 56
 LEAST_OVERHEAD = 0.1
-"""Overhead that the axis reaches at least."""
+"""Minimum range of the overhead axis, as a fraction."""
 BESIDE = (
     (7, -6, "start"), (9, 4, "start"), (0, -9, "middle"), (0, -9, "end"), (-7, 15, "end"), (-9, 4, "end"),
     (0, 16, "middle"), (0, -24, "end"),
 )  # fmt: skip
-"""Places for the bytes of a point, relative to it. Above and right of it come first, where the line is steep."""
+"""Offsets of a point's label and anchors, in order of preference: above right first, away from the steep line."""
 APART = 6.0
-"""Pixels between the places of a line that labels keep away from."""
+"""Distance in pixels of points on a line that labels must not cover."""
 
 
 def front_text(front: ParetoFront) -> str:
-    """Return the front as JSON: bytes, milliseconds; ratios are left to the reader."""
+    """Return the front as JSON, in bytes and milliseconds."""
     return json.dumps({"schema": SCHEMA, **asdict(front)}, indent=1, sort_keys=True) + "\n"
 
 
 def front_svg(front: ParetoFront) -> str:
-    """Draw the front as a stand-alone picture, with eager and the lower bound."""
+    """Return the front as a stand-alone SVG picture, with eager and the lower bound."""
     eager = front.original
     title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
     said = "; ".join(_format_point(point) for point in front.points)
@@ -83,7 +82,7 @@ def _format_point(point: FrontPoint) -> str:
 
 
 def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
-    """Yield the picture's elements."""
+    """Yield the SVG elements of a front."""
     eager = front.original
     worst = max((point.latency_ms for point in front.points), default=0.0) / eager.latency_ms - 1
     overheads, ratios = decimal_scale(100 * max(LEAST_OVERHEAD, worst), "%"), decimal_scale(1.0)
@@ -130,14 +129,14 @@ def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
             OURS,
         )
         for (a, b), point in zip(places, front.points, strict=True)
-    ]  # the ends of the front first: they are what a reader looks for
+    ]  # the ends of the front first, which matter most
     labels += [*beside[:1], *beside[:0:-1]]
     for found, (a, b, anchor) in placed(labels, around, (LEFT, 0, WIDTH, HEIGHT - BOTTOM)):
         yield label((a, b), found.words, anchor, found.colour)
 
 
 def _points_along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield points on a line, close to each other; every corner is one."""
+    """Yield points along a line, `APART` pixels apart at most, all corners included."""
     yield from corners[:1]
     for (a, b), (c, d) in pairwise(corners):
         steps = max(1, math.ceil(math.hypot(c - a, d - b) / APART))
@@ -147,13 +146,13 @@ def _points_along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[floa
 # Simulated time lines: thinned for a picture, and as a trace for Perfetto (https://ui.perfetto.dev).
 
 CURVE = 512
-"""Number of calls in a time line that is shown as a picture."""
+"""Maximum number of calls in a time line drawn as a picture."""
 STREAMS = ("compute", "to host", "from host", "messages")
 US_PER_MS = 1000.0
 
 
 def thinned_timelines(result: CaseResult) -> CaseResult:
-    """Return the result with time lines of at most CURVE calls each, their peaks kept."""
+    """Return the result with time lines of at most CURVE calls each, peaks kept."""
     lines = result.timelines
     if lines is None:
         return result
@@ -161,7 +160,8 @@ def thinned_timelines(result: CaseResult) -> CaseResult:
 
 
 def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """Return at most ``most`` (at least 4) spans: first, last, lowest and highest of equal stretches, the peak kept."""
+    """Return at most ``most`` (>= 4) spans: first, last, lowest and highest of equal stretches, which keeps the
+    peak."""
     if len(spans) <= most:
         return spans
     stretches = most // 4
@@ -174,14 +174,14 @@ def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
 
 
 def trace_text(result: CaseResult) -> str:
-    """Return both time lines in Chrome's trace format (JSON).
+    """Return both time lines as a Chrome trace (JSON).
 
-    There is a process for each step, with a track of modules and their operators, one of copies in each direction, and
-    a counter of bytes in memory. Times are microseconds; empty time lines make an empty trace.
+    Each step is a process with a track per stream (operators by module; copies; collectives) and a counter of bytes in
+    memory. Times are in microseconds; empty time lines give an empty trace.
     """
     lines = result.timelines or Timelines((), ())
     steps = [("original", lines.original)]
-    if not result.case.has_one_step:  # whose optimized step is the original
+    if not result.case.has_one_step:  # else the optimized step is the original
         steps.append(("optimized", lines.optimized))
     events = [event for pid, (name, spans) in enumerate(steps, 1) for event in _step_events(pid, name, spans)]
     about = {"model": result.case.model, "strategy": result.case.strategy, "device": result.case.device}
@@ -203,7 +203,7 @@ def _step_events(pid: int, name: str, spans: tuple[Span, ...]) -> Iterator[dict[
 
 
 def _module_events(pid: int, tid: int, key: tuple[str, str], spans: list[Span]) -> Iterator[dict[str, Any]]:
-    """Yield successive calls of one module, and one slice around them."""
+    """Yield trace events of successive calls of one module, and a slice around them."""
     module, phase = key
     start, end = spans[0].start_ms, spans[-1].start_ms + spans[-1].ms
     if module:

@@ -1,9 +1,9 @@
-"""results.csv, one row per case, and merging several of them.
+"""results.csv with one row per case, and merging of several such files.
 
-The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
-the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
-columns after them name their unit, and every ratio says that it is optimized / original (opt/ori). A file has those
-that a user needs most (`SHORT_COLUMNS`), or all of them (`--magis-csv-full`).
+The first 17 columns are those of the seed, with the seed's names, order and meaning: "memory" is peak bytes / item size
+of the dtype (of the weights' for tf32 and under autocast: 4), an exact float, "latency" is milliseconds. Further
+columns name their unit, and every ratio is optimized / original (opt/ori). A file has the most useful columns
+(`SHORT_COLUMNS`), or all of them (`--magis-csv-full`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Cell: TypeAlias = "str | int | float | bool | None"
-"""A value of a row; None is an empty field."""
+"""A cell of a row; None is an empty field."""
 
 Column = Callable[[CaseResult], Cell]
 
@@ -121,20 +121,19 @@ SHORT_COLUMNS = (
     "memory ratio reached (opt/ori)", "latency ratio reached (opt/ori)", "opt peak bytes", "ori peak bytes",
     "verdict", "note",
 )  # fmt: skip
-"""Columns of a file for which no others are asked: those that tell cases apart are among them."""
+"""Default columns of a file, which include those that identify a case."""
 
 
 def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None = None) -> dict[str, Cell]:
-    """Make the row of one case, in the order of COLUMNS. `note` replaces the result's own note if given."""
+    """Return the row of one case, in the order of COLUMNS. `note` replaces the result's own note."""
     row = {column: cell(result) for table in (_SEED_CELLS, _OWN_CELLS) for column, cell in table.items()}
     return row | {"verdict": verdict, "note": result.note if note is None else note}
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]], *, full: bool = False) -> None:
-    """Replace `path` by a header and `rows`, in one step: with the columns that a user needs most, or with all.
+    """Replace `path` atomically by a header and `rows`, with the short columns, or all if `full`.
 
-    Columns that are not ours come last. Raises UsageError for a path that cannot be written; the old file is then
-    untouched.
+    Unknown columns come last. Raises UsageError for a path that cannot be written; the old file is then unchanged.
     """
     further = dict.fromkeys(column for row in rows for column in row if column not in COLUMNS)
     columns = (*(COLUMNS if full else SHORT_COLUMNS), *further)
@@ -151,15 +150,15 @@ _COUNTS = frozenset({"ranks", "timed pairs", "states evaluated", "recomputed ope
 
 
 def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
-    """Append `rows` to an open text file (`open("results.csv", "a")`), with the header only where it is empty.
+    """Append `rows` to an open text file (`open("results.csv", "a")`), preceded by a header if the file is empty.
 
-    A file that already has other columns keeps them: values go under their own names, columns that it lacks are left
-    out, and those that are not ours stay empty. Raises UsageError when its first line is no header of results.
+    An existing header is kept: values go to columns of the same name, other values are dropped, other columns stay
+    empty. Raises UsageError if the first line is no header of results.
     """
     try:
         empty = stream.tell() == 0
     except (OSError, io.UnsupportedOperation):
-        empty = True  # a pipe: nobody has written to this end of it before
+        empty = True  # a pipe, which is new
     if empty:
         stream.write(_to_csv(rows, SHORT_COLUMNS, header=True))
     else:
@@ -169,14 +168,14 @@ def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
 
 
 def read_results(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """Read files of results as one data frame: a row for each case, columns of the types that they are written from.
+    """Read one or several results files as a DataFrame: one row per case, with typed columns.
 
-    Bytes and counts are whole numbers (Int64), flags are boolean, texts are strings, all else is Float64; an empty
-    field is a missing value in each of them. Columns that a plugin added have the type that fits. Of several files, the
-    column "run" in front says which one a row is from. `frame.attrs["units"]` has the unit of every column of ours that
-    has one: "bytes", "ms", "s", "elements" (bytes / item size of the row's data type), "opt/ori", "%".
+    Bytes and counts are Int64, flags boolean, texts string, all else Float64; an empty field is a missing value.
+    Columns of plugins have inferred types. With several files, the first column "run" is the file's path.
+    `frame.attrs["units"]` maps columns of ours to units: "bytes", "ms", "s", "elements" (bytes / item size of the
+    dtype), "opt/ori", "%".
 
-    Raises UsageError, naming the file, for what is no file of results.
+    Raises UsageError, which names the file, for anything but results files.
     """
     import pandas as pd
 
@@ -199,7 +198,7 @@ def _read_frame(path: Path) -> pd.DataFrame:
         check_readable(path)
         frame = pd.read_csv(
             path,
-            compression=None,  # not by the file's name
+            compression=None,  # never inferred from the file's name
             dtype=types,
             dtype_backend="numpy_nullable",
             keep_default_na=False,
@@ -222,7 +221,7 @@ def _column_type(column: str) -> str:
 
 
 def _unit(column: str) -> str:
-    """Return the unit of a column; "" if it has none."""
+    """Return the unit of a column; "" without one."""
     if column in _TEXTS | _FLAGS:
         return ""
     if column in SEED_COLUMNS:
@@ -238,7 +237,7 @@ def _format_rank_peaks(ranks: Sequence[RankMemory]) -> str:
 
 
 def _format_terms(ranks: Sequence[RankMemory]) -> str:
-    """Return the terms of the rank with the highest predicted peak: "parameters 4096 + gradients 4096"."""
+    """Return the terms of the highest predicted peak of all ranks: "parameters 4096 + gradients 4096"."""
     known = [rank for rank in ranks if rank.predicted is not None and rank.terms]
     if not known:
         return ""
@@ -247,7 +246,7 @@ def _format_terms(ranks: Sequence[RankMemory]) -> str:
 
 
 def _in_items(result: CaseResult, nbytes: int | None) -> float | None:
-    """Return bytes in items of the result's data type."""
+    """Return bytes / item size of the result's dtype."""
     from magis.graph import ITEM_SIZE
 
     size = ITEM_SIZE.get(tensor_type(result.dtype))
@@ -257,7 +256,7 @@ def _in_items(result: CaseResult, nbytes: int | None) -> float | None:
 
 
 def _error_bytes(step: StepFigures) -> int | None:
-    """Return simulated minus measured peak bytes, if the step ran."""
+    """Return simulated - measured peak bytes; None if the step did not run."""
     return step.simulated.peak_bytes - step.measured.peak_bytes if step.measured else None
 
 
@@ -272,12 +271,12 @@ def _latency_error_percent(step: StepFigures) -> float | None:
 
 
 def _latency(step: StepFigures) -> float | None:
-    """Return the milliseconds of a step: measured if it ran (None if it ran untimed), else simulated."""
+    """Return a step's milliseconds: measured if it ran (None if untimed), else simulated."""
     return step.measured_ms if step.is_measured else step.simulated_ms
 
 
 def _latency_ratio(optimized: StepFigures, original: StepFigures) -> float | None:
-    """Return optimized / original latency, both simulated where only one of the steps ran."""
+    """Return optimized / original latency, both simulated if only one step ran."""
     if optimized.is_measured != original.is_measured:
         return _ratio(optimized.simulated_ms, original.simulated_ms)
     return _ratio(_latency(optimized), _latency(original))
@@ -301,7 +300,7 @@ def _to_csv(rows: Iterable[Mapping[str, Cell]], columns: Sequence[str], *, heade
 
 
 def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
-    """Return the columns of the file behind `stream` (ours if there is none), and True if its last line is complete."""
+    """Return the columns of the stream's file (SHORT_COLUMNS without one), and True if its last line is complete."""
     name = getattr(stream, "name", None)
     if not isinstance(name, str) or not Path(name).is_file():
         return list(SHORT_COLUMNS), True
@@ -320,42 +319,42 @@ def _check_header(columns: Iterable[str], name: str | Path) -> None:
         raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")
 
 
-# Several files as one: the shares of a run that several machines made. Fields are texts: numbers stay as they are.
+# Merging of files, the shards of a run on several machines. Fields stay texts, so that numbers do not change.
 
 CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
-"""Columns that tell cases apart."""
+"""Columns that identify a case."""
 RED = ("FAIL", "ERROR")
-"""Beginnings of the verdicts of red cases."""
+"""Prefixes of the verdicts of red cases."""
 GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
-"""Beginnings of the verdicts of green cases; anything else is no verdict that a gate may pass."""
+"""Prefixes of the verdicts of green cases; a gate must not pass any other verdict."""
 NEEDED = (*CASE, "verdict")
 SEARCH, OURS = "search", "magis"
 LATER = {SEARCH: OURS, "memory limit of": "peak"}
-"""Further columns that tell cases apart, with the value of all cases in files of earlier versions, which lack them."""
+"""Further columns that identify a case -> value for files of earlier versions, which lack the column."""
 HINT = "give files that the plugin has written (--magis-csv)"
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The rows of all files, in their order, each case once."""
+    """The merged rows of all files, in order, each case once."""
 
     columns: tuple[str, ...]
-    """Columns of all files: those of the first one, then those that it lacks."""
+    """Columns of all files: those of the first file, then further ones."""
     rows: tuple[Mapping[str, str], ...]
 
     @property
     def red(self) -> tuple[Mapping[str, str], ...]:
-        """Rows of cases that failed."""
+        """Return the rows of red cases."""
         return tuple(row for row in self.rows if row["verdict"].startswith(RED))
 
     def text(self) -> str:
-        """Return the rows as results.csv; fields of columns that a row's file had not are empty."""
+        """Return the rows as the text of results.csv; columns that a row lacks are empty."""
         return _to_csv(self.rows, self.columns, header=True)
 
 
 def merge_results(paths: Sequence[Path]) -> Merged:
-    """Merge the results of the files. A case may be in several of them if its rows are equal. Raises UsageError for
-    what is no results file, and for a case with two different rows."""
+    """Merge results files. Raises UsageError for other files, and for a case with two different rows; equal rows count
+    once."""
     columns: dict[str, None] = {}
     found: dict[tuple[str, ...], tuple[dict[str, str], Path]] = {}
     for path in paths:
@@ -381,7 +380,7 @@ def merge_results(paths: Sequence[Path]) -> Merged:
 
 
 def case_name(row: Mapping[str, str]) -> str:
-    """Return a row's case for a reader: "bert[magis mem 0.6]"."""
+    """Return the readable name of a row's case: "bert[magis mem 0.6]"."""
     of = row.get("memory limit of", "").replace("peak", "") or "mem"
     limits = ((of, row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
     by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
@@ -393,7 +392,7 @@ def _filled_cells(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return header and rows of a results file."""
+    """Return header and rows of a results file. Raises UsageError for other files."""
     try:
         check_readable(path)
         with path.open(newline="", encoding="utf-8") as stream:

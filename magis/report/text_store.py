@@ -1,8 +1,7 @@
-"""Texts kept in a folder from run to run, bounded, read only if sound; two processes may use one folder.
+"""A cache of texts in a folder: bounded, checksummed, safe for concurrent processes.
 
-A kept file is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user
-named. Whatever goes wrong costs the time that it would have saved, and one warning: a folder that cannot be written
-means that nothing is kept.
+A file is ``magis kept 1 <SHA-256 of the rest>``, then the text; its name is a digest. Failures never raise (unless the
+folder is required): they cost the time that the cache would have saved, and one warning.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from magis.errors import MagisError, UsageError
 from magis.printable import warn
 from magis.units import MIB
 
-# What a kept result depends on besides its case: the code that makes it.
+# Cached results depend on the code as well.
 
 DECIDE = ("numpy", "numba", "rustworkx", "scipy")
-"""Packages whose versions decide what a search finds."""
+"""Packages whose versions affect the results of a search."""
 
 
 @cache
 def code_digest(*further: str) -> str:
-    """Return the SHA-256 of this package's sources and of the versions of Python and of what searches call.
-    ``further`` names more packages (torch, where an operator's figures count)."""
+    """Return the SHA-256 of this package's sources and of the versions of Python and of packages that affect searches;
+    ``further``: more packages (torch, say)."""
     found = hashlib.sha256(platform.python_version().encode())
     for name in (*DECIDE, *further):
         found.update(f"{name} {metadata.version(name)}".encode())
@@ -52,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a folder: beyond them, what was not used for the longest time goes."""
+    """Limits of a cache folder; beyond them, least recently used texts are removed."""
 
     total_bytes: int = 256 * MIB
     entry_bytes: int = 32 * MIB
@@ -60,8 +59,8 @@ class Bounds:
 
 
 class Kept:
-    """Texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone; raises
-    UsageError instead where the folder is ``required``."""
+    """A cache of texts by key. The first failure of the folder warns and disables the cache; if ``required``, it raises
+    UsageError."""
 
     def __init__(self, folder: Path, bounds: Bounds | None = None, *, required: bool = False) -> None:
         self.folder = folder
@@ -71,19 +70,19 @@ class Kept:
 
     @cached_property
     def code(self) -> str:
-        """Digest of the code that makes what is kept."""
+        """Return the digest of the code that computes cached texts."""
         return code_digest("torch")
 
     def key(self, kind: str, *parts: object) -> str:
-        """Return the name for what depends on these parts (by ``repr``) and on the code."""
+        """Return the cache key of a kind and parts (by ``repr``), which includes the code digest."""
         found = hashlib.sha256(self.code.encode())
         for part in parts:
             found.update(repr(part).encode() + b"\0")
         return f"{kind}-{found.hexdigest()[:40]}"
 
     def load(self, key: str, read: Callable[[str], T]) -> T | None:
-        """Return what ``read`` makes of the text; None if there is none. A text that is damaged, or that ``read``
-        refuses by one of ``UNSOUND``, is removed with a warning."""
+        """Return the cached text parsed by ``read``; None if missing. A text that is damaged, or for which ``read``
+        raises one of ``UNSOUND``, is removed with a warning."""
         path = self._path(key)
         try:
             content = self._read_bytes(path)
@@ -100,11 +99,11 @@ class Kept:
             self._remove(path, str(error))
             return None
         with suppress(OSError):
-            os.utime(path)  # used now: it goes last
+            os.utime(path)  # marks it as most recently used
         return found
 
     def save(self, key: str, text: str) -> None:
-        """Keep a text, and make room for it. One that is larger than an entry may be is not kept."""
+        """Cache a text, and remove old ones beyond the limits. A text above the entry limit is not cached."""
         body = text.encode()
         if not self._usable or len(body) > self._bounds.entry_bytes:
             return
@@ -112,7 +111,7 @@ class Kept:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if path.is_symlink():
-                path.unlink()  # it would be followed
+                path.unlink()  # a write would follow it
             write_bytes_atomically(path, f"{HEADER} {hashlib.sha256(body).hexdigest()}\n".encode() + body)
             self._prune()
         except OSError as error:
@@ -121,7 +120,7 @@ class Kept:
             self._give_up(str(error))
 
     def drop(self, key: str) -> None:
-        """Remove a text."""
+        """Remove the text of a key."""
         with suppress(OSError):
             self._path(key).unlink()
 
@@ -129,10 +128,10 @@ class Kept:
         return self.folder / f"{key}.txt"
 
     def _read_bytes(self, path: Path) -> bytes | None:
-        """Read a file; None if there is no such file, MagisError for one that no writer has left there."""
+        """Return a file's bytes; None if it does not exist. Raises MagisError if it is none of ours."""
         try:
             found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
                 raise MagisError("it is not a regular file")
             if found.st_size > self._bounds.entry_bytes + 100:
                 raise MagisError(f"it has {found.st_size:,} bytes")
@@ -154,7 +153,7 @@ class Kept:
             warn(f"nothing is kept for the next run: {why}", RuntimeWarning, stacklevel=3)
 
     def _prune(self) -> None:
-        """Remove what is over the bounds, and what killed writers left."""
+        """Remove texts beyond the limits, and temporary files of killed writers."""
         entries = sorted(self._entries(), reverse=True)
         taken = 0
         for number, (_used, size, path) in enumerate(entries):

@@ -1,1 +1,1 @@
-"""Graph to graph: normal form for the search, and the realization of its plans."""
+"""Graph transformations: the normal form for the search, and the realization of plans."""

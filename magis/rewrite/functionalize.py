@@ -1,10 +1,9 @@
-"""In-place operators made functional, and false order constraints removed, so that a search has freedom.
+"""Functionalization of in-place operators, and removal of false dependences, for a search with more freedom.
 
     x = f(...); x.relu_(); use(x)   ->   x = f(...); y = relu(x); use(y)
 
-Eager's in-place re-use is won back where a plan is realized: an operator whose input dies takes over its memory, which
-happens wherever eager does it and in many other places. Weight updates stay in place, and so does all that writes
-random numbers.
+The realization of a plan makes operators in-place again: an operator whose input dies overwrites it, wherever eager
+does and in many other places. Weight updates and random in-place operators are not functionalized.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from magis.ops.operators import op_info
 
 
 def functionalize(graph: Graph) -> Graph:
-    """Return the step without in-place writes to temporary storages, where old and new contents can be told apart."""
+    """Return the step without those in-place writes to temporary storages whose later reads all use the write's
+    result."""
     written = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
     touching = _touching(graph, sorted(s for s in written if graph.storages[s].kind == "temporary"))
     targets = {storage for storage, ops in touching.items() if _can_split(graph, storage, ops)}
@@ -48,7 +48,7 @@ def functionalize(graph: Graph) -> Graph:
 
 
 def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
-    """List, per storage, the operators that read, make or write it, in order, in one walk through the step."""
+    """Map each storage to the operators that read, make or write it, in order."""
     found: dict[int, list[Op]] = {storage: [] for storage in storages}
     for op in graph.ops:
         touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
@@ -59,8 +59,8 @@ def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
 
 
 def _can_split(graph: Graph, storage: int, ops: Iterable[Op]) -> bool:
-    """Return True if every write to the storage has a functional form, covers it, and is read only through its result;
-    ``ops`` are those that touch it."""
+    """Return True if every write to the storage has a functional variant, covers the storage, and is read only through
+    its result; ``ops`` are the operators on the storage."""
     seen: set[int] = set()  # values that show the newest contents
     for op in ops:
         touched = [value for value in op.inputs() if graph.values[value].storage == storage]
@@ -84,21 +84,20 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
     value = graph.values[touched[0]]
     if not info.may_change_place(functional, op.args, op.kwargs, dtype=value.dtype):
         return False
-    # A result of another data type than the written tensor's is no longer the same operator; masks do not widen it.
+    # The functional variant would promote to another dtype than the written tensor's; masks do not promote.
     masked = op.target.startswith("aten.masked_fill_")
     if not masked and any(graph.values[other].dtype != value.dtype for other in op.inputs()):
         return False
     return op.inputs()[0] == value.id and fills(value, graph.storages[storage])
 
 
-# Order constraints that are not needed, taken out of a step so that more of it can be split or moved.
+# Removal of false dependences, so that more of the step can be split or moved.
 #
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
 #
-# The second lets the loss and its gradient be split together: how many targets count depends on the targets alone, so
-# the backward pass of a part need not wait for the loss of the others. Both compute what the original computes, bit
-# for bit.
+# The second rewrite lets loss and gradient be split together: the number of targets depends on the targets alone, so
+# the backward of a part need not wait for the loss of other parts. Both rewrites are bitwise exact.
 
 _FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
@@ -106,14 +105,14 @@ MEAN, SUM = 1, 2
 
 
 def untangle(graph: Graph) -> Graph:
-    """Return the step without needless order constraints."""
+    """Return the step without false dependences."""
     found = _Rewritten(dict(graph.storages), dict(graph.values))
     for op in graph.ops:
         factory = _factory(graph, op)
         if factory is not None:
             found.ops.append(factory)
         elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
-            found.loss(op)  # a mean over targets that all weigh the same
+            found.loss(op)  # a mean without class weights
         else:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
@@ -121,8 +120,8 @@ def untangle(graph: Graph) -> Graph:
 
 
 def _factory(graph: Graph, op: Op) -> Op | None:
-    """Return the factory that needs the shape of its input alone, without the input; None for any other operator, and
-    where the result is not row-major."""
+    """Return an operator like `ones_like` as a factory (`full`, `empty`) without its input; None for other operators,
+    and for results that are not row-major."""
     if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
         return None
     value = graph.values[op.made()[0]]
@@ -142,14 +141,14 @@ def _factory(graph: Graph, op: Op) -> Op | None:
 
 @dataclass
 class _Rewritten:
-    """The step while it is being rewritten."""
+    """The step under construction."""
 
     storages: dict[int, Storage]
     values: dict[int, Value]
     ops: list[Op] = field(default_factory=list)
 
     def loss(self, op: Op) -> None:
-        """Write the mean as a sum divided by the number of targets that count, which is known ahead."""
+        """Emit the mean loss as a sum divided by the number of targets that are not ignored."""
         loss, weight = (value for value in op.outputs if value is not None)
         target = op.args[1]
         ignored = op.args[4]

@@ -1,14 +1,13 @@
-"""A schedule of events as a graph: the decisions of a plan, spelled out as operators.
+"""Realization: a plan's schedule of events written as a graph of operators.
 
-    node again      -> the operator's redo form on fresh storages
-    take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
-    random again    -> its first generator state around it (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
-    store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
-    a message that is over -> ``magis.arrived``
+    node again      -> the operator's recomputation on fresh storages
+    take over       -> its in-place variant (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
+    random again    -> restores the first generator state (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
+    store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load`` (swaps)
+    arrive          -> ``magis.arrived`` (wait for a collective)
 
-Views are opened again, where they are first needed, on the current copy of their storage. Storage versions are carried
-over from the source graph, so that ``verify`` proves that each operator of the result reads the contents that it read
-in the source.
+Views are reopened, where first needed, on the current copy of their storage. Storage versions are carried over from the
+source graph, so that ``verify`` proves that each operator of the result reads the contents that it read in the source.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable
 from magis.simulate.problem import ARRIVE, BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 
 GENERATOR_BYTES = STATE_BYTES["cpu"]
-"""Bytes of the state of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's has 16."""
+"""Bytes of the CPU generator's state (``torch.get_rng_state().nbytes``); a GPU's has 16."""
 
 
 def realize(compiled: Compiled, events: Events) -> Graph:
-    """Return the graph that the events describe."""
+    """Return the graph of a schedule of events."""
     again = {int(arg) for kind, arg in zip(events.kind, events.arg, strict=True) if kind == REDO}
     builder = _Builder(compiled.graph)
     for index in range(len(events)):
@@ -56,7 +55,7 @@ def realize(compiled: Compiled, events: Events) -> Graph:
 
 
 class _Builder:
-    """Emits operators; knows the current copy of every storage and the values that are open on it."""
+    """Emitter of operators; tracks the current copy of every storage and the views open on it."""
 
     def __init__(self, source: Graph) -> None:
         self._source = source
@@ -72,17 +71,17 @@ class _Builder:
         self._copy: dict[int, tuple[int, int]] = {}
         self._open: dict[tuple[int, int], int] = {}
         self._host: dict[int, tuple[int, int]] = {}
-        self._loaded: dict[int, int] = {}  # copy that came from the host -> value that shows all of it
-        self._main: dict[int, int] = {}  # storage -> source value that shows all of it
+        self._loaded: dict[int, int] = {}  # copy loaded from the host -> value that covers it
+        self._main: dict[int, int] = {}  # storage -> source value that covers it
         self._final = {storage: version for op in source.ops for storage, version in op.writes}
-        self._sent: dict[int, Op] = {}  # storage -> the last message that brings it
+        self._sent: dict[int, Op] = {}  # storage -> the last collective that outputs it
         # node -> values of the states before its first run, of each generator that it draws from
         self._saved: dict[int, tuple[int, ...]] = {}
 
     # -- events -------------------------------------------------------------------------------------------------
 
     def group(self, group: Group, renewed: set[int] | None, taken: int | None) -> None:
-        """Run a node, as ``node`` does; the operators of a repeated one work on their own copies among each other."""
+        """Emit the operators of a node; operators of a recomputed node read each other's recomputed outputs."""
         if renewed is None or len(group) == 1:
             for op in group:
                 self.node(op, renewed, taken)
@@ -97,7 +96,8 @@ class _Builder:
                 self._copy[storage] = copy
 
     def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
-        """Run ``op``; as a repetition where ``renewed`` names the storages that get a new current copy."""
+        """Emit ``op``, over the storage ``taken`` if given; a recomputation if ``renewed``: storages to be made
+        current."""
         form = op if renewed is None else redo_form(op, self._source)
         mapping = {value: self._current_value(value) for value in form.inputs()}
         reads = tuple(self._version(read) for read in form.reads)
@@ -112,7 +112,7 @@ class _Builder:
             self._sent[self._source.values[op.made()[0]].storage] = self._ops[-1]
 
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
-        """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
+        """Emit a random node that is recomputed: save generator states at first, restore them for recomputations."""
         drawn = _generators(group)
         saved = Value(0, (GENERATOR_BYTES,), (1,), "uint8", 0)
         states = tuple(
@@ -131,9 +131,9 @@ class _Builder:
                 self._emit_own("magis.rng_leave", (Ref(state), *own), ())
 
     def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
-        """Allocate storages for the outputs of ``op``; all become current the first time, else those renewed.
+        """Allocate storages for the outputs of ``op``; those renewed, or all the first time, become current copies.
 
-        A repetition also makes outputs that nobody wants: their other copy is in memory, or its readers are done.
+        A recomputation also makes outputs that are not needed: another copy is in memory, or its readers are done.
         """
         taken = {self._source.values[value].storage for value in op.inputs()}
         copies = {}
@@ -148,7 +148,7 @@ class _Builder:
         return copies
 
     def store(self, storage: int) -> None:
-        """Start copying a storage to the host."""
+        """Emit the copy of a storage to the host."""
         value = self._current_value(self._main[storage])
         host_storage = self._new_storage(self._source.storages[storage].nbytes, "host")
         host = self._new_value(replace(self._source.values[self._main[storage]], storage=host_storage))
@@ -158,13 +158,13 @@ class _Builder:
         )
 
     def wait(self, storage: int) -> None:
-        """Free the device copy once the host has it."""
+        """Emit the wait for a copy to the host, which frees the device copy."""
         host, value = self._host[storage]
         self._emit_own("magis.wait", (Ref(value), Ref(host)), ())
         del self._copy[storage]
 
     def load(self, storage: int) -> None:
-        """Make a new device copy from the host."""
+        """Emit the copy of a storage from the host to a new device copy."""
         host, _ = self._host[storage]
         copy = self._new_storage(self._source.storages[storage].nbytes, "temporary")
         self._copy[storage] = (copy, -self._final.get(storage, 0))
@@ -173,7 +173,7 @@ class _Builder:
         self._emit_own("magis.load", (Ref(host),), (value,))
 
     def arrive(self, storage: int) -> None:
-        """Wait for the message that brings a storage."""
+        """Emit the wait for the collective that outputs a storage."""
         message = self._sent[storage]
         (made,) = message.made()
         sent = {self._values[value].storage for value in message.inputs()}
@@ -189,7 +189,7 @@ class _Builder:
     # -- values -------------------------------------------------------------------------------------------------
 
     def _current_value(self, source: int) -> int:
-        """Return the value that shows on the current copy what ``source`` shows in the source graph."""
+        """Return the value on the current copy for ``source`` of the source graph; reopen its view if needed."""
         storage = self._source.values[source].storage
         if self._source.storages[storage].kind != "temporary":
             if source in self._values:
@@ -209,12 +209,12 @@ class _Builder:
         return outputs[op.outputs.index(source)] or 0
 
     def _loaded_as(self, source: int, op: Op) -> int:
-        """Return the output ``source`` of ``op``, in place or not, on a copy from the host that holds it."""
+        """Return the output ``source`` of ``op``, in-place or not, on a copy loaded from the host."""
         value = self._source.values[source]
         copy, _ = self._copy.get(value.storage, (value.storage, 0))
         whole = self._values.get(self._loaded.get(copy, -1))
         if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
-            # The argument that shows what the output shows: the view of another type that the operator wrote to.
+            # The argument with the output's layout: the view of another dtype that the operator wrote to.
             for taken in op.inputs() if op.writes and whole is not None else ():
                 if replace(self._source.values[taken], id=value.id, name=value.name) == value:
                     self._open[source, copy] = self._current_value(taken)
@@ -229,7 +229,7 @@ class _Builder:
         return new
 
     def _output_value(self, source: int, copies: dict[int, int]) -> int:
-        """Add the value for an output of the source's operator; ``copies`` are the operator's fresh storages."""
+        """Add the value of an output of the source's operator; ``copies``: its storages -> fresh storages."""
         value = self._source.values[source]
         if self._source.storages[value.storage].kind != "temporary":
             if source in self._values:
@@ -249,7 +249,7 @@ class _Builder:
         reads: tuple[tuple[int, int], ...],
         taken: int,
     ) -> None:
-        """Emit the form of ``op`` that writes its output over the input on storage ``taken``."""
+        """Emit the variant of ``op`` that writes its output over the input on storage ``taken``."""
         (source,) = op.made()
         victim = next(v for v in reusable(self._source, op) if self._source.values[v].storage == taken)
         copy = self._copy[taken][0]
@@ -311,7 +311,7 @@ class _Builder:
 
 
 def _generators(group: Group) -> tuple[tuple[Const, ...], ...]:
-    """List the generators that operators draw from, each once: a step's own by its name, the default one as ()."""
+    """Return the generators that a node draws from, each once: a step's own by name, the default one as ()."""
     found: dict[tuple[Const, ...], None] = {}
     for op in group:
         if op.random:

@@ -1,6 +1,6 @@
-"""Ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
+"""Strategies: ways to run a training step that users compare with magis, on one or several ranks.
 
-The names load on first use: `magis.strategies.distributed_names` tells a strategy by its name without importing torch.
+Names are imported on first use: `magis.strategies.distributed_names` parses names without importing torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BY_NAME, _TYPES = "magis.strategies.distributed_names", "magis.strategies.rank_
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its module on first use; AttributeError for any other name."""
+    """Import a public name from its module on first use; raise AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_BY_NAME if name in _NAMES else _TYPES), name)

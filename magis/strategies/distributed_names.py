@@ -1,9 +1,9 @@
-"""From the name of a distributed strategy to the strategy. Imports torch only when one is made.
+"""Names of distributed strategies, and the strategies that they name. Imports torch only to build a strategy.
 
-A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
-ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"); "tp4+sp" is tensor parallelism with sequence
-parallelism; "pp4+interleaved", "pp4+zb" and "pp4+zbv" are pipelines with two stages on each rank.
-"accumulate4+" in front: gradients of four micro-batches. A strategy of the user's own goes by "package.module:factory".
+A name is a plain one, "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
+ranks of a group ("tp4"; default 2) and can be combined ("tp4+pp2"); "tp4+sp" is tensor with sequence parallelism;
+"pp4+interleaved", "pp4+zb" and "pp4+zbv" are pipelines with two stages per rank. The prefix "accumulate4+" accumulates
+gradients over four micro-batches. "package.module:factory" is a user's own strategy.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ DISTRIBUTED: tuple[str, ...] = (
     "pp+zbv",
     "tp+pp",
 )
-"""Plain names, in the order in which reports list them."""
+"""Plain names, in the order of reports."""
 
 _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "tp+sp", "pp", "tp+pp")
 _ACCUMULATED = ("ddp", "oss", "fsdp", "tp", "tp+sp", "pp", "tp+pp")
-"""Strategies that take several micro-batches. All others reduce gradients in ways that a second micro-batch would meet
-again."""
+"""Strategies that support several micro-batches; the others would reduce a gradient again with each micro-batch."""
 _ACCUMULATES = re.compile(r"accumulate([1-9]\d*)\+")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
-"""Examples of strategies whose ranks run plans."""
+"""Examples of planned strategies, whose ranks run plans."""
 _PLANNED = re.compile(r"magis\+(ddp|fsdp|tp\d*(\+sp)?|pp\d*)")
-"""Names of strategies that `magis/extensions/ranks/plans/planned_ranks.py` makes."""
+"""Pattern of planned strategies, which `magis/extensions/ranks/plans/planned_ranks.py` makes."""
 _GROUPS = re.compile(
     r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*)(?:\+(?P<schedule>interleaved|zbv?))?)?"
 )
@@ -60,18 +59,18 @@ class _ParsedName:
     plain: str
     amp: bool
     tensor: int = 1
-    """Ranks that share each block."""
+    """Number of tensor-parallel ranks."""
     stages: int = 1
     half: bool = False
     sequence: bool = False
     micro_batches: int | None = None
     schedule: str = ""
-    """Schedule of a pipeline with two stages on each rank."""
+    """Pipeline schedule with two stages per rank; empty: one stage per rank."""
 
 
 def distributed_strategy(name: str) -> RankStrategy:
-    """Return the distributed strategy called ``name``, or that of the callable at "package.module:factory". Raises
-    UsageError, with the nearest names, for any other name, and for a factory that cannot be called."""
+    """Return the distributed strategy of that name, or of the factory at "package.module:factory". Raises UsageError,
+    with similar names, for other names, and for a factory that fails."""
     if is_own(name):
         return _call_factory(name)
     parsed = _parse(name)
@@ -109,22 +108,22 @@ def _load_strategy(name: str, *arguments: Any, **keywords: Any) -> RankStrategy:
 
 
 def is_distributed(name: str) -> bool:
-    """Return True if a name is that of a distributed strategy, or written as a user's factory of one."""
+    """Return True for the name of a distributed strategy, or of a user's factory."""
     return is_planned(name) or is_own(name) or _parse(name) is not None
 
 
 def is_low_precision(name: str) -> bool:
-    """Return True if a name is that of a strategy in mixed or half precision."""
+    """Return True for the name of a strategy in mixed or half precision."""
     return any(part in ("amp", "half") for part in name.split("+"))
 
 
 def is_planned(name: str) -> bool:
-    """Return True if a name is that of a strategy whose ranks run a plan: "magis+fsdp"."""
+    """Return True for the name of a planned strategy, whose ranks run a plan: "magis+fsdp"."""
     return _PLANNED.fullmatch(name) is not None and _parse(plain_of(name)) is not None
 
 
 def check_planned(name: str) -> None:
-    """Raise UsageError for a distributed strategy that exists, with "magis+" in front, but whose ranks run no plans."""
+    """Raise UsageError for "magis+" and a distributed strategy whose ranks cannot run plans."""
     plain = plain_of(name)
     parsed = None if plain == name else _parse(plain)
     if parsed is None or is_planned(name):
@@ -137,18 +136,18 @@ def check_planned(name: str) -> None:
 
 
 def plain_of(name: str) -> str:
-    """Return the strategy whose ranks a planned one plans for: "fsdp" of "magis+fsdp"."""
+    """Return the strategy's name without "magis+": "fsdp" for "magis+fsdp"."""
     return name.removeprefix("magis+")
 
 
 def is_own(name: str) -> bool:
-    """Return True if a name is written as that of a factory of the user's own: "package.module:factory"."""
+    """Return True for a name of the form "package.module:factory": a user's own strategy."""
     return _OWN.fullmatch(name) is not None
 
 
 def group_of(name: str) -> int:
-    """Return the ranks of one group of the strategy called ``name``: its worlds are multiples of that; 1 for other
-    names. A factory of the user's own is called for it; UsageError where that fails."""
+    """Return the group size of a strategy, of which its world sizes are multiples; 1 for other names. Calls a user's
+    factory; raises UsageError if that fails."""
     if is_own(name):
         return _call_factory(name).group
     parsed = _parse(plain_of(name))
@@ -156,7 +155,7 @@ def group_of(name: str) -> int:
 
 
 def check_world(strategy: RankStrategy, size: int) -> None:
-    """Raise UsageError unless a world of ``size`` ranks holds whole groups of the strategy."""
+    """Raise UsageError unless the world size is a multiple of the strategy's group size."""
     if size < 1 or size % strategy.group:
         raise UsageError(
             f"{strategy.name} needs a multiple of {strategy.group} ranks, there are {size}",
@@ -165,8 +164,8 @@ def check_world(strategy: RankStrategy, size: int) -> None:
 
 
 def _call_factory(name: str) -> RankStrategy:
-    """Call the factory of that name and return its strategy. Raises UsageError unless it can be imported, called,
-    and makes a strategy."""
+    """Call the factory of that name and return its strategy. Raises UsageError if it cannot be imported or called, or
+    returns no strategy."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
@@ -191,7 +190,7 @@ def _call_factory(name: str) -> RankStrategy:
 
 
 def accumulated(name: str, micro_batches: int) -> str:
-    """Return the name of a strategy with so many micro-batches a step. UsageError for one that takes none."""
+    """Return the name of a strategy with so many micro-batches per step. Raises UsageError if unsupported."""
     if micro_batches == 1:
         return name
     found = f"accumulate{micro_batches}+{name}"

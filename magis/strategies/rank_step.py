@@ -1,8 +1,8 @@
-"""Strategies: each makes the training step of a workload on one rank of a world.
+"""Protocols of distributed strategies: a strategy makes the training step of a workload on one rank of a world.
 
-Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it,
-the ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
-same step of training, and samples a second compare.
+Every strategy takes one *global* batch, the workload's: a data-parallel rank works on its shard of the batch, the ranks
+of a tensor- or pipeline-parallel group work on one shard together. So all strategies run the same training step, and
+samples per second are comparable.
 """
 
 from __future__ import annotations
@@ -18,61 +18,60 @@ from magis.capture import Workload
 from magis.errors import UsageError
 
 WARM_STEPS = 2
-"""Steps before the measured one, unless a strategy says otherwise. Optimizers make their state in the first step,
+"""Number of warm-up steps, unless a strategy has its own. Optimizers make their state in the first step,
 DistributedDataParallel its final buckets in the second."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Number of ranks of a run, and one rank among them.
+    """World size, and one rank in it.
 
-    Whoever makes a world of more than one has set up torch.distributed's default process group: of real ranks, or where
-    nothing is run (``fake``: tensors are fake, too) the "fake" one.
+    For a size above 1, the caller has initialized torch.distributed's default process group: with real ranks, or, if
+    ``fake``, with the "fake" backend and fake tensors.
     """
 
     size: int = 1
     rank: int = 0
     device: str = "cpu"
-    """Torch's device type: "cpu" or "cuda"."""
+    """Device type of torch: "cpu" or "cuda"."""
     fake: bool = False
 
 
 class RankStep(Protocol):
-    """One rank's part of a training step; owns its module and optimizer."""
+    """One rank's part of a training step, with its module and optimizer."""
 
     module: nn.Module
-    """Part of the network that this rank holds."""
+    """This rank's part of the network."""
 
     def prepare(self) -> None:
-        """Do what happens before the measured window: set gradients to None."""
+        """Prepare a step outside of the measured window: set gradients to None."""
 
     def run(self) -> Tensor | None:
-        """Run one whole step, communication included; return the mean loss of the rank's share of the batch. None on
-        a rank that sees no loss (all pipeline stages but the last)."""
+        """Run one step, collectives included; return the mean loss of the rank's shard of the batch. Returns None on
+        ranks without a loss (all pipeline stages but the last)."""
 
 
 class RankStrategy(Protocol):
-    """A way to run a training step on a number of ranks. It may have ``warm_steps``, how many steps run before the
-    one that is measured, else `WARM_STEPS`; and ``stages``, of a pipeline."""
+    """A way to run a training step on several ranks. Optional attributes: ``warm_steps``, the number of warm-up steps
+    (default `WARM_STEPS`), and ``stages`` of a pipeline."""
 
     @property
     def name(self) -> str:
-        """Name as it is asked for: "ddp", "amp+zero1", "tp2"."""
+        """Return the name of the strategy: "ddp", "amp+zero1", "tp2"."""
 
     @property
     def group(self) -> int:
-        """Ranks that work on one share of the batch together; the world's size is a multiple of it."""
+        """Return the number of ranks that share one shard of the batch; the world size is a multiple of that number."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """Return the step of ``work`` (whole module, global batch) on this rank.
 
-        The module may be taken over and changed. Raises UsageError, in one line with the numbers, for a world or a
-        network that the strategy is not for.
+        May modify the module. Raises UsageError, in one line with the numbers, for an unsupported world or network.
         """
 
 
 class Wrapping:
-    """A strategy around another one, ``strategy``, with that one's name, group and stages."""
+    """A wrapper of another strategy, with the inner strategy's name, group and stages."""
 
     strategy: RankStrategy
 
@@ -90,19 +89,19 @@ class Wrapping:
 
     @property
     def stages(self) -> int:
-        """Stages of a pipeline; 1 if there is none."""
+        """Return the number of pipeline stages; 1 without a pipeline."""
         return int(getattr(self.strategy, "stages", 1))
 
 
 def batch_size(work: Workload) -> int:
-    """Return the samples in the (global) batch, the length of the first input. UsageError without one."""
+    """Return the global batch size, dimension 0 of the first input. Raises UsageError without a batch dimension."""
     if not work.inputs or not work.inputs[0].dim():
         raise UsageError(f"{work.name}: the first input has no dimension along which a batch could be shared out")
     return int(work.inputs[0].shape[0])
 
 
 def samples_of(work: Workload) -> int:
-    """Return the samples in the batch; 0 where no batch can be told."""
+    """Return the batch size; 0 without a batch dimension."""
     try:
         return batch_size(work)
     except UsageError:
@@ -110,8 +109,8 @@ def samples_of(work: Workload) -> int:
 
 
 def share_of_batch(work: Workload, index: int, count: int) -> Workload:
-    """Return the workload with the ``index``-th of ``count`` equal shares of its batch, along the first dimension.
-    Tensors with another length than the batch's are shared whole. Raises UsageError where the shares are not equal."""
+    """Return the workload with the ``index``-th of ``count`` equal shards of its batch, along dimension 0. Tensors of
+    another length are kept whole. Raises UsageError if ``count`` does not divide the batch."""
     samples = batch_size(work)
     if samples % count:
         raise UsageError(
@@ -128,14 +127,14 @@ def share_of_batch(work: Workload, index: int, count: int) -> Workload:
 
 
 def split(tensors: Sequence[Tensor], samples: int, count: int) -> list[tuple[Tensor, ...]]:
-    """Return the micro-batches of these tensors, as views; what is no batch goes to each."""
+    """Return the micro-batches of these tensors, as views; tensors that are no batch are in each."""
     parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
     return list(zip(*parts, strict=True)) if parts else [()] * count
 
 
 def loss_of_shares(work: Workload, count: int) -> Callable[[], Tensor]:
-    """Return a function of the loss that ``count`` ranks compute together: the mean of the losses of their shares.
-    For a network with batch norm this is another loss than that of the whole batch, which is normalized as one."""
+    """Return a function that computes the mean loss of ``count`` shards of the batch, as that many ranks do. With batch
+    norm it differs from the loss of the whole batch."""
     shares = [share_of_batch(work, index, count) for index in range(count)]
 
     def mean() -> Tensor:
@@ -145,14 +144,14 @@ def loss_of_shares(work: Workload, count: int) -> Callable[[], Tensor]:
     return mean
 
 
-# Workloads made ready for an engine other than the planned step: ONNX Runtime, ranks.
+# Preparation of workloads for ONNX Runtime and for ranks.
 
 _DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")
-"""Attributes of modules that hold a probability of dropout."""
+"""Attributes of modules that are dropout probabilities."""
 
 
 def check_update(work: Workload, strategy: str) -> None:
-    """Raise UsageError for an optimizer that a strategy of ranks or of ONNX Runtime cannot run."""
+    """Raise UsageError for an optimizer that the strategy (ranks, ONNX Runtime) cannot run."""
     own = work.optimizer.own
     if own is not None:
         what = f"{strategy} updates by SGD, Adam or AdamW; the optimizer of {work.name} is {own.name}"
@@ -160,14 +159,15 @@ def check_update(work: Workload, strategy: str) -> None:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Return True if any part draws random numbers: with another generator it would not compute the same."""
+    """Return True if a sub-module has a dropout probability above 0: results then depend on the generator."""
     return any(
         isinstance(value := vars(part).get(name), float) and value > 0 for part in module.modules() for name in _DROPOUT
     )
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """Set every probability of dropout to 0, also inside attention: ranks then compute what one does."""
+    """Set every dropout probability in the module to 0, attention's as well, so that ranks compute what one device
+    does."""
     for part in module.modules():
         for name in _DROPOUT:
             if isinstance(vars(part).get(name), float):

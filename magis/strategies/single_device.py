@@ -1,9 +1,8 @@
 """Strategies of one rank: precision, activation checkpointing, offloading, compilation, and combinations.
 
-A name is made of at most one of each kind, joined by "+": "amp+checkpoint", "amp+compile". What a strategy changes is
-of two sorts: the module's blocks, for as long as the step lives (``wrapped``), and what surrounds forward and loss of
-each run (``around``). Both work while a step is captured on fake tensors as well, so that what they need is simulated
-exactly, on devices that are not there too. Only compiled code is beyond capture.
+A name has at most one part of each kind, joined by "+": "amp+checkpoint", "amp+compile". A strategy wraps blocks of the
+module for the step's lifetime (``wrapped``), and forward and loss of each run (``around``). Both work during a capture
+on fake tensors, so that memory is simulated exactly, for absent devices as well. Only compiled code cannot be captured.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ SAVED = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Operators whose results selective checkpointing keeps, dear to compute. All else is computed again."""
+"""Expensive operators, whose outputs selective checkpointing saves; it recomputes all others."""
 
 
 @contextmanager
 def checkpointed(
     module: nn.Module, blocks: Sequence[str], *, selective: bool = False, preserve_rng_state: bool = True
 ) -> Iterator[nn.Module]:
-    """Run the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant) in the block.
+    """Run the forward of each named block under ``torch.utils.checkpoint`` (non-reentrant) within the context.
 
-    ``selective``: results of products, convolutions and attention (``SAVED``) are kept, not computed again.
-    ``preserve_rng_state`` False is for code that is compiled, which keeps no states.
+    ``selective``: save outputs of products, convolutions and attention (``SAVED``). ``preserve_rng_state``: False for
+    code to be compiled, which saves no generator states.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if selective:
@@ -59,7 +58,7 @@ def checkpointed(
     wrapped: list[nn.Module] = []
     for path in blocks:
         block = module.get_submodule(path)
-        # On the instance: found before the class's forward, and gone again with one ``del``.
+        # An instance attribute hides the class's forward, and one ``del`` removes it.
         block.forward = partial(checkpoint, block.forward, **options)
         wrapped.append(block)
     try:
@@ -74,19 +73,19 @@ def _selective_policy(_context: object, op: object, *_args: object, **_kwargs: o
 
 
 BUDGET = 0.5
-"""Share of the activations that "compile-budget" lets compiled code keep for the backward."""
+"""Activation memory budget of "compile-budget", as a fraction of the activations saved by default."""
 CAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
 DEFAULT_CAST = {"cpu": "bfloat16", "cuda": "float16"}
-"""Data type that torch.autocast casts to where it is not told, by device type."""
+"""Default dtype of torch.autocast, by device type."""
 
 
 class Moved:
-    """Host memory for tensors while a step is captured on fake ones. A tensor leaves the device, and comes back as
-    new memory when the backward needs it."""
+    """Simulated host memory for offloading during a capture: hooks that pack a tensor off the device and unpack it as a
+    new one."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Bytes moved in both directions together."""
+        """Bytes copied, both directions together."""
 
     def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
         self.nbytes += tensor.nbytes
@@ -100,10 +99,10 @@ class Moved:
 
 
 def blocks_of(work: Workload) -> tuple[str, ...]:
-    """Return the paths of the blocks to checkpoint: those that the workload names, else those found in the module.
+    """Return the paths of the blocks to checkpoint: those of the workload, else those found in the module.
 
-    These are the children of one class, two at least and made of modules themselves, of the `ModuleList` or
-    `Sequential` whose such children have the most parameters; empty where there are none.
+    Blocks found are two or more children of one class, with children of their own, in the `ModuleList` or `Sequential`
+    whose blocks have the most parameters; () without any.
     """
     best: tuple[int, tuple[str, ...]] = (0, ())
     lists = () if work.blocks else work.module.named_modules()
@@ -123,68 +122,69 @@ def blocks_of(work: Workload) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Local:
-    """A way to run a step on one rank, by its parts; empty ones change nothing."""
+    """A strategy of one rank, by its parts; an empty part changes nothing."""
 
     name: str
     device: str
     cast: str = ""
-    """ "bfloat16" or "float16": autocast of forward and loss; the latter with scaled gradients."""
+    """Autocast dtype of forward and loss: "bfloat16", or "float16" with a GradScaler."""
     blocks: str = ""
-    """ "checkpoint" or "selective-checkpoint"."""
+    """Checkpointing of blocks: "checkpoint" or "selective-checkpoint"."""
     given: str = ""
-    """Data type that forward and loss are autocast to anyway, by the case's own data type."""
+    """Autocast dtype set by the case's own data type."""
     offloads: bool = False
-    """True if tensors kept for the backward wait in host memory."""
+    """True if tensors saved for the backward are offloaded to the host."""
     compiled: str = ""
-    """ "compile", "compile-budget" or "magis+compile"."""
+    """Compilation: "compile", "compile-budget" or "magis+compile"."""
     limits: tuple[tuple[str, float], ...] = ()
-    """Options of the backend for "magis+compile": ("memory_ratio", 0.8)."""
+    """Backend options of "magis+compile": ("memory_ratio", 0.8)."""
 
     group = 1
 
     @property
     def is_captured(self) -> bool:
-        """True if a step under it can be captured and simulated byte by byte."""
+        """Return True if the step can be captured and simulated byte by byte."""
         return not self.compiled
 
     @property
     def is_scaled(self) -> bool:
-        """True if gradients are scaled: those in float16 would vanish."""
+        """Return True if a GradScaler is used: float16 gradients would underflow."""
         return self.cast == "float16"
 
     @property
     def keeps_numbers(self) -> bool:
-        """True if the step computes eager's numbers bit by bit."""
+        """Return True if results are bitwise equal to eager's."""
         return not self.cast and not self.compiled
 
     def check(self, work: Workload) -> None:
-        """Raise UsageError for a network that it is not for."""
+        """Raise UsageError for a network without blocks to checkpoint."""
         if self.blocks and not blocks_of(work):
             raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
 
     @contextmanager
     def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
-        """Give a capture the context in which it sees the strategy at work on a device ("cpu" or "cuda")."""
+        """Apply the strategy during a capture for a device type ("cpu" or "cuda"); yield the offloading's byte
+        count."""
         self.check(work)
         moved = Moved()
         with ExitStack() as stack:
             stack.enter_context(self.wrapped(work.module, blocks_of(work)))
-            if self.offloads and device != "cpu":  # where the host is the device, nothing moves
+            if self.offloads and device != "cpu":  # a CPU offloads nothing
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(moved.away, moved.back))
             yield moved
 
     def wrapped(
         self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
     ) -> AbstractContextManager[object]:
-        """Return the context in which the module's blocks are under the strategy. Without ``states`` nobody keeps
-        those of the generator, as in compiled code."""
+        """Return the context in which the module's blocks are checkpointed; ``states`` False: without saving generator
+        states, as in compiled code."""
         if not self.blocks:
             return nullcontext()
         return checkpointed(module, blocks, selective=self.blocks != "checkpoint", preserve_rng_state=states)
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Give forward and loss the context of one run."""
+        """Apply autocast, offloading and compiler options to one forward and loss."""
         with ExitStack() as stack:
             if self.cast or self.given:
                 stack.enter_context(torch.autocast(self.device, getattr(torch, self.cast or self.given)))
@@ -197,7 +197,7 @@ class Local:
             yield
 
     def step(self, work: Workload) -> EagerStep:
-        """Make the step of a workload whose module is ``wrapped``."""
+        """Return the eager step of a workload whose module is in the context ``wrapped``."""
         return EagerStep(
             *work.parts,
             explicit_attention=work.explicit_attention,
@@ -207,11 +207,11 @@ class Local:
         )
 
     def _compile(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Compile a function; what the compiler cannot do is one line."""
+        """Compile a function; errors of the compiler become a UsageError of one line."""
         from torch._dynamo.exc import TorchDynamoException
 
-        torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
-        if self.compiled == PLANNED_CODE:  # by its name: the backend is in a layer above this one
+        torch.compiler.reset()  # earlier compilations count towards the recompile limit
+        if self.compiled == PLANNED_CODE:  # by name: the backend is in a higher layer
             options: dict[str, Any] = {"inductor": True, **dict(self.limits)}
             compiled = torch.compile(call, backend="magis", options=options)
         else:
@@ -231,8 +231,8 @@ class Local:
 
 
 def local(name: str, device: str, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> Local:
-    """Return the strategy that a name stands for on a device type ("cpu", "cuda"). The limits are "magis+compile"'s,
-    others take none. Raises UsageError for parts that are unknown, or exclude each other."""
+    """Return the strategy of that name for a device type ("cpu", "cuda"); the limits are for "magis+compile" only.
+    Raises UsageError for unknown parts, or parts that exclude each other."""
     if name == PLANNED_CODE:
         asked = (("memory_ratio", memory_ratio), ("latency_ratio", latency_ratio))
         limits = tuple((option, limit) for option, limit in asked if limit is not None)
@@ -254,14 +254,13 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
     )
 
 
-# What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.
-# What is kept for the backward is what torch.compile's partitioner decides with inductor's decompositions, budget
-# included. The code that inductor makes of it fuses operators, so that some of the tensors counted here never
-# exist.
+# Memory of compiled code, without compiling: AOTAutograd's forward and backward on fake tensors. Saved tensors are
+# those of torch.compile's partitioner with inductor's decompositions, budget included. Inductor fuses operators, so
+# that some of the tensors counted here never exist.
 
 
 def window_of_compiled(strategy: Local, work: Workload) -> int:
-    """Return the peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
+    """Return the peak bytes of tensors of a workload's forward and backward, on fake tensors."""
     mode, work = on_fake_tensors(work)
 
     def whole() -> Any:
@@ -287,8 +286,8 @@ def window_of_compiled(strategy: Local, work: Workload) -> int:
 
 
 def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
-    """Return the workload on fake tensors, and their mode: itself where all are fake, else a copy. Where some are
-    fake already, or a mode is in force, the others become fakes of that one."""
+    """Return the workload on fake tensors, and their mode: a copy, or itself if all tensors are fake. A mode of fake
+    tensors among them, or an active one, is reused."""
     tensors = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
     fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
     active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
@@ -299,8 +298,8 @@ def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
     def fake(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
 
-    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
-    with _disable_current_modes():  # which would not take real tensors
+    made: dict[int, Tensor] = {}  # the memo of deepcopy, which keeps tied weights tied
+    with _disable_current_modes():  # active modes reject real tensors
         for parameter in work.module.parameters():
             made[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
         made.update((id(buffer), fake(buffer)) for buffer in work.module.buffers())

@@ -1,6 +1,6 @@
-"""Names of strategies, and the family that each belongs to. Imports no torch: the plugin lists them.
+"""Names of strategies and their families. Does not import torch: the plugin lists names.
 
-Strategies of one rank have names made of parts joined by "+", at most one of each kind: "amp+checkpoint".
+A strategy of one rank is named by parts joined by "+", at most one of each kind: "amp+checkpoint".
 """
 
 from __future__ import annotations
@@ -44,39 +44,39 @@ __all__ = [
 
 ORIGINAL = "eager"
 BLOCK = "peak"
-"""Code that `magis.peak` measured: no step of a network, hence in no list."""
+"""Pseudo-strategy of code measured by `magis.peak`: no training step, hence in no list."""
 PLANS = ("magis", "magis+amp")
 SEARCHES = ("magis", "paper")
-"""Searches that make plans, ours first."""
+"""Names of the searches, the default one first."""
 RESERVED = "reserved"
 LIMITS_OF = ("peak", RESERVED)
-"""Bytes that a memory limit may be a share of: of tensors and scratch, or held by a GPU's caching allocator."""
+"""Bases of a memory limit: the peak of tensors and scratch, or the bytes reserved by a GPU's caching allocator."""
 PLANNED_CODE = "magis+compile"
-"""Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
+"""Strategy that compiles with inductor and saves for the backward the tensors that a plan saves; not combined."""
 KINDS = (
     ("amp", "amp-bfloat16", "amp-float16"),
     ("checkpoint", "selective-checkpoint"),
     ("offload",),
     ("compile", "compile-budget"),
 )
-"""Parts of names; those in a row exclude each other."""
+"""Parts of names by kind; parts of one kind exclude each other."""
 _LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "compile-budget")
 
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
-"""Names of ONNX Runtime's strategies: "ort", "amp+ort-unoptimized", "ort-inference"."""
+"""Pattern of ONNX Runtime's strategies: "ort", "amp+ort-unoptimized", "ort-inference"."""
 
 LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
-"""Names that "all" stands for; further combinations have names, too."""
+"""Strategies selected by "all"; further combinations are valid as well."""
 
 
 def is_local(name: str) -> bool:
-    """Return True if all parts of a name are strategies of one rank."""
+    """Return True for the name of a strategy of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
 
 
 def check_limit_of(what: str, strategy: str, device: str) -> None:
-    """Raise UsageError where a memory limit cannot be of ``what``."""
+    """Raise UsageError if ``what`` cannot be the base of a memory limit."""
     if what not in LIMITS_OF:
         raise UsageError(f"a memory limit of {what!r}", hint=f"choose from {', '.join(LIMITS_OF)}")
     if what != RESERVED:
@@ -91,7 +91,7 @@ def check_limit_of(what: str, strategy: str, device: str) -> None:
 
 
 def check_parts(name: str) -> None:
-    """Raise UsageError where parts of the name of a strategy of one rank exclude each other."""
+    """Raise UsageError if parts of a strategy's name exclude each other."""
     for kind in KINDS:
         taken = [part for part in name.split("+") if part in kind]
         if len(taken) > 1:
@@ -99,7 +99,7 @@ def check_parts(name: str) -> None:
 
 
 class OrtName(NamedTuple):
-    """Settings in the name of a strategy of ONNX Runtime."""
+    """Settings parsed from the name of an ONNX Runtime strategy."""
 
     precision: str
     optimized: bool
@@ -107,7 +107,7 @@ class OrtName(NamedTuple):
 
 
 def ort_name(name: str) -> OrtName:
-    """Return the settings in a name of the family "ort"; ValueError for any other one."""
+    """Return the settings of a name of the family "ort". Raises ValueError for other names."""
     found = _ORT.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no strategy of ONNX Runtime")
@@ -116,7 +116,7 @@ def ort_name(name: str) -> OrtName:
 
 
 def check_installed(strategy: str, search: str) -> None:
-    """Raise UsageError where a strategy, or the search of a plan, is that of a neighbour that is not installed."""
+    """Raise UsageError if the neighbour of a strategy or of a search is not installed."""
     kind = family(strategy)
     if kind in ("ort", "distributed"):
         registry.check("strategy", kind)
@@ -125,7 +125,7 @@ def check_installed(strategy: str, search: str) -> None:
 
 
 def family(name: str) -> str | None:
-    """Return the kind of a strategy: "original", "plan", "local", "ort" or "distributed"; None for no name of ours."""
+    """Return the family of a strategy: "original", "plan", "local", "ort" or "distributed"; None for unknown names."""
     if name == ORIGINAL:
         return "original"
     if name in PLANS:

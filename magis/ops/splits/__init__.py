@@ -1,10 +1,10 @@
-"""Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
+"""Rules for splitting calls of ATen operators into parts (paper, F-Trans).
 
 A rule, named in an operator's row (`magis.ops.operators`), labels the dimensions of a call's tensors and size literals;
-each label gives one way to run the call in equal parts; a rule's docstring names the dimensions that can be cut. An
-operator without a rule is never split. Every rule is tested by cutting real tensors.
-The published method cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here the
-backward, losses and weight updates have rules too, since a training step is one graph.
+each label is one axis along which the call can run in equal parts. A rule's docstring names the dimensions that can be
+split. An operator without a rule is never split. Every rule is tested by splitting real tensors. The published method
+cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here backward, losses and weight
+updates have rules too, since a training step is one graph.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _MODULES = {
 
 
 def splits(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
-    """Return the ways to cut the call into equal parts, one per axis of the computation; () where there is none.
+    """Return the ways to split the call into equal parts, one per axis; () if there is none.
 
-    `values` holds the call's inputs and outputs. What `op` reads and writes does not matter here: that the written
-    argument of an in-place operator is cut along with its result is all that a split says about it.
+    `values` holds the call's inputs and outputs. `op.reads` and `op.writes` are ignored: for an in-place operator, the
+    split says that the written argument is cut along with the result.
     """
     found = _labels(op, values)
     return () if isinstance(found, str) else derive(LabelledCall(op, values), found)
 
 
 def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
-    """Return the reason why the call has no split, in a few words; "" where it has one."""
+    """Return the reason why the call has no split, in a few words; "" if it has one."""
     found = _labels(op, values)
     if isinstance(found, str):
         return found
@@ -66,7 +66,7 @@ def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
 
 
 def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
-    """Return the reason why the call cannot be cut along `dim` of its input number `taken`; "" where it can."""
+    """Return the reason why the call cannot be split along `dim` of its input number `taken`; "" if it can."""
     ways = [split.inputs[taken] for split in splits(op, values)]
     if dim in ways:
         return ""
@@ -79,13 +79,13 @@ def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
 
 
 def has_rule(target: str) -> bool:
-    """Return True if the operator has a rule or a reason why it is never split."""
+    """Return True if the operator has a split rule, or a reason why it is never split."""
     info = op_info(target)
     return target.count(".") == 2 and bool(info.split or info.never_split)
 
 
 def rule_of(name: str) -> Rule:
-    """Return the rule of this name in a row: module, and function."""
+    """Return the split rule of a name "module.function", as in an operator's row."""
     module, _, function = name.partition(".")
     found: Rule = getattr(_MODULES[module], function)
     return found

@@ -1,18 +1,18 @@
-"""Convolutions, poolings, resizing and padding by edges, forward and backward.
+"""Split rules of convolutions, pooling, resizing and edge padding, forward and backward.
 
     convolution:           (n, i, y, x), (o, i, ky, kx), (o) -> (n, o, y, x); i sums without bias
     convolution_backward:  n sums in the gradients of weight and bias, o in the gradient of the input
     grouped:               (n, g, y, x), (g, -, ky, kx), (g) -> (n, g, y, x); the literal groups is divided
 
-Height and width of the larger picture must be those of the smaller one times the stride. Where windows lie side by side
-(a 1 x 1 kernel, patches, 2 x 2 pooling) no window reaches across the border of two stretches. Elsewhere a part takes
-its stretch of the larger picture with a halo, zeros where the whole is padded, and pads nothing itself:
+Spatial sizes of the larger image must be those of the smaller one times the stride. If windows do not overlap (1 x 1
+kernels, patches, 2 x 2 pooling), none crosses the border of two slices. Otherwise a part takes its slice of the
+larger image with a halo, zeros where the whole is padded, and does not pad:
 
     window 3, stride 1, padding 1     rows 4-7 of the result are made of rows 3-8 of the image
     gradient of the image             rows 4-7 of the gradient are added to rows 3-8
 
-What lies in the result like that (the gradient of the image, the result of a transposed convolution) is added up row
-by row; a bias, or the gradient of one, would be counted twice there.
+If the larger image is an output (the gradient of the image, the result of a transposed convolution), parts are summed
+row by row; a bias, or the gradient of one, would be counted twice there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNEVEN = "windows do not fall into equal stretches"
 
 @dataclass(slots=True)
 class _Places:
-    """Labels of height, width ... of the pictures before and after."""
+    """Labels of the spatial dimensions of the larger and the smaller image."""
 
     large: list[str | Around | None] = field(default_factory=list)
     small: list[str | Around | None] = field(default_factory=list)
@@ -40,9 +40,9 @@ class _Places:
     def add(
         self, name: str, large: int, small: int, windows: tuple[int, int, int], padding: Path, extra: int = 0
     ) -> None:
-        """A dimension with these sizes. Of `windows`: how many places one spans, how far they are apart, the padding;
-        `padding` is where its literal stands, () if a halo is not possible. `extra` places lie behind the last window
-        (the output padding of a transposed convolution)."""
+        """Append a spatial dimension with these sizes. `windows`: extent, stride and padding; `padding`: position of
+        the padding literal, () if a halo is impossible; `extra`: rows behind the last window (output padding of a
+        transposed convolution)."""
         span, step, margin = windows
         fits = large == small * step
         halo = fits and 0 < margin < span and padding != ()
@@ -55,7 +55,7 @@ class _Places:
 
 
 def _literal(call: LabelledCall, position: int, keyword: str, index: int, rank: int) -> Path:
-    """Where the literal for a place dimension stands in a list; () where one number is for all."""
+    """Return the position of a spatial dimension's literal in a list argument; () if one number is for all."""
     (where,), found = call.at(position, keyword), call.arg(position, keyword)
     return (where, index) if isinstance(found, tuple) and len(found) == rank else ()
 
@@ -64,7 +64,7 @@ def _literal(call: LabelledCall, position: int, keyword: str, index: int, rank: 
 
 
 def convolution(call: LabelledCall) -> Labels | str:
-    """Samples, channels, and places."""
+    """Label samples, channels and spatial dimensions of a convolution."""
     image, weight, made = call.shape(0), call.shape(1), call.shape_of_output()
     if len(image) != len(weight):
         return "not (sample, channel, place)"
@@ -83,7 +83,7 @@ def convolution(call: LabelledCall) -> Labels | str:
 
 
 def convolution_backward(call: LabelledCall) -> Labels | str:
-    """The labels of `convolution`; a gradient is a sum over every label that it lacks."""
+    """Label the dimensions of a convolution's backward; gradients sum over labels that they lack."""
     gradient, image, weight = call.shape(0), call.shape(1), call.shape(2)
     if len(image) != len(weight):
         return "not (sample, channel, place)"
@@ -106,9 +106,9 @@ def convolution_backward(call: LabelledCall) -> Labels | str:
 
 
 def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str, str, Dims]:
-    """Labels of the channels of the image, of those of the result, and of the weight's dimensions.
+    """Return the labels of input channels, output channels, and the weight's dimensions.
 
-    With groups, equal stretches of channels are whole groups; within a group they are not next to each other.
+    With groups, equal slices of channels are whole groups; channels within a group are not split.
     """
     rest: list[str | None] = [None] * (len(weight) - 2)
     if groups > 1:
@@ -119,7 +119,7 @@ def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str
 def _places(
     image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: LabelledCall, first: int, *, halo: bool
 ) -> tuple[Places, Places, dict[str, tuple[Path, int]]]:
-    """Labels of the places of the image and of what is made of it; `first` is the position of the stride."""
+    """Return labels of the spatial dimensions of input and output; `first` is the stride's argument position."""
     rank, transposed = len(kernel), call.arg(first + 3) is True
     lists = (_each(call.arg(position), rank) for position in (first, first + 1, first + 2, first + 4))
     found = _Places()
@@ -134,7 +134,7 @@ def _places(
 
 
 def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
-    """One number per place dimension; a single one stands for all."""
+    """Return one number per spatial dimension; a single number is repeated."""
     items = [item for item in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(item, int)]
     return items if len(items) == rank else (items or [default])[:1] * rank
 
@@ -143,17 +143,17 @@ def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
 
 
 def _rank(call: LabelledCall) -> int:
-    """Return the number of place dimensions by the operator's name: 2 for `avg_pool2d_backward`."""
+    """Return the number of spatial dimensions from the operator's name: 2 for `avg_pool2d_backward`."""
     return int(next(word for word in call.name.split("_") if word[-2:] in ("1d", "2d", "3d"))[-2])
 
 
 def max_pool(call: LabelledCall) -> Labels | str:
-    """Samples and channels; the returned places count from the corner of the whole plane, so that planes stay whole."""
+    """Label samples and channels of max pooling; its indices count over the whole plane, so planes are not split."""
     return _planes(call, "places count from the corner of the whole plane")
 
 
 def pad(call: LabelledCall) -> Labels | str:
-    """Padding by mirrored or repeated edges: samples and channels."""
+    """Label samples and channels of reflection and replication padding."""
     return _planes(call, "edges are not the same for all parts")
 
 
@@ -169,7 +169,7 @@ def _but_places(shape: Sequence[int], rank: int) -> Dims:
 
 
 def average_pool(call: LabelledCall) -> Labels | str:
-    """Samples, channels, and places; zeros of a halo must count as the zeros of the padding do."""
+    """Label samples, channels and spatial dimensions of average pooling; halo zeros must count like padding."""
     rank = _rank(call)
     backward = call.name.endswith("_backward")
     image, pooled = (call.shape(1), call.shape(0)) if backward else (call.shape(0), call.shape_of_output())
@@ -191,7 +191,7 @@ def average_pool(call: LabelledCall) -> Labels | str:
 
 
 def adaptive_pool(call: LabelledCall) -> Labels | str:
-    """The same, windows given by the sizes before and after; the forward has the latter as literals."""
+    """Label samples, channels and evenly divided spatial dimensions of adaptive pooling; output sizes are literals."""
     rank = _rank(call)
     backward = call.name.endswith("_backward")
     image, pooled = (call.shape(1), call.shape(0)) if backward else (call.shape(0), call.shape_of_output())
@@ -210,7 +210,7 @@ def adaptive_pool(call: LabelledCall) -> Labels | str:
 
 
 def resize(call: LabelledCall) -> Labels | str:
-    """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
+    """Label samples, channels, and spatial dimensions of nearest resizing by powers of two; sizes are literals."""
     rank = _rank(call)
     literals: dict[Path, str]
     if call.name.endswith("_backward"):  # the sizes before are literals, too
@@ -229,7 +229,7 @@ def resize(call: LabelledCall) -> Labels | str:
 def _repeated(
     call: LabelledCall, small: Sequence[int], large: Sequence[int], rank: int, scales: int
 ) -> list[str | None]:
-    """Labels of the places that a nearest-neighbour resize repeats 2, 4, 8 ... times: exact in floating point."""
+    """Return labels of spatial dimensions that nearest resizing scales by a power of two: exact in floating point."""
     labels: list[str | None] = []
     for index in range(rank):
         before, after = small[index + 2], large[index + 2]
@@ -244,13 +244,13 @@ def _repeated(
 
 
 def shuffle(call: LabelledCall) -> Labels | str:
-    """`pixel_shuffle` and back: (n, c r r, y, x) and (n, c, y r, x r): channels are the leading factor."""
+    """Label all dimensions of `pixel_shuffle` and its inverse: (n, c r r, y, x) <-> (n, c, y r, x r)."""
     labels = numbered(call.shape(0))
     return Labels({(0,): labels}, [labels])
 
 
 def columns(call: LabelledCall) -> Labels | str:
-    """`im2col` and back: samples, and channels, the leading factor of the columns' rows."""
+    """Label samples and channels of `im2col` and `col2im`; channels are the leading factor of the columns' rows."""
     image, rank = (call.shape(0), 3) if call.name == "im2col" else (call.shape_of_output(), 2)
     batched = len(call.shape(0)) > rank
     names: list[str | None] = ["n", "c"] if batched else ["c"]

@@ -1,10 +1,10 @@
-"""Selections by tensors of indices, and tensors put together or filled in part.
+"""Split rules of indexing, concatenation, padding, and writes to slices.
 
     embedding(weight, index):        (-, f), (x) -> (x, f)
     embedding_dense_backward(g, i):  (x, f), (x) -> (-, f); x sums
     cat([a, b], 1):                  (x, -), (x, -) -> (x, -)
 
-The number of rows of an embedding is never cut: an index may name any of them.
+Rows of an embedding are never split: an index may name any of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ ANYWHERE = "an index may name any element"
 
 
 def embedding(call: LabelledCall) -> Labels | str:
-    """Indices, and features."""
+    """Label indices and features of an embedding."""
     index = numbered(call.shape(1))
     return Labels({(0,): [None, "f"], (1,): index}, [[*index, "f"]])
 
 
 def embedding_backward(call: LabelledCall) -> Labels | str:
-    """The gradients of equal indices add up; counting how often each index occurs takes all of them."""
+    """Label features, and indices, whose gradients sum (not with `scale_grad_by_freq`, which counts all indices)."""
     index = numbered(call.shape(1))
     counted = call.arg(4, "scale_grad_by_freq", False) is not False
     combine = {} if counted else {label: "sum" for label in index if label is not None}
@@ -36,7 +36,7 @@ def embedding_backward(call: LabelledCall) -> Labels | str:
 
 
 def index_select(call: LabelledCall) -> Labels | str:
-    """A row of indices takes the place of one dimension."""
+    """Label all dimensions of `index_select`, where the indices replace one dimension of the source."""
     dim = wrapped(call.integer(1, "dim"), len(call.shape(0)))
     labels = numbered(call.shape(0))
     taken = [None if place == dim else label for place, label in enumerate(labels)]
@@ -44,7 +44,7 @@ def index_select(call: LabelledCall) -> Labels | str:
 
 
 def gather(call: LabelledCall) -> Labels | str:
-    """Every dimension of the index; in the source all but the one that is indexed, where they are as long."""
+    """Label every dimension of `gather`'s index; of the source those of equal size, except the indexed one."""
     source, index = call.shape(0), call.shape(2)
     dim = wrapped(call.integer(1, "dim"), len(source))
     if len(source) != len(index):
@@ -57,7 +57,7 @@ def gather(call: LabelledCall) -> Labels | str:
 
 
 def scatter(call: LabelledCall) -> Labels | str:
-    """All but the indexed dimension, where destination, index and source are as long."""
+    """Label all dimensions of `scatter` but the indexed one, if destination, index and source have equal sizes."""
     shapes = [value.shape for value in call.tensors.values() if value.shape]
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dim"), rank)
@@ -72,7 +72,7 @@ def scatter(call: LabelledCall) -> Labels | str:
 
 
 def index_along(call: LabelledCall) -> Labels | str:
-    """`index_add` and the like: all but the dimension whose places the index names."""
+    """Label all dimensions of `index_add` and its kin but the indexed one."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dim"), rank)
     labels = numbered(call.shape(0), (dim,))
@@ -81,7 +81,7 @@ def index_along(call: LabelledCall) -> Labels | str:
 
 
 def index(call: LabelledCall) -> Labels | str:
-    """`a[i, :, j]`: the dimensions without an index, and those of the indices."""
+    """Label dimensions of `a[i, :, j]` without an index, and those of the indices."""
     layout = _indexed(call)
     if isinstance(layout, str):
         return layout
@@ -93,7 +93,7 @@ def index(call: LabelledCall) -> Labels | str:
 
 
 def index_put(call: LabelledCall) -> Labels | str:
-    """`a[i, :, j] = v`: the dimensions without an index; through the others any element may be written."""
+    """Label dimensions of `a[i, :, j] = v` without an index; along the others any element may be written."""
     layout = _indexed(call)
     if isinstance(layout, str):
         return layout
@@ -105,9 +105,9 @@ def index_put(call: LabelledCall) -> Labels | str:
 
 
 def _indexed(call: LabelledCall) -> tuple[list[str | None], list[str | None], tuple[int, ...], list[str | None]] | str:
-    """Labels of the indexed tensor and of what is indexed, common shape of the indices, and its labels.
+    """Return labels of the source and the result of `a[i, :, j]`, the broadcast shape of the indices, and its labels.
 
-    The indices' dimensions stand where the indexed ones stood if these are neighbours, else in front.
+    Dimensions of the indices replace the indexed dimensions if these are adjacent, else they come first.
     """
     found: dict[int, Value] = {path[1]: value for path, value in call.tensors.items() if path[0] == 1}
     common = broadcast([value.shape for value in found.values()])
@@ -124,18 +124,18 @@ def _indexed(call: LabelledCall) -> tuple[list[str | None], list[str | None], tu
     return source, [*before, *labels, *after], common, labels
 
 
-# -- put together ----------------------------------------------------------------------------------------------------
+# -- concatenation and padding ----------------------------------------------------------------------------------------
 
 
 def cat(call: LabelledCall) -> Labels | str:
-    """All but the dimension along which the tensors follow each other; empty ones are skipped by torch."""
+    """Label all dimensions of `cat` but the concatenated one; torch ignores empty 1-d tensors."""
     rank = len(call.shape_of_output())
     labels = numbered(call.shape_of_output(), (call.integer(1, "dim"),))
     return Labels({path: labels for path, value in call.tensors.items() if len(value.shape) == rank}, [labels])
 
 
 def stack(call: LabelledCall) -> Labels | str:
-    """Every dimension of the tensors, around a new one."""
+    """Label all dimensions of `stack` but the new one."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(1, "dim"), len(made))
     labels = numbered(made, (dim,))
@@ -143,19 +143,18 @@ def stack(call: LabelledCall) -> Labels | str:
 
 
 def pad(call: LabelledCall) -> Labels | str:
-    """Dimensions that nothing is added to; the amounts come in pairs, the last dimension's first."""
+    """Label dimensions without padding of `constant_pad_nd`; amounts come in pairs, the last dimension's first."""
     shape, amounts = call.shape(0), call.integers(1, "pad")
     padded = [-1 - place // 2 for place, amount in enumerate(amounts) if amount]
     labels = numbered(shape, padded)
     return Labels({(0,): labels}, [labels], reason="edges are not the same for all parts")
 
 
-# -- filled in part --------------------------------------------------------------------------------------------------
+# -- slices ----------------------------------------------------------------------------------------------------------
 
 
 def backward(call: LabelledCall) -> Labels | str:
-    """Zeros around the gradient of a slice, or of one index, which lacks the dimension: all but that dimension; the
-    sizes are literals."""
+    """Label all dimensions but the sliced one in `slice_backward` and `select_backward`, whose sizes are literals."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(2, "dim"), len(made))
     labels = numbered(made, () if call.shape(0) == made else (dim,))
@@ -164,12 +163,12 @@ def backward(call: LabelledCall) -> Labels | str:
 
 
 def replaced(call: LabelledCall) -> Labels | str:
-    """A tensor with a slice, or one index of a dimension, replaced: all but that dimension."""
+    """Label all dimensions of `slice_scatter` and `select_scatter` but the sliced one."""
     dim = wrapped(call.integer(2, "dim"), len(call.shape(0)))
     labels = numbered(call.shape(0), (dim,))
     return Labels({(0,): labels, (1,): _but(dim, labels, len(call.shape(1)))}, [labels])
 
 
 def _but(dim: int, labels: Dims, rank: int) -> Dims:
-    """The labels of a tensor that may lack one dimension."""
+    """Return the labels of a tensor of this rank, which may lack one dimension."""
     return labels if rank == len(labels) else [label for place, label in enumerate(labels) if place != dim]

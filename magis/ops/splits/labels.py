@@ -1,11 +1,10 @@
-"""Splits of an operator into parts, derived from labels of its dimensions.
+"""Splits of an operator into parts, derived from labels of dimensions, as in an einsum.
 
-A rule writes a call down as an einsum does: a label for every dimension that can be cut, the same label wherever the
-same stretches belong together.
+A rule gives a label to every dimension that can be split; dimensions with one label are split together.
 
     mm(a, b):  a: (rows, inner), b: (inner, columns) -> (rows, columns); inner combines by "sum"
 
-Every label then gives one split: all dimensions and size literals that carry it are cut together.
+Every label defines one split: of all dimensions and size literals with that label.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from magis.graph.nodes import Arg, Op, Ref, Value
 from magis.ops.operators import op_info
 
 Path: TypeAlias = tuple[int, ...]
-"""Place of a literal or a tensor in a call: position among the arguments (keyword arguments follow the positional
-ones), then positions inside of nested tuples."""
+"""Position of a literal or a tensor in a call: index among the arguments (keyword arguments follow positional ones),
+then indices inside of nested tuples."""
 
 COMBINATIONS = ("sum", "mean", "max", "min", "same")
-"""Operations that combine whole-size results of the parts: sum, mean, element-wise maximum or minimum; "same": every
-part already gives all of it."""
+"""Reductions of full-size results of the parts: sum, mean, element-wise maximum or minimum; "same": all parts give
+equal results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Cut of an input where windows overlap: a stretch of dimension `dim`, and the rows next to it on both sides.
+    """Cut of an input with overlapping windows: a slice of dimension `dim` with halo rows before and behind it.
 
-    Rows outside of the tensor are zeros, so that all stretches have the same size. They may reach over several parts.
+    Halo rows outside of the tensor are zeros, so that all slices have one size. A halo may span several parts.
     """
 
     dim: int
@@ -42,8 +41,8 @@ class Halo:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Sum of parts into an output where windows overlap: each part adds its stretch of dimension `dim` and the rows
-    next to it on both sides; rows outside of the tensor are dropped."""
+    """Merge of parts into an output with overlapping windows: each part adds its slice of dimension `dim` and the
+    halo rows before and behind it; rows outside of the tensor are dropped."""
 
     dim: int
     before: int
@@ -51,41 +50,41 @@ class Overlap:
 
 
 Cut: TypeAlias = int | Halo | None
-"""Share of an input that a part takes: a stretch of a dimension, one with a halo, or all of it (None)."""
+"""Cut of an input for a part: a slice of a dimension, a slice with a halo, or the whole input (None)."""
 
 How: TypeAlias = int | str | Overlap | None
-"""Rule by which parts make up an output: joined along a dimension, one of COMBINATIONS, or rows that overlap; None
-where the operator returned None."""
+"""Merge of parts into an output: concatenation along a dimension, one of COMBINATIONS, or an Overlap; None if the
+operator returned None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to cut a call into n parts that run one after another and together give the call's result.
+    """One way to split a call into n parts that run one after another and together compute the call's result.
 
-    Part i works on the i-th of n equal stretches of every cut dimension. Dimensions are counted from 0.
+    Part i works on the i-th of n equal slices of every cut dimension. Dimensions are counted from 0.
     """
 
     inputs: tuple[Cut, ...]
-    """Cuts of the inputs, one for every entry of `op.inputs()`."""
+    """Cut of each entry of `op.inputs()`."""
     outputs: tuple[How, ...]
-    """Rules of the outputs, one for every entry of `op.outputs`."""
+    """Merge of each entry of `op.outputs`."""
     sizes: tuple[Path, ...] = ()
-    """Places of the integer literals that a part divides by n."""
+    """Positions of integer literals that are divided by n in a part."""
     extent: int = 1
-    """Number that n must divide: the greatest common divisor of all cut dimensions' sizes and literals."""
+    """Number that n must divide: the greatest common divisor of all cut sizes and literals."""
     replaced: tuple[tuple[Path, int], ...] = ()
-    """Places and values of integer literals that differ in a part: no padding where a halo has it already."""
+    """Positions and values of integer literals that a part replaces: no padding where a halo includes it."""
 
 
 def dimension(how: Cut | How) -> int | None:
-    """Return the dimension that is cut or joined; None where none is."""
+    """Return the dimension of a cut or merge; None without one."""
     if isinstance(how, Halo | Overlap):
         return how.dim
     return how if isinstance(how, int) else None
 
 
 def part(op: Op, split: Split, n: int) -> Op:
-    """Return the call of one of `n` parts: the operator with a part's literals; ids, reads and writes as they were.
+    """Return one of `n` parts of a call: the operator with a part's literals; ids, reads and writes are unchanged.
 
     Raises MagisError if `n` does not divide the split's extent.
     """
@@ -103,14 +102,14 @@ def part(op: Op, split: Split, n: int) -> Op:
 
 
 def _literal(arg: Arg, path: Path) -> int | None:
-    """Return the integer at `path` of the arguments; None where none is."""
+    """Return the integer at `path` of the arguments; None if it is no integer."""
     for position in path:
         arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
     return arg if isinstance(arg, int) and not isinstance(arg, bool) else None
 
 
 def _with_literal(args: Arg, path: Path, new: int | None) -> Any:
-    """Return the arguments with another integer at `path`."""
+    """Return the arguments with the integer `new` at `path`. Raises MagisError if `new` is None."""
     if new is None:
         raise MagisError(f"no integer that can be cut at {path} of the arguments {args!r}")
     if not path or not isinstance(args, tuple):
@@ -124,7 +123,7 @@ def _with_literal(args: Arg, path: Path, new: int | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """A label of a dimension whose stretches need the rows next to them, since windows overlap."""
+    """Label of a dimension whose slices need halo rows, since windows overlap."""
 
     label: str
     before: int
@@ -132,35 +131,35 @@ class Around:
 
 
 Dims: TypeAlias = Sequence[str | None]
-"""One label per dimension; None: not cut by any split."""
+"""One label per dimension; None: never split."""
 
 Places: TypeAlias = Sequence[str | Around | None]
-"""Labels of dimensions, some of whose stretches need the rows next to them."""
+"""Labels of dimensions, with halos for some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of one call. Dimensions that it does not mention are never cut."""
+    """The labels of one call. Unlabelled dimensions are never split."""
 
     inputs: Mapping[Path, Places]
-    """Labels of the tensor arguments, by where they stand."""
+    """Labels of the tensor arguments, by position in the call."""
     outputs: Sequence[Places]
-    """Labels of the outputs, in order."""
+    """Labels of each output, in order."""
     literals: Mapping[Path, str] = field(default_factory=dict)
-    """Integer literals that stand for the size of a labelled dimension; a -1 among them is left alone."""
+    """Integer literals that are the size of a labelled dimension, by position; -1 stays."""
     combine: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
-    """Label -> combination of outputs without it, for all outputs or for each. A label gives no split if an output
-    lacks it and it is missing here."""
+    """Label -> reduction of outputs without that label, for all outputs or for each. A label that an output lacks and
+    that is missing here gives no split."""
     replaced: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
-    """Label -> place and value of the one literal that differs in parts along it."""
+    """Label -> position and value of a literal that parts along that label replace."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """Label -> number that the count of parts must divide beyond the sizes."""
+    """Label -> number that must also be divisible by the number of parts."""
     reason: str = ""
-    """Reason why nothing can be cut, for reports, where no label gives a split although sizes would allow one."""
+    """Reason for reports why no label gives a split although sizes would allow one."""
 
 
 class LabelledCall:
-    """An operator's arguments by position or keyword, and the tensors behind them."""
+    """A call with access to its arguments by position or keyword, and to the tensors behind them."""
 
     def __init__(self, op: Op, values: Mapping[int, Value]) -> None:
         self.op = op
@@ -174,7 +173,7 @@ class LabelledCall:
             self.tensors |= {path: values[ref.value] for path, ref in _refs(arg, (position,))}
 
     def at(self, position: int, keyword: str = "") -> Path:
-        """Return the place of an argument, by position or else by keyword; (-1,) if the call leaves it out."""
+        """Return the position of an argument, given by position or else by keyword; (-1,) if the call omits it."""
         if not 0 <= position < len(self.op.args):
             for number, (name, _) in enumerate(self.op.kwargs):
                 if name == keyword:
@@ -183,7 +182,7 @@ class LabelledCall:
         return (position,)
 
     def arg(self, position: int, keyword: str = "", default: Arg = None) -> Arg:
-        """The argument at a position, or of that keyword; `default` where the call leaves it out."""
+        """Return the argument at a position or of a keyword; `default` if the call omits it."""
         (where,) = self.at(position, keyword)
         if where < 0:
             return default
@@ -191,37 +190,37 @@ class LabelledCall:
         return self.op.args[where] if where < count else self.op.kwargs[where - count][1]
 
     def integer(self, position: int, keyword: str = "", default: int = 0) -> int:
-        """An integer argument; `default` where it is left out or no integer."""
+        """Return an integer argument; `default` if the call omits it or it is no integer."""
         found = self.arg(position, keyword, default)
         return found if isinstance(found, int) else default
 
     def integers(self, position: int, keyword: str = "") -> tuple[int, ...]:
-        """A list of integers; a single one counts as a list, anything else as an empty one."""
+        """Return an argument's integers as a tuple; () if it has none. A single integer is a list of one."""
         found = self.arg(position, keyword)
         items = found if isinstance(found, tuple) else (found,)
         return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
 
     def tensor(self, position: int, keyword: str = "") -> Value | None:
-        """The tensor at a position; None where that is something else."""
+        """Return the tensor argument at a position or of a keyword; None if it is no tensor."""
         return self.tensors.get(self.at(position, keyword))
 
     def shape(self, position: int, keyword: str = "") -> tuple[int, ...]:
-        """The shape of the tensor there, () without one."""
+        """Return the shape of a tensor argument; () if it is no tensor."""
         found = self.tensor(position, keyword)
         return found.shape if found is not None else ()
 
     def shape_of_output(self, position: int = 0) -> tuple[int, ...]:
-        """The shape of an output, () without it."""
+        """Return the shape of an output; () without that output."""
         found = self.outputs[position] if position < len(self.outputs) else None
         return found.shape if found is not None else ()
 
 
 Rule: TypeAlias = Callable[[LabelledCall], "Labels | str"]
-"""The labels of a call, or one short reason why it cannot be cut."""
+"""Function that returns the labels of a call, or a short reason why it cannot be split."""
 
 
 def derive(call: LabelledCall, labels: Labels) -> tuple[Split, ...]:
-    """Return one split per label that cuts something into equal parts, in the order of first use."""
+    """Return one split per label that gives equal parts, in the order of first use."""
     order: dict[str, None] = {}
     for dims in (*labels.inputs.values(), *labels.outputs):
         order |= dict.fromkeys(d.label if isinstance(d, Around) else d for d in dims if d is not None)
@@ -236,7 +235,7 @@ def derive(call: LabelledCall, labels: Labels) -> tuple[Split, ...]:
 
 
 def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
-    """Return the split that cuts everything with that label; None where the call does not allow it."""
+    """Return the split of all dimensions with that label; None if the call does not allow it."""
     inputs = tuple(_cut_along(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
     pairs = [(value, dimension(cut)) for value, cut in zip(call.tensors.values(), inputs, strict=True)]
     sizes = [value.shape[dim] for value, dim in pairs if dim is not None]
@@ -263,10 +262,10 @@ def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
 
 
 def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
-    """Return True if parts write different elements where the output lies on an input's memory.
+    """Return True if parts write disjoint elements of an output that aliases an input, or nothing.
 
-    A view of the input is no write. A tensor that is written in place must be cut as the output is joined; parts that
-    each wrote all of it would undo or repeat each other's work.
+    A view writes nothing. A tensor that is written in-place must be cut as the output is merged; else parts would
+    overwrite each other's work.
     """
     on_input = [
         (value, cut)
@@ -283,7 +282,7 @@ def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]
 
 
 def _cut_along(value: Value, dims: Places, label: str) -> Cut:
-    """Return the cut of the dimension with that label; None where there is none, or no element along it."""
+    """Return the cut of the dimension with that label; None without one, or if its size is 0."""
     for index, found in enumerate(dims):
         if isinstance(found, Around) and found.label == label and value.shape[index]:
             return Halo(index, found.before, found.after)
@@ -293,7 +292,7 @@ def _cut_along(value: Value, dims: Places, label: str) -> Cut:
 
 
 def _literals(call: LabelledCall, labels: Labels, label: str) -> dict[Path, int] | None:
-    """Return the literals to divide, by place; None where one of them is no size."""
+    """Return the size literals of a label, by position; None if a literal is not an integer >= -1."""
     found: dict[Path, int] = {}
     everything = (*call.op.args, *(arg for _, arg in call.op.kwargs))
     for path, owner in labels.literals.items():
@@ -319,18 +318,18 @@ def _refs(arg: Arg, path: Path) -> Iterator[tuple[Path, Ref]]:
 
 
 def wrapped(dim: int, rank: int) -> int:
-    """Return a dimension counted from 0."""
+    """Return a dimension counted from 0, given one that may count from the end (negative)."""
     return dim + rank if dim < 0 else dim
 
 
 def numbered(shape: Sequence[int], but: Sequence[int] = (), prefix: str = "d") -> list[str | None]:
-    """Return a label of its own for every dimension, except those listed (negative ones count from the end)."""
+    """Return a distinct label for every dimension; None for dimensions in `but`, which may be negative."""
     left_out = {wrapped(dim, len(shape)) for dim in but}
     return [None if index in left_out else f"{prefix}{index}" for index in range(len(shape))]
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """Return the shape to which these shapes broadcast; None where they do not."""
+    """Return the broadcast shape of these shapes; None if they do not broadcast."""
     rank = max((len(shape) for shape in shapes), default=0)
     common = [1] * rank
     for shape in shapes:
@@ -342,7 +341,7 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def aligned(shape: Sequence[int], common: Sequence[int], labels: Dims) -> list[str | None]:
-    """Return the labels of a tensor that is broadcast to the labelled shape `common`, None for expanded dimensions."""
+    """Return the labels of a tensor that broadcasts to the labelled shape `common`; None for expanded dimensions."""
     skipped = len(common) - len(shape)
     if skipped < 0:  # only tensors without elements are left out of the common shape
         return [None] * len(shape)

@@ -1,12 +1,12 @@
-"""Normalizations and losses, forward and backward.
+"""Split rules of norms and losses, forward and backward.
 
-    native_layer_norm:   (rows, x), (x), (x) -> (rows, x), (rows), (rows); x not
+    native_layer_norm:   (rows, x), (x), (x) -> (rows, x), (rows), (rows); not x
     native_batch_norm:   (n, c, ...), (c) x 4 -> (n, c, ...), (c), (c); in training c alone
     native_group_norm:   (n, g, ...), (g), (g) -> (n, g, ...), (n, g), (n, g); the sizes N, C and group are literals
 
-A batch norm in training takes its statistics over everything but the channel, hence only channels can be cut. Its
-running statistics are cut too: every part writes its own stretch of them, declared by the schema or not
-(`OpInfo.undeclared`), so that each channel is still written once.
+Statistics of a batch norm in training are over all dimensions but the channel, so only channels can be split. Running
+statistics are cut along: every part writes its own slice of them, declared by the schema or not
+(`OpInfo.undeclared`), so that each channel is written once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ COUPLED = "batch statistics couple the batch"
 
 
 def layer_norm(call: LabelledCall) -> Labels | str:
-    """Leading dimensions; mean and reciprocal deviation have them too, and 1 for the normalized ones."""
+    """Label leading dimensions of a layer norm; mean and rstd have them too."""
     labels = _leading(call, 0, 1)
     return Labels({(0,): labels}, [labels] * len(call.outputs), reason="all dimensions are normalized")
 
 
 def layer_norm_backward(call: LabelledCall) -> Labels | str:
-    """Leading dimensions; the gradients of weight and bias are sums over them."""
+    """Label leading dimensions of a layer norm's backward, over which the gradients of weight and bias sum."""
     labels = _leading(call, 0, 2)
     last = 4 if call.name == "native_layer_norm_backward" else 3
     inputs: dict[Path, Dims] = {(position,): labels for position in (0, 1, *range(3, last + 1))}
@@ -46,18 +46,18 @@ def _leading(call: LabelledCall, position: int, normalized: int) -> list[str | N
 
 
 def batch_norm(call: LabelledCall) -> Labels | str:
-    """Channels; without training, statistics are given and everything else can be cut too."""
+    """Label channels of a batch norm; in eval mode, with given statistics, all dimensions."""
     return _batch_norm(call, (0,), "same")
 
 
 def batch_norm_backward(call: LabelledCall) -> Labels | str:
-    """Channels; without training all, and the gradients of weight and bias are sums."""
+    """Label channels of a batch norm's backward; in eval mode all, over which the gradients of weight and bias sum."""
     return _batch_norm(call, (0, 1), "sum")
 
 
 def _batch_norm(call: LabelledCall, images: Sequence[int], how: str) -> Labels | str:
-    """All arguments but the images have one number per channel (or none); `how`: what becomes of such a result where
-    the channel is not cut."""
+    """Label a batch norm whose other arguments have one number per channel (or none); `how`: merge of such an output
+    over parts of other dimensions."""
     if any(value.numel and value.dtype == "uint8" for value in (*call.tensors.values(), *call.outputs) if value):
         return "the kernel's reserve has no dimensions"
     position = 3 if call.overload == "no_stats" else call.info.training
@@ -74,7 +74,7 @@ def _batch_norm(call: LabelledCall, images: Sequence[int], how: str) -> Labels |
 
 
 def group_norm(call: LabelledCall) -> Labels | str:
-    """Samples, and whole groups of channels; the literals are N, C and the number of groups."""
+    """Label samples and groups of a group norm; N, C and the number of groups are literals."""
     image = ["n", "g", *(None for _ in call.shape(0)[2:])]
     return Labels(
         inputs={(0,): image, (1,): ["g"], (2,): ["g"]},
@@ -84,7 +84,7 @@ def group_norm(call: LabelledCall) -> Labels | str:
 
 
 def group_norm_backward(call: LabelledCall) -> Labels | str:
-    """The same; over samples the gradients of weight and bias are sums."""
+    """Label samples and groups of a group norm's backward; gradients of weight and bias sum over samples."""
     image = ["n", "g", *(None for _ in call.shape(0)[2:])]
     return Labels(
         inputs={(0,): image, (1,): image, (2,): ["n", "g"], (3,): ["n", "g"], (4,): ["g"]},
@@ -98,7 +98,7 @@ def group_norm_backward(call: LabelledCall) -> Labels | str:
 
 
 def weight_norm(call: LabelledCall) -> Labels | str:
-    """One norm for each index of a dimension, the first or the last: everything has that dimension."""
+    """Label the dimension of a weight norm, the first or the last, which all tensors have."""
     dim = wrapped(call.integer(call.info.dim, "dim"), len(call.shape(0)))
     labels = ["k" if index == dim else None for index in range(len(call.shape(0)))]
     return Labels(dict.fromkeys(call.tensors, labels), [labels] * len(call.outputs))
@@ -110,16 +110,16 @@ def weight_norm(call: LabelledCall) -> Labels | str:
 #     nll_loss_forward(a, t, w, sum):   (rows, classes), (rows), (classes) -> (), (); rows sum
 #     nll_loss_backward(g, a, t, ...):  (), (rows, classes), (rows), ... -> (rows, classes)
 #
-# With reduction "mean" the loss of one class per row divides by the total weight of the targets, which targets of the
-# ignored class do not add to: the mean of the parts' losses is not the loss, whatever the class weights. Its backward
-# takes the total weight as an argument, so its rows can always be cut. Element-wise losses average over a number of
-# elements known from the shape; their backward divides by it, and a part would divide by its own.
+# With reduction "mean", nll_loss divides by the total weight of the targets that are not ignored: the mean of the
+# parts' losses is not the loss, whatever the class weights. Its backward takes the total weight as an argument, so its
+# rows can always be split. Element-wise losses average over a number of elements known from the shape; their backward
+# divides by it, and a part would divide by its own.
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
 def elementwise(call: LabelledCall) -> Labels | str:
-    """One loss per element, or their mean or sum."""
+    """Label all dimensions of an element-wise loss, which parts merge by mean or sum if it is reduced."""
     reduction = call.integer(call.info.reduction, "reduction", MEAN)
     common = broadcast([value.shape for value in call.tensors.values()])
     if common is None:
@@ -133,7 +133,7 @@ def elementwise(call: LabelledCall) -> Labels | str:
 
 
 def elementwise_backward(call: LabelledCall) -> Labels | str:
-    """One gradient per element."""
+    """Label all dimensions of an element-wise loss's backward, unless the reduction is "mean"."""
     if call.integer(call.info.reduction, "reduction", MEAN) == MEAN:
         return "a part would divide by its own number of elements"
     common = call.shape_of_output()
@@ -142,7 +142,7 @@ def elementwise_backward(call: LabelledCall) -> Labels | str:
 
 
 def nll(call: LabelledCall) -> Labels | str:
-    """The loss of one class per row, and the total weight of the rows."""
+    """Label the rows of `nll_loss` and its total weight, unless the reduction is "mean"."""
     reduction = call.integer(3, "reduction", MEAN)
     scores = _scores(call.shape(0))
     targets = [label for index, label in enumerate(scores) if index != 1]
@@ -157,7 +157,7 @@ def nll(call: LabelledCall) -> Labels | str:
 
 
 def nll_backward(call: LabelledCall) -> Labels | str:
-    """Rows; the total weight is given, the loss's gradient has rows only where the loss has them."""
+    """Label the rows of `nll_loss_backward`; the loss's gradient has rows only without reduction."""
     scores = _scores(call.shape(1))
     targets = [label for index, label in enumerate(scores) if index != 1]
     gradient = targets if call.integer(4, "reduction", MEAN) == NONE else []
@@ -165,5 +165,5 @@ def nll_backward(call: LabelledCall) -> Labels | str:
 
 
 def _scores(shape: tuple[int, ...]) -> list[str | None]:
-    """(rows, classes) or (n, classes, height, width): everything but the classes; a single row has no label."""
+    """Label all but the classes of (rows, classes) or (n, classes, height, width); a single row has no label."""
     return numbered(shape, (1,)) if len(shape) > 1 else [None]

@@ -1,11 +1,10 @@
-"""Matrix products and attention kernels, forward and backward.
+"""Split rules of matrix products and attention kernels, forward and backward.
 
     (b, h, q, e), (b, h, s, e), (b, h, s, v), mask (b, h, q, s) broadcast -> (b, h, q, v), logsumexp (b, h, q)
 
-Batch and head can be cut. Query rows are independent of each other in the forward where nothing is causal (a causal
-mask goes by a row's number); in the backward they add up in the gradients of key and value. Where keys have fewer
-heads than queries, equal stretches of both still belong together. With dropout the kernel's random numbers would
-change.
+Batch and heads can be split. Query rows are independent in the forward without a causal mask, which depends on row
+indices; in the backward they sum into the gradients of key and value. With fewer key heads than query heads, equal
+slices of both still match. With dropout, random numbers would change.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from magis.ops.operators import RANDOM
 from magis.ops.splits.labels import Dims, LabelledCall, Labels, Path, aligned
 
 _ALIGNMENT = 32
-"""The memory-efficient kernel pads its logsumexp to multiples of this many query rows."""
+"""Multiple of query rows to which the memory-efficient kernel pads its logsumexp."""
 
 
 def attention(call: LabelledCall) -> Labels | str:
-    """Batch, head, and query rows of the forward."""
+    """Label batch, heads, and query rows of an attention's forward."""
     kernel = call.info.attention
     if kernel is None or call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
         return RANDOM
@@ -34,7 +33,7 @@ def attention(call: LabelledCall) -> Labels | str:
         (2,): ["b", "h", None, None],
         **_mask(call, kernel, row, 0),
     }
-    # seeds and lengths: without dropout and packing every part's are as good
+    # seeds and lengths: unused without dropout and packing
     rest = tuple("same" for _ in call.outputs[2:])
     return Labels(
         inputs,
@@ -45,7 +44,7 @@ def attention(call: LabelledCall) -> Labels | str:
 
 
 def attention_backward(call: LabelledCall) -> Labels | str:
-    """Batch and head; query rows where the kernel's logsumexp has one number per row."""
+    """Label batch and heads of an attention's backward, and query rows if logsumexp has one number per row."""
     kernel = call.info.attention
     if kernel is None or call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
         return RANDOM
@@ -68,7 +67,7 @@ def attention_backward(call: LabelledCall) -> Labels | str:
 
 
 def _query_rows(call: LabelledCall, kernel: AttentionKernel) -> tuple[str | None, int]:
-    """The label of query rows, None where they cannot be cut, and a further number that the parts must divide."""
+    """Return the label of query rows, None if they cannot be split, and a number that n must also divide (0: any)."""
     if not kernel.queries or call.arg(kernel.causal, "is_causal", False) is not False:
         return None, 0
     first = 0 if kernel.saved == (-1, -1) else 1
@@ -82,25 +81,25 @@ def _query_rows(call: LabelledCall, kernel: AttentionKernel) -> tuple[str | None
 
 
 def _mask(call: LabelledCall, kernel: AttentionKernel, row: str | None, query: int) -> dict[Path, Dims]:
-    """Labels of the mask."""
+    """Return the labels of the attention mask, by its position; empty without a mask."""
     value = call.tensor(kernel.mask, "attn_mask")
     where = call.at(kernel.mask, "attn_mask")
     return {} if value is None else {where: _of_scores(call, value.shape, row, query)}
 
 
 def _of_scores(call: LabelledCall, shape: tuple[int, ...], row: str | None, query: int) -> Dims:
-    """Labels of a shape that is broadcast to (batch, head, query row, key)."""
+    """Return the labels of a tensor that broadcasts to (batch, head, query row, key)."""
     return aligned(shape, (*call.shape(query)[:3], call.shape(query + 1)[2]), ["b", "h", row, None])
 
 
 # Matrix products, as einsums.
 #
 #     mm(a, b):          (m, k), (k, n) -> (m, n); k sums
-#     baddbmm(c, a, b):  (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m, n); k not, every part would add c
+#     baddbmm(c, a, b):  (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m, n); not k: every part would add c
 
 
 def product(call: LabelledCall) -> Labels | str:
-    """Batch, rows and columns; the contraction sums unless something is added."""
+    """Label batch, rows and columns of a matrix product; the contracted dimension sums unless a tensor is added."""
     first, (left, right, result) = int(call.info.adds), call.info.product
     inputs: dict[tuple[int, ...], list[str | None]] = {(first,): list(left), (first + 1,): list(right)}
     if first:
@@ -110,7 +109,7 @@ def product(call: LabelledCall) -> Labels | str:
 
 
 def linear(call: LabelledCall) -> Labels | str:
-    """`input @ weight.T + bias`, with any number of leading dimensions."""
+    """Label the dimensions of `input @ weight.T + bias`, with any number of leading dimensions."""
     leading = [f"d{index}" for index in range(len(call.shape(0)) - 1)]
     weight = ["n", "k"] if len(call.shape(1)) == 2 else ["k"]
     sums = {} if call.tensor(2, "bias") is not None else {"k": "sum"}

@@ -1,23 +1,22 @@
-"""Element-wise operators, reductions, and operators that work along one dimension.
+"""Split rules of element-wise operators, reductions, and operators along one dimension.
 
-sum(a, [1]):      (x, y) -> (x); y combines by "sum"
-softmax(a, -1):   (x, y) -> (x, y), y not
+sum(a, [1]): (x, y) -> (x); y combines by "sum" softmax(a, -1): (x, y) -> (x, y), not y
 """
 
 from __future__ import annotations
 
 from magis.ops.splits.labels import LabelledCall, Labels, aligned, broadcast, numbered, wrapped
 
-# Element-wise operators, in-place forms included, and operators that make tensors from sizes alone.
+# Element-wise operators, in-place variants included, and factories.
 #
 #     add(a, b):  a: (..., x), b: (..., x or 1) -> (..., x)
 #     full([x, y], number) -> (x, y), the sizes are literals
 #
-# Every dimension can be cut, except in an input that is broadcast along it: that one is taken whole.
+# Every dimension can be split; an input that is broadcast along it is taken whole.
 
 
 def pointwise(call: LabelledCall) -> Labels | str:
-    """Every dimension of the result; an input of size 1 there is broadcast."""
+    """Label every dimension of an element-wise result; an input of size 1 is broadcast."""
     made = [output for output in call.outputs if output is not None]
     common = broadcast([value.shape for value in (*call.tensors.values(), *made) if value.numel])
     if common is None:
@@ -32,12 +31,12 @@ def pointwise(call: LabelledCall) -> Labels | str:
 
 
 def factory(call: LabelledCall) -> Labels | str:
-    """A tensor of one number: its sizes are literals, behind a tensor of `new_zeros` that gives type and device."""
+    """Label all dimensions of a factory (`full`, `new_zeros`), whose sizes are literals."""
     return _sizes_as_literals(call, int(call.name.startswith("new_")))
 
 
 def strided(call: LabelledCall) -> Labels | str:
-    """Sizes and strides are literals: only the outermost dimension can shrink without changing a stride."""
+    """Label the outermost dimension of `empty_strided`: the others would change the literal strides."""
     position = int(call.name.startswith("new_"))
     sizes, steps = call.integers(position), call.integers(position + 1)
     labels = _sizes_as_literals(call, position)
@@ -61,7 +60,7 @@ def _sizes_as_literals(call: LabelledCall, position: int) -> Labels | str:
 
 
 def reduction(call: LabelledCall) -> Labels | str:
-    """Kept dimensions are cut; reduced ones where the operation combines with itself."""
+    """Label kept dimensions of a reduction, and reduced ones if results of parts combine."""
     shape, made = call.shape(0), call.shape_of_output()
     gone = _reduced(call)
     if gone is None:
@@ -87,7 +86,7 @@ def _combination(call: LabelledCall) -> str | None:
 
 
 def _reduced(call: LabelledCall) -> set[int] | None:
-    """Return the reduced dimensions, found from the shapes where the call names none; None if the shapes disagree."""
+    """Return the reduced dimensions, inferred from shapes if the call names none; None if the shapes disagree."""
     shape, made = call.shape(0), call.shape_of_output()
     asked = {wrapped(dim, len(shape)) for dim in call.integers(call.info.dim, "dim")}
     keeps = len(made) == len(shape)
@@ -98,21 +97,21 @@ def _reduced(call: LabelledCall) -> set[int] | None:
 
 
 def along(call: LabelledCall) -> Labels | str:
-    """Inputs and outputs that are worked on along some dimensions, mostly one; these may change their sizes."""
+    """Label all dimensions except those that the operator works along (softmax, cumsum), whose sizes may change."""
     labels = numbered(call.shape(0), call.integers(call.info.dim, "dim") or (-1,))
     inputs = {path: labels for path, value in call.tensors.items() if len(value.shape) == len(labels)}
     return Labels(inputs, [labels] * len(call.outputs), reason="every result depends on the whole dimension")
 
 
 def extremum(call: LabelledCall) -> Labels | str:
-    """`max` and `min`: of two tensors, of everything, or along a dimension together with where they are."""
+    """Label `max` and `min`: of two tensors, of all elements, or along a dimension with indices."""
     if call.overload == "other":
         return pointwise(call)
     return reduction(call)
 
 
 def flipped(call: LabelledCall) -> Labels | str:
-    """Elements change places along the named dimensions, all of them where a `roll` names none."""
+    """Label all dimensions except those that are flipped or rolled; none for a `roll` over all."""
     dims = call.integers(call.info.dim, "dims")
     if call.name == "roll" and not dims:
         return "elements move across all dimensions"
@@ -121,6 +120,6 @@ def flipped(call: LabelledCall) -> Labels | str:
 
 
 def triangle(call: LabelledCall) -> Labels | str:
-    """A triangle of every matrix: which elements belong to it depends on where they are."""
+    """Label batch dimensions of `tril` and `triu`, whose elements depend on row and column."""
     labels = numbered(call.shape(0), (-1, -2))
     return Labels({(0,): labels}, [labels], reason="the triangle is fixed by positions")

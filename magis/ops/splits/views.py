@@ -1,10 +1,10 @@
-"""Views of the same elements, or of some of them.
+"""Split rules of views.
 
     view([36], [3, 2, 6]):  (x) -> (x, -, -), the literal 3 is divided
     permute(a, [2, 0, 1]):  (x, y, z) -> (z, x, y)
 
-Dimensions of a view fall into groups of equal products. Equal stretches of a group's elements are equal stretches of
-its leading dimension larger than 1, on both sides; its other dimensions cannot be cut.
+The dimensions of a view form groups of equal products. Equal slices of a group's elements are equal slices of its
+leading dimension larger than 1, on both sides; its other dimensions cannot be split.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from magis.ops.splits.labels import LabelledCall, Labels, Path, aligned, numbere
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The finest groups of dimensions with equal products, dimensions of size 1 left out.
+    """Yield the finest groups of dimensions (before, after) with equal products; dimensions of size 1 are left out.
 
-    Both shapes hold the same number of elements, at least one.
+    Both shapes must have equal numbers of elements, at least one.
     """
     left = [index for index, size in enumerate(before) if size > 1]
     right = [index for index, size in enumerate(after) if size > 1]
@@ -36,9 +36,9 @@ def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[i
 
 
 def view(call: LabelledCall) -> Labels | str:
-    """Other sizes for the same elements in the same order."""
+    """Label the leading dimension of each group of a `view`; of a view as another dtype all but the last."""
     before, after = call.shape(0), call.shape_of_output()
-    if call.overload == "dtype":  # the same bytes as another data type: the innermost dimension changes its size
+    if call.overload == "dtype":  # another dtype: the innermost dimension changes its size
         labels = numbered(before, () if before == after else (-1,))
         return Labels({(0,): labels}, [labels])
     if 0 in before:
@@ -51,7 +51,7 @@ def view(call: LabelledCall) -> Labels | str:
 
 
 def _leading(before: Sequence[int], after: Sequence[int]) -> tuple[list[str | None], list[str | None]]:
-    """Labels of the leading dimensions of all groups, before and after."""
+    """Return the labels before and after: one for the leading dimension of each group."""
     taken: list[str | None] = [None] * len(before)
     made: list[str | None] = [None] * len(after)
     for here, there in groups(before, after):
@@ -60,7 +60,7 @@ def _leading(before: Sequence[int], after: Sequence[int]) -> tuple[list[str | No
 
 
 def flatten(call: LabelledCall) -> Labels | str:
-    """`flatten(start, end)`: a view whose arguments are dimensions."""
+    """Label the leading dimension of each group of a `flatten`, which has no size literals."""
     before, after = call.shape(0), call.shape_of_output()
     if 0 in before:
         return "no elements"
@@ -69,7 +69,7 @@ def flatten(call: LabelledCall) -> Labels | str:
 
 
 def expand(call: LabelledCall) -> Labels | str:
-    """Sizes are literals; where the input has size 1, the parts take all of it."""
+    """Label all dimensions of `expand`, whose sizes are literals; an input of size 1 is taken whole."""
     before, after = call.shape(0), call.shape_of_output()
     labels = numbered(after)
     (where,) = call.at(1, "size")
@@ -80,7 +80,7 @@ def expand(call: LabelledCall) -> Labels | str:
 
 
 def repeat(call: LabelledCall) -> Labels | str:
-    """Copies side by side: a dimension repeated once is cut in the input, otherwise the parts make fewer copies."""
+    """Label all dimensions of `repeat`: parts take a slice of a dimension repeated once, else make fewer copies."""
     before, after = call.shape(0), call.shape_of_output()
     times = call.integers(1, "repeats")
     if len(times) != len(after):
@@ -93,7 +93,8 @@ def repeat(call: LabelledCall) -> Labels | str:
 
 
 def rearranged(call: LabelledCall, source: Sequence[int | None], but: Sequence[int] = ()) -> Labels | str:
-    """Dimension j of every output is dimension `source[j]` of the input; None, and those in `but`, are not cut."""
+    """Label outputs whose dimension j is dimension `source[j]` of the input; None, and those in `but`, are not
+    split."""
     labels = numbered(call.shape(0), but)
     if any(output is not None and len(output.shape) != len(source) for output in call.outputs):
         return "outputs of unexpected shape"
@@ -102,13 +103,13 @@ def rearranged(call: LabelledCall, source: Sequence[int | None], but: Sequence[i
 
 
 def permute(call: LabelledCall) -> Labels | str:
-    """`permute(dims)`: dimension j is dimension dims[j] of the input."""
+    """Label all dimensions of `permute`."""
     rank = len(call.shape(0))
     return rearranged(call, [wrapped(dim, rank) for dim in call.integers(1, "dims")])
 
 
 def transpose(call: LabelledCall) -> Labels | str:
-    """Two dimensions change places; `t` and `numpy_T` turn all around."""
+    """Label all dimensions of `transpose`, `t` and `numpy_T`."""
     order = list(range(len(call.shape(0))))
     if len(call.op.args) == 1:
         return rearranged(call, order[::-1])
@@ -119,7 +120,7 @@ def transpose(call: LabelledCall) -> Labels | str:
 
 
 def movedim(call: LabelledCall) -> Labels | str:
-    """Dimensions move to other places, the rest keeps its order."""
+    """Label all dimensions of `movedim`."""
     rank = len(call.shape(0))
     origin, target = ([wrapped(dim, rank) for dim in call.integers(position)] for position in (1, 2))
     placed = dict(zip(target, origin, strict=True))
@@ -128,7 +129,7 @@ def movedim(call: LabelledCall) -> Labels | str:
 
 
 def unsqueeze(call: LabelledCall) -> Labels | str:
-    """A further dimension of size 1."""
+    """Label all dimensions of `unsqueeze` but the new one."""
     rank = len(call.shape(0))
     order: list[int | None] = list(range(rank))
     order.insert(wrapped(call.integer(1, "dim"), rank + 1), None)
@@ -136,7 +137,7 @@ def unsqueeze(call: LabelledCall) -> Labels | str:
 
 
 def squeeze(call: LabelledCall) -> Labels | str:
-    """Dimensions of size 1 vanish: a part must not cut another one of those asked for down to 1."""
+    """Label all dimensions of `squeeze`; a part must not have size 1 in a dimension that it may remove."""
     shape = call.shape(0)
     asked = [wrapped(dim, len(shape)) for dim in call.integers(1, "dim")]
     asked = list(range(len(shape))) if call.overload == "default" else asked
@@ -154,14 +155,14 @@ def _largest_proper_divisor(number: int) -> int:
 
 
 def select(call: LabelledCall) -> Labels | str:
-    """One index of a dimension; unbind: all of them."""
+    """Label all dimensions of `select` and `unbind` but the indexed one."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dim"), rank)
     return rearranged(call, [index for index in range(rank) if index != dim])
 
 
 def window(call: LabelledCall) -> Labels | str:
-    """A window, or windows side by side, along one dimension: all others; that one too where all of it is taken."""
+    """Label all dimensions of `slice` and `split` but theirs; a slice of the whole dimension keeps it."""
     shape = call.shape(0)
     dim = wrapped(call.integer(call.info.dim, "dim"), len(shape))
     # a slice may keep the whole dimension, by literals that mean the same for a shorter one
@@ -172,8 +173,8 @@ def window(call: LabelledCall) -> Labels | str:
 
 
 def as_strided(call: LabelledCall) -> Labels | str:
-    """Literal strides hold for parts only where the whole of a row-by-row tensor is taken, cut along its first
-    dimension."""
+    """Label the first dimension of an `as_strided` that returns the whole of a contiguous tensor: strides stay
+    valid."""
     value = call.tensor(0)
     sizes, steps = call.integers(1, "size"), call.integers(2, "stride")
     if value is None or sizes != value.shape or steps != value.stride or call.arg(3, "storage_offset") is not None:
@@ -188,21 +189,21 @@ def as_strided(call: LabelledCall) -> Labels | str:
 
 
 def diagonal(call: LabelledCall) -> Labels | str:
-    """All but the two dimensions, which become the last one."""
+    """Label all dimensions of `diagonal` but its two."""
     rank = len(call.shape(0))
     gone = {wrapped(call.integer(2, "dim1"), rank), wrapped(call.integer(3, "dim2", 1), rank)}
     return rearranged(call, [*(index for index in range(rank) if index not in gone), None], tuple(gone))
 
 
 def unfold(call: LabelledCall) -> Labels | str:
-    """Windows along one dimension, each of which becomes a row of a further last dimension: all but that one."""
+    """Label all dimensions of `unfold` but the one with the windows."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dimension"), rank)
     return rearranged(call, [*range(rank), None], (dim,))
 
 
 def complex_pairs(call: LabelledCall) -> Labels | str:
-    """Pairs of numbers in a last dimension, and complex numbers."""
+    """Label all dimensions of `view_as_real` and `view_as_complex` but the pairs of the last one."""
     rank = len(call.shape(0))
     if call.name == "view_as_real":
         return rearranged(call, [*range(rank), None])

@@ -1,1 +1,1 @@
-"""TASO rules: aggregation and algebraic identities (paper), a table of ``before -> after``."""
+"""TASO rules (paper): aggregations and algebraic identities, a table of ``before -> after``."""

@@ -1,7 +1,7 @@
-"""The graph while a rule is applied to it: new calls in the place of old ones.
+"""Drafts: a graph with new calls, while a rule is applied.
 
-A draft is thrown away where the graph does not allow the rule: a call refuses the sizes, a version is gone, a weight
-cannot be merged, no legal order is left. ``Refused`` says so and never leaves ``apply``.
+A draft is discarded if the rule is impossible: a call rejects the sizes, a version is gone, weights cannot be merged,
+or no legal order exists. ``Refused`` signals that and never leaves ``apply``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_
 
 
 class Refused(Exception):  # noqa: N818  (no error: the answer "not here")
-    """The rule does not apply at this place after all."""
+    """Raised if a rule cannot be applied at a match."""
 
 
 @dataclass
 class Fresh:
-    """Next free numbers."""
+    """Next unused ids of values, storages and operators."""
 
     value: int
     storage: int
@@ -34,9 +34,9 @@ class Fresh:
 
 
 class Draft:
-    """Calls that are added to a graph. They stand for those of ``ops``, whose versions, phase and module they take.
+    """New calls for a graph, which replace the calls ``ops`` and take over their versions, phase and module.
 
-    ``beside`` is another draft of the same graph, whose calls will be there, too.
+    ``beside`` is another draft of the graph whose calls are added as well; both share their tables.
     """
 
     def __init__(self, graph: Graph, ops: Sequence[int], beside: Draft | None = None) -> None:
@@ -62,7 +62,7 @@ class Draft:
         self.line = matched[-1].line
 
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
-        """Add a call and return its values. Raises Refused where it takes no such tensors."""
+        """Add a call and return its outputs. Raises Refused if the operator rejects the tensors."""
         probe = Op(self.fresh.op, target, args, kwargs, ())
         try:
             made = describe(probe, self.values)
@@ -100,8 +100,8 @@ class Draft:
         return number
 
     def cat(self, values: Sequence[int], dim: int) -> int:
-        """Put tensors side by side along a dimension (counted from 0): by a call that copies them, or, of weights, by a
-        window on memory in which they lie side by side already (``merged_weights``)."""
+        """Concatenate tensors along a dimension (counted from 0): by a `cat`, or, for weights, by a view of memory in
+        which they are adjacent (``merged_weights``). Raises Refused if weights are not adjacent."""
         if len(values) == 1:
             return values[0]
         looks = [self.values[value] for value in values]
@@ -114,7 +114,7 @@ class Draft:
         return self._open_window(found)
 
     def _open_window(self, window: Window) -> int:
-        """Emit the views from the merged weight to the window on it."""
+        """Add the views that lead from the merged weight to the window."""
         value = window.base
         if (window.low, window.high) != (0, self.values[value].shape[0]):
             (value,) = self.emit("aten.slice.Tensor", (Ref(value), 0, window.low, window.high), ())
@@ -130,7 +130,7 @@ _MANY = ("aten.split_with_sizes.default", "aten.split.Tensor")
 
 
 def common_module(modules: Sequence[str]) -> str:
-    """Return the innermost module that holds all of them."""
+    """Return the path of the innermost common module."""
     levels = zip(*(module.split(".") for module in modules), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
@@ -138,11 +138,11 @@ def common_module(modules: Sequence[str]) -> str:
 # The right-hand side of a rule as calls of a draft.
 
 Built: TypeAlias = int | tuple[int, ...]
-"""A value, or a list of them."""
+"""A value id, or several."""
 
 
 def build(draft: Draft, pattern: Pattern, bound: Bound) -> Built:
-    """Add the pattern's calls and return their results. Raises Refused where the sizes do not fit."""
+    """Add the pattern's calls and return their outputs. Raises Refused if sizes do not fit."""
     match pattern:
         case Var(name=name):
             return bound.values[name]
@@ -164,7 +164,7 @@ def build(draft: Draft, pattern: Pattern, bound: Bound) -> Built:
 
 
 def _build_calls(draft: Draft, pattern: CallPattern, bound: Bound) -> Built:
-    """Add one call, or one for each member of the lists among its arguments."""
+    """Add one call, or one per member of the lists among its arguments."""
     args = [build(draft, arg, bound) for arg in pattern.args]
     counts = {len(arg) for arg in args if isinstance(arg, tuple)}
     if not counts:
@@ -190,7 +190,7 @@ def _flat(found: Sequence[Built]) -> list[int]:
 
 
 def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
-    """Return the dimension that the pattern names, counted from 0."""
+    """Return the dimension of the pattern, counted from 0. Raises Refused if the tensor lacks it."""
     dim = bound.dims[pattern.dim] if isinstance(pattern.dim, str) else pattern.dim
     rank = len(draft.values[tensor].shape)
     if dim is None or not -rank <= dim < 0:
@@ -199,8 +199,8 @@ def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
 
 
 def _piece_sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> tuple[int, ...]:
-    """Return the sizes of the members of the list that the pattern names, along ``dim`` (negative) or, of weights of a
-    convolution, along the channels out; without a list those of the matched split."""
+    """Return the sizes of the pieces of a split: the sizes of the list that the pattern names, along ``dim`` (negative;
+    along output channels for convolution weights), or without a list the sizes of the matched split."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var):
             at = dim if pattern.dim != CHANNELS or arg.of.name != "w" else -4
@@ -209,13 +209,13 @@ def _piece_sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> 
 
 
 CHANNELS = -3
-"""The dimension of an image's channels; those of the result are the first dimension, -4, of a convolution's weight."""
+"""Channel dimension of an image; in a convolution's weight, output channels are dimension -4."""
 
 
 def merge_weights(merging: Merging, pattern: Pattern, bound: Bound) -> None:
-    """Put the weights side by side that the pattern concatenates. Raises Refused if they cannot be, some maybe moved.
+    """Merge the weights that the pattern concatenates. Raises Refused if that is impossible, maybe half-way.
 
-    Concatenations of the pattern's own results are left alone: these are no weights.
+    Concatenations of other tensors are ignored.
     """
     for call in calls(pattern):
         if call.form != "cat" or not isinstance(call.dim, (int, str)):
@@ -232,7 +232,7 @@ def merge_weights(merging: Merging, pattern: Pattern, bound: Bound) -> None:
 
 
 def _leaves(call: CallPattern, bound: Bound) -> Sequence[int]:
-    """List the tensors of a concatenation, if it takes nothing but names."""
+    """Return the tensors of a concatenation, if it takes only names; else ()."""
     found: list[int] = []
     known: Mapping[str, int] = bound.values
     for arg in call.args:

@@ -1,13 +1,12 @@
-"""The language in which rules are written: patterns of operators as Python expressions.
+"""The pattern language of rules: operators as Python expressions.
 
-    mm(x, *a)                       every product with one and the same left factor ``x``; ``a`` are the right ones
-    cat(unary(*a), dim=d)           one concatenation of calls that differ in their tensor alone
-    split(mm(x, w), dim=-1)         all pieces of one split, in order
-    unary(*split(x, dim=d))         the same call on every piece of a split
+    mm(x, *a)                       all products with one left factor ``x``; ``a`` are the right factors
+    cat(unary(*a), dim=d)           a concatenation of calls that differ only in their tensor
+    split(mm(x, w), dim=-1)         all pieces of a split, in order
+    unary(*split(x, dim=d))         equal calls on every piece of a split
 
-A bare name stands for one tensor, the same wherever it occurs; a starred one for a list. Dimensions are counted from
-the last, -1, so that a pattern says the same of matrices and of batches of them. ``operator_forms`` defines the
-operators.
+A name is one tensor, equal wherever it occurs; a starred name is a list. Dimensions are negative, so that a pattern
+fits matrices and batches of matrices. ``operator_forms`` defines the operators.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from magis.errors import MagisError
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A tensor."""
+    """A pattern variable that matches a tensor."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallPattern:
-    """An operator. ``dim`` is a number (negative), the name of one, or None for operators without."""
+    """A pattern that matches a call. ``dim`` is a negative number, the name of one, or None for operators without."""
 
     form: str
     args: tuple[Pattern, ...]
@@ -38,7 +37,7 @@ class CallPattern:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A list: of tensors, or the pieces of a split."""
+    """A starred pattern: a list of tensors, or the pieces of a split."""
 
     of: Var | CallPattern
 
@@ -46,11 +45,11 @@ class Each:
 Pattern: TypeAlias = Var | CallPattern | Each
 
 _LISTS = ("cat", "split")
-"""Operators that take a list as such, where any other one is called once for each of its members."""
+"""Operators that take a list as one argument; any other operator is called once per member."""
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Parse a pattern. Raises MagisError for another text, which is a mistake in our table of rules."""
+    """Parse a pattern. Raises MagisError for invalid text, which is a bug in the table of rules."""
     try:
         tree = ast.parse(f"({text},)", mode="eval").body
     except SyntaxError as error:
@@ -95,14 +94,14 @@ def _wrong(text: str) -> MagisError:
 
 
 def is_family(pattern: Pattern) -> bool:
-    """Return True if the pattern stands for one call per member of a list."""
+    """Return True if the pattern matches a family: one call per member of a list."""
     if not isinstance(pattern, CallPattern) or pattern.form in _LISTS:
         return False
     return any(isinstance(arg, Each) or is_family(arg) for arg in pattern.args)
 
 
 def member(pattern: Pattern, index: int) -> Pattern:
-    """Return one member of a family: ``*a`` becomes the tensor ``a.3``."""
+    """Return the pattern of one member of a family: ``*a`` becomes the tensor ``a.3``."""
     match pattern:
         case Each(of=Var(name=name)):
             return Var(f"{name}.{index}")
@@ -122,9 +121,7 @@ def calls(pattern: Pattern) -> Iterator[CallPattern]:
             yield from calls(arg)
 
 
-# A rule: what it looks for, what it puts in its place, and where that is possible (paper, TASO rules).
-# The published implementation leaves these rules out. Here each is a row of ``rule_table``: two patterns. Everything
-# else is common to all of them: a rule applies where its calls are functional and the graph that comes out is
-# legal, with the versions that the old calls met, one phase, and the innermost module that holds them all. A new
-# call stands where the first old one stood, or as soon after it as its inputs exist; what follows is moved no
-# further than that demands.
+# A rule is a row of ``rule_table``: two patterns (paper, TASO rules; the published implementation leaves them out).
+# A rule applies where its calls are functional and the resulting graph is legal. New calls read the versions that the
+# old calls read, and get one phase and the innermost common module. A new call takes the position of the first old
+# one, or the first position behind it where its inputs exist; later operators move no further than that requires.

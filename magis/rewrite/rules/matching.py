@@ -1,7 +1,7 @@
-"""Matching: finds the places where a pattern occurs in a graph.
+"""Matching of patterns in a graph.
 
-Only calls take part that a rule can replace without anybody noticing: functional, not random, no loop, on memory that
-nothing ever writes, and not returned to the caller. Their inputs may be anything, weights included.
+Only calls that can be replaced safely are matched: functional, deterministic, no loop, with outputs that nothing writes
+and the step does not return. Their inputs may be any tensors, weights included.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, FORMS, Seen, siz
 
 @dataclass(frozen=True)
 class Bound:
-    """Tensors, lists and literals that a pattern's names stand for.
+    """A match: the tensors, lists and literals bound to a pattern's names.
 
-    ``roots`` are the values that the rule replaces, in order; ``ops`` the ids of the calls that were matched; ``like``
-    the calls whose literals the new ones take over, by operator of the language.
+    ``roots`` are the values that the rule replaces, in order; ``ops`` the ids of the matched calls; ``like`` the calls
+    whose literals the new calls keep, by operator of the pattern language.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Bound:
 
 
 class Index:
-    """A graph with tables that matching reads again and again."""
+    """A graph with lookup tables for matching."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -55,14 +55,14 @@ class Index:
                 self.in_cat.setdefault(value, (self.position[op.id], number))
 
     def see(self, form: str, op: Op) -> Seen | None:
-        """Read a call as an operator of the language; None if it is another one or takes no part."""
+        """Return a call as an operator of the pattern language; None if it does not match or must not be replaced."""
         where = (form, op.id)
         if where not in self._seen:
             self._seen[where] = FORMS[form](op, self.graph.values) if op.id in self._part else None
         return self._seen[where]
 
     def all(self, form: str) -> Sequence[tuple[Op, Seen]]:
-        """List every call of an operator of the language, in program order."""
+        """Return every call that matches an operator of the pattern language, in program order."""
         if form not in self._match_args:
             seen = ((op, self.see(form, op)) for op in self._part.values())
             self._match_args[form] = [(op, found) for op, found in seen if found is not None]
@@ -74,10 +74,10 @@ class Index:
         return op.target.startswith("aten.") and all(self.replaceable(value) for value in op.made())
 
     def replaceable(self, value: int) -> bool:
-        """Return True if nothing writes the memory of a value and the caller does not get it.
+        """Return True if nothing writes the memory of a value and the step does not return it.
 
-        A view of persistent memory, a transposed weight say, is replaceable: the update writes its storage, but
-        versions tell when.
+        Views of persistent memory, such as a transposed weight, are replaceable: the update writes their storage, but
+        versions order it.
         """
         storage = self.graph.storages[self.graph.values[value].storage]
         if storage.kind not in ("temporary", *_KEPT) or storage.id in self._returned:
@@ -91,7 +91,7 @@ _BESIDE = frozenset({"l", "r"})
 
 
 def occurrences(index: Index, pattern: Pattern) -> Iterator[Bound]:
-    """Yield every way to match the pattern, by the position of the outermost call."""
+    """Yield every match of the pattern, by the position of the outermost call."""
     if not isinstance(pattern, CallPattern):
         return
     if not is_family(pattern):
@@ -137,7 +137,7 @@ def _match_call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Ite
 
 
 def _bind_literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
-    """Bind the dimension and the literals of a call; None where they differ from those that are bound."""
+    """Return the match with a call's dimension and literals bound; None if they differ from bound ones."""
     dims = dict(bound.dims)
     if isinstance(pattern.dim, str):
         if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
@@ -163,7 +163,7 @@ def _match_args(index: Index, patterns: Sequence[Pattern], values: Sequence[int]
 
 
 def _pieces_fit(index: Index, pattern: CallPattern, bound: Bound, sizes: tuple[int, ...], dim: int | None) -> bool:
-    """Return False if the pattern names a list whose members are not as large as the pieces."""
+    """Return False if the pattern names a list whose members differ in size from the pieces."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var) and dim is not None:
             wanted = tuple(index.graph.values[v].shape[dim] for v in bound.lists.get(arg.of.name, ()))
@@ -176,7 +176,7 @@ def _pieces_fit(index: Index, pattern: CallPattern, bound: Bound, sizes: tuple[i
 
 
 def _match_list(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
-    """Match the members of a concatenation: single ones, lists, families, the pieces of a split."""
+    """Match the members of a concatenation: tensors, lists, families, or the pieces of a split."""
     if not patterns:
         if not values:
             yield bound
@@ -190,7 +190,7 @@ def _match_list(index: Index, patterns: Sequence[Pattern], values: Sequence[int]
     elif is_family(first):
         yield from _match_members(index, first, values, bound) if not rest else ()
     elif isinstance(first, Each) and isinstance(first.of, Var):
-        # Alone, a list takes all; beside others, those left and right may be empty and one between has members to join.
+        # A single list takes all members; of several, those left and right may be empty, one between has two or more.
         least = len(values) if not rest else 0 if first.of.name in _BESIDE else 2
         for count in range(least, len(values) + 1):
             found = replace(bound, lists={**bound.lists, first.of.name: tuple(values[:count])})
@@ -203,7 +203,7 @@ def _match_list(index: Index, patterns: Sequence[Pattern], values: Sequence[int]
 def _match_members(
     index: Index, pattern: Pattern, values: Sequence[int], bound: Bound, number: int = 0
 ) -> Iterator[Bound]:
-    """Match every value with the pattern, each with tensors of its own for the starred names."""
+    """Match every value with the pattern, binding the starred names anew for each."""
     if number == len(values):  # ``a.0``, ``a.1``, ... become the list ``a``
         names = dict.fromkeys(name.partition(".")[0] for name in bound.values if "." in name)
         lists = {name: tuple(bound.values[f"{name}.{at}"] for at in range(number)) for name in names}
@@ -218,7 +218,7 @@ def _match_members(
 
 
 def _match_siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
-    """Match calls that share all tensors but the starred ones: all of them, and of more than two also neighbours."""
+    """Yield matches of calls that share all but the starred tensors: the whole group, and each pair of neighbours."""
     fixed = [at for at, arg in enumerate(pattern.args) if not isinstance(arg, Each)]
     groups: dict[Hashable, list[tuple[Op, Seen]]] = {}
     for op, seen in index.all(pattern.form):
@@ -246,9 +246,8 @@ def _is_weight(index: Index, value: int) -> bool:
 
 
 def _place_key(index: Index, pattern: CallPattern, seen: Seen) -> tuple[tuple[int, int], ...]:
-    """Return the key that orders siblings: weights by where they lie, so that forward and backward ask for the same
-    order; other tensors by where they, or their transposes, stand in an existing concatenation, which then does for
-    both."""
+    """Return the sort key of siblings: weights by address, so that forward and backward want one order; other tensors
+    by their position, or their transpose's, in an existing concatenation, which can then be shared."""
     found = []
     for arg, value in zip(pattern.args, seen.args, strict=True):
         if not isinstance(arg, Each):
@@ -276,7 +275,7 @@ def _family(pattern: CallPattern, members: Sequence[tuple[Op, Seen]]) -> Bound:
 
 
 def _match_on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
-    """Match the same call on each piece of one split; of two tensors: on pieces of the same number."""
+    """Yield matches of equal calls on all pieces of a split; for two tensors, on corresponding pieces of two splits."""
     split = next(arg.of for arg in pattern.args if isinstance(arg, Each) and isinstance(arg.of, CallPattern))
     for op, _ in index.all(split.form):
         for first in index.users.get(op.made()[0], ()):
@@ -297,7 +296,7 @@ def _match_on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
 
 
 def _twin(index: Index, form: str, seen: Seen, splits: Sequence[Op | None], number: int) -> Op | None:
-    """Find the call that does to piece ``number`` of each split what ``seen`` does to the first."""
+    """Return the call on piece ``number`` of each split that equals ``seen`` on the first pieces; None without one."""
     if any(split is None or number >= len(split.outputs) for split in splits):
         return None
     wanted = tuple(split.outputs[number] for split in splits if split is not None)

@@ -1,15 +1,15 @@
-"""Weights side by side in one storage, so that a product of several weights copies none of them in every step.
+"""Merging of weights into one storage, so that a product of several weights need not copy them in every step.
 
-    parameter:q [n, k], parameter:k [m, k]   ->   merged [n + m, k], with q and k as windows on its first and last rows
+    parameter:q [n, k], parameter:k [m, k]   ->   merged [n + m, k], with q and k as views of its first and last rows
 
-The parameters stay what they are, trained one by one, each with its optimizer state; only the memory is another. It is
-laid out once, before the first step (``magis.runtime.packed_weights``). Which layouts can be merged: tensors of one
-data type whose elements are dense, with the dimension of the concatenation outermost in memory and all others alike.
-That is the first dimension of a linear layer's or a convolution's weight and of a bias, and the last one of a
-transposed weight. Anything else is refused: a column-wise concatenation of row-major matrices is no window on anything.
+Parameters stay separate for training, each with its optimizer state; only their memory moves, once, before the first
+step (``magis.runtime.packed_weights``). Tensors can be merged if they have one dtype, are dense, have the concatenated
+dimension outermost in memory, and agree in all others: along the first dimension of a linear layer's or a convolution's
+weight or of a bias, or the last dimension of a transposed weight. A column-wise concatenation of row-major matrices
+cannot be a view.
 
-Since an in-place update of one part writes the common storage, versions are counted anew for all of them together: the
-update of one then waits for the readers of the others, which is more than the numbers need and never less.
+Since an in-place update of one part writes the common storage, its versions count writes to all parts: the update of
+one part then waits for readers of the others, which is stricter than needed but correct.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from magis.graph import ITEM_SIZE, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.operator_forms import ABSOLUTE
 
 MERGED = "merged:"
-"""Prefix of the name of a merged weight among the graph's inputs; the names of the parts follow, in order."""
+"""Prefix of a merged weight's name among the graph's inputs; the names of its parts follow, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows ``low`` to ``high`` of the input ``base``, its dimensions then permuted by ``dims``."""
+    """A view of rows ``low`` to ``high`` of the input ``base``, permuted by ``dims``."""
 
     base: int
     low: int
@@ -37,13 +37,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Layout of a tensor that can be merged: ``rows`` of one shape ``row``, from element ``low`` on."""
+    """Layout of a mergeable tensor: ``rows`` of shape ``row``, from element ``low`` of its storage."""
 
     low: int
     rows: int
     row: tuple[int, ...]
     dims: tuple[int, ...]
-    """Dimension of memory (outermost first) for each of the tensor's."""
+    """For each dimension of the tensor, its rank in memory, outermost first."""
 
     @property
     def high(self) -> int:
@@ -51,24 +51,24 @@ class _Layout:
 
 
 def is_weight(storages: Mapping[int, Storage], value: Value) -> bool:
-    """Return True if a tensor lies on a parameter."""
+    """Return True if a value lies on a parameter's storage."""
     return storages[value.storage].kind == "parameter"
 
 
 def window_of(graph: Graph, values: Sequence[Value], dim: int) -> Window | None:
-    """Find the window that shows tensors which lie side by side along ``dim`` already; None if they do not."""
+    """Return the window of tensors that are adjacent along ``dim`` already; None if they are not."""
     runs = _runs(values, dim)
     return _window_on(graph.values, graph.inputs, *runs[0]) if runs is not None and len(runs) == 1 else None
 
 
 class Merging:
-    """A graph whose weights are put side by side, many of them one after the other: tables of the operators that touch
-    each storage save a walk through the step for each."""
+    """A graph whose weights are merged step by step; tables of the operators on each storage avoid walks through the
+    graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._before = graph
         self.moves = 0
-        """Number of times that storages have been put together."""
+        """Number of merges of storages so far."""
         self.values, self._storages = dict(graph.values), dict(graph.storages)
         self._inputs = list(graph.inputs)
         self._ops, self._slices = list(graph.ops), list[Op]()
@@ -76,8 +76,8 @@ class Merging:
         self._on: dict[int, list[int]] = {}  # storage -> its values
         for number, value in graph.values.items():
             self._on.setdefault(value.storage, []).append(number)
-        self._touching: dict[int, list[int]] = {}  # storage -> positions of the operators that pin a version of it
-        self._placing: set[int] = set()  # storages that calls meet which name absolute places
+        self._touching: dict[int, list[int]] = {}  # storage -> positions of operators that read or write it
+        self._placing: set[int] = set()  # storages of tensors whose address an operator depends on
         for position, op in enumerate(graph.ops):
             for storage in {pair[0] for pair in (*op.reads, *op.writes)}:
                 self._touching.setdefault(storage, []).append(position)
@@ -89,7 +89,7 @@ class Merging:
         return self._storages
 
     def merge(self, values: Sequence[Value], dim: int) -> Window | None:
-        """Put the tensors side by side along ``dim`` unless they lie so; None where they cannot."""
+        """Merge the tensors along ``dim`` unless they are adjacent; return their window, None if impossible."""
         runs = _runs(values, dim)
         if runs is None:
             return None
@@ -102,14 +102,14 @@ class Merging:
         return _window_on(self.values, [number for number in self._inputs if number in on], *runs[0])
 
     def graph(self) -> Graph:
-        """Return the graph by now; the very same one if nothing lies elsewhere."""
+        """Return the graph with merged weights; the original object if nothing was merged."""
         if not self.moves:
             return self._before
         ops, inputs = (*reversed(self._slices), *self._ops), tuple(self._inputs)
         return replace(self._before, storages=dict(self._storages), values=dict(self.values), ops=ops, inputs=inputs)
 
     def _move_together(self, runs: Sequence[tuple[int, _Layout]], dtype: str) -> int | None:
-        """Move whole storages one behind the other into a new one; return that, None where they cannot be."""
+        """Concatenate whole storages in a new one and return its id; None if that is impossible."""
         old = [storage for storage, _ in runs]
         if len(set(old)) < len(old) or any(self._storages[storage].kind != "parameter" for storage in old):
             return None
@@ -120,7 +120,7 @@ class Merging:
         if any(self.values[number].dtype != dtype for number in shown):
             return None  # offsets are counted in elements
         if not self._placing.isdisjoint(old):
-            # a call that names an absolute place, which would be another one; a loop, whose body knows it; a swap
+            # an operator that depends on the address: `as_strided`, a loop, a swap
             return None
         given = [number for number in self._inputs if self.values[number].storage in old]
         merged = [number for number in given if self.values[number].name.startswith(MERGED)]
@@ -157,7 +157,7 @@ class Merging:
         return new
 
     def _recount(self, old: Sequence[int], new: int) -> None:
-        """Count the versions of the old storages together, in program order."""
+        """Renumber the versions of the old storages as versions of the new one, in program order."""
         gone, version = frozenset(old), 0
         positions = sorted({position for storage in old for position in self._touching.pop(storage, ())})
         for position in positions:
@@ -174,8 +174,7 @@ class Merging:
 
 
 def _runs(values: Sequence[Value], dim: int) -> list[tuple[int, _Layout]] | None:
-    """List the storages and the rows of each that tensors side by side show one after the other; None if the layouts
-    differ."""
+    """Return (storage, rows) for adjacent tensors in order, contiguous rows joined; None if the layouts differ."""
     layouts = [_layout(value, dim) for value in values]
     first = layouts[0]
     if first is None or len({value.dtype for value in values}) > 1:
@@ -195,12 +194,12 @@ def _runs(values: Sequence[Value], dim: int) -> list[tuple[int, _Layout]] | None
 
 
 def _layout(value: Value, dim: int) -> _Layout | None:
-    """Read the tensor as rows in memory, one after another along ``dim``; None if it does not lie so, or shows its
-    memory's conjugates or negatives."""
+    """Return the tensor's layout as rows along ``dim``; None if ``dim`` is not outermost in dense memory, or lazy bits
+    are set."""
     if value.bits:
         return None
     rank = len(value.shape)
-    # Dimensions of one element may have any stride; the one that is merged is outermost among equals.
+    # Dimensions of size 1 may have any stride; the merged one counts as outermost among equals.
     inner = sorted((d for d in range(rank) if d != dim), key=lambda d: (-value.stride[d], d))
     row = tuple(value.shape[d] for d in inner)
     step = 1
@@ -215,7 +214,7 @@ def _layout(value: Value, dim: int) -> _Layout | None:
 
 
 def _window_on(values: Mapping[int, Value], inputs: Sequence[int], storage: int, rows: _Layout) -> Window | None:
-    """Find the window that shows the rows on an input: the merged weight, or a parameter that holds them all."""
+    """Return the window of the rows on the merged weight, or on a parameter that has them all; else None."""
     unit = prod(rows.row)
     for number in inputs:
         value = values[number]

@@ -1,16 +1,16 @@
-"""Operators of patterns: the calls that they match, and the calls that they make.
+"""Operators of the pattern language: the calls that they match, and the calls that they emit.
 
-    mm(a, b)         product of matrices, or of two batches of them
+    mm(a, b)         product of two matrices, or of two batches of matrices
     addmm(c, a, b)   c + a b, with a vector c along the last dimension
-    conv(x, w)       convolution of images without groups or bias; convb(x, w, c) with one
-    add, sub, mul    element by element, of two tensors of one shape and data type
+    conv(x, w)       convolution of images without groups or bias; convb(x, w, c) with a bias
+    add, sub, mul    element-wise, of two tensors of one shape and dtype
     scale(x)         x times a number
-    unary(x)         any element-wise call on one tensor; binary(a, b): on two of the same shape
+    unary(x)         any element-wise call on one tensor; binary(a, b): on two of one shape
     t(x)             the last two dimensions swapped
-    view(x)          another shape on the same memory
-    cat, split       along a dimension; the pieces of a split are windows
+    view(x)          a reshaping view
+    cat, split       along a dimension; the pieces of a split are views
 
-``scale``, ``unary``, ``binary`` and ``view`` bring along literals, which stay as they were seen.
+``conv``, ``scale``, ``unary``, ``binary`` and ``view`` keep the literals of the matched call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from magis.graph import Arg, Op, Ref, Value
 from magis.ops.operators import op_info
 
 ABSOLUTE = "aten.as_strided"
-"""Prefix of calls that address memory, not dimensions."""
+"""Prefix of operators that address memory, not dimensions."""
 
 Values: TypeAlias = Mapping[int, Value]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call as patterns see it.
+    """A call as a pattern matches it.
 
-    ``args`` are the tensors it takes; ``dim`` is negative. Calls with equal ``key`` do the same to other tensors.
+    ``args`` are the input tensors; ``dim`` is negative. Calls with equal ``key`` differ only in their tensors.
     """
 
     args: tuple[int, ...]
@@ -44,12 +44,12 @@ Form: TypeAlias = Callable[[Op, Values], Seen | None]
 
 
 def is_elementwise(op: Op) -> bool:
-    """Return True if every element of the result depends on the same element of the tensors alone."""
+    """Return True if each element of the operator's result depends only on the same element of its inputs."""
     return op_info(op.target).elementwise and not op.many and not op.writes and not op.random
 
 
 def _tensors(op: Op, count: int) -> tuple[int, ...] | None:
-    """Return the tensors of a call that takes ``count`` of them and nothing else; None for other calls."""
+    """Return the inputs of a call that takes ``count`` tensors and nothing else; None for other calls."""
     found = tuple(arg.value for arg in op.args if isinstance(arg, Ref))
     return found if len(found) == len(op.args) == count and not op.kwargs else None
 
@@ -67,8 +67,8 @@ def _addmm(op: Op, values: Values) -> Seen | None:
 
 
 def _conv(count: int) -> Form:
-    """Match a convolution of ``count`` tensors without groups, not transposed; the literals and all sizes but batch
-    and channels out must agree."""
+    """Return a matcher of convolutions of ``count`` tensors without groups, not transposed; literals and all sizes but
+    batch and output channels must agree."""
 
     def see(op: Op, values: Values) -> Seen | None:
         if op.target != "aten.convolution.default" or op.kwargs or len(op.args) != 9 or len(op.inputs()) != count:
@@ -84,7 +84,7 @@ def _conv(count: int) -> Form:
 
 
 def _has_complex(op: Op, values: Values) -> bool:
-    """Return True for complex numbers, whose products round by the order of factors and the place in a row."""
+    """Return True if a tensor is complex: complex products round by the order of factors and by position."""
     return any(values[number].dtype.startswith("complex") for number in (*op.inputs(), *op.made()))
 
 
@@ -162,12 +162,12 @@ def _cat(op: Op, values: Values) -> Seen | None:
     if not isinstance(dim, int) or any(values[n].dtype != looks.dtype for n in op.inputs()):
         return None
     if any(len(values[number].shape) != rank for number in op.inputs()):
-        return None  # torch lets empty vectors stand among tensors of another rank
+        return None  # torch accepts empty 1-d tensors among tensors of another rank
     return Seen(op.inputs(), dim=dim % rank - rank)
 
 
 def sizes_of_split(op: Op, values: Values) -> tuple[int, ...]:
-    """Return the sizes of the pieces of a call that ``split`` matches."""
+    """Return the sizes of the pieces of a ``split`` call; () for other calls."""
     seen = _split(op, values)
     return () if seen is None or seen.dim is None else tuple(values[n].shape[seen.dim] for n in op.made())
 
@@ -189,14 +189,14 @@ FORMS: dict[str, Form] = {
     "scale": _scale, "unary": _elementwise(1), "binary": _elementwise(2),
     "t": _transpose, "view": _view, "cat": _cat, "split": _split,
 }  # fmt: skip
-"""Matchers of the language's operators."""
+"""Operator of the pattern language -> function that matches a call."""
 
 BRINGS_LITERALS = ("conv", "convb", "scale", "unary", "binary", "view")
-"""Operators whose new calls take their literals from one that was matched."""
+"""Operators whose emitted calls keep the literals of a matched call."""
 
 
 def made_like(op: Op, tensors: tuple[int, ...]) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Return target and arguments of the same call on other tensors."""
+    """Return target and arguments of a call with its tensors replaced."""
     rest = iter(tensors)
 
     def swapped(arg: Arg) -> Arg:
@@ -209,10 +209,10 @@ def made_like(op: Op, tensors: tuple[int, ...]) -> tuple[str, tuple[Arg, ...], t
 def made_call(
     form: str, tensors: tuple[int, ...], dim: int | None, values: Values, sizes: tuple[int, ...]
 ) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """Return target and arguments of a call without literals of its own."""
+    """Return target and arguments of a new call of an operator that keeps no literals."""
     refs: tuple[Arg, ...] = tuple(Ref(number) for number in tensors)
     rank = len(values[tensors[0]].shape)
-    where = (dim % rank,) if dim is not None and dim % rank else ()  # as torch hands calls on: without defaults
+    where = (dim % rank,) if dim is not None and dim % rank else ()  # defaults are omitted, as torch does
     match form:
         case "mm":
             return ("aten.mm.default" if rank == 2 else "aten.bmm.default"), refs, ()

@@ -1,4 +1,4 @@
-"""Old calls out, new ones in: the graph that a draft stands for."""
+"""Replacement of matched calls by the calls of a draft."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A change: users of a value take the one in ``instead``, and the calls of ``ops`` go, with all that only they
-    need."""
+    """A change of the graph: users of a value take its replacement in ``instead``; the calls in ``ops``, and all that
+    only they need, are removed."""
 
     draft: Draft
     ops: Sequence[int]
@@ -30,15 +30,15 @@ class Edit:
 
     @property
     def stretch(self) -> tuple[int, int]:
-        """Positions of the first and the last call that go."""
+        """Return the positions of the first and the last removed call."""
         places = [self.draft.position[number] for number in self.ops]
         return min(places), max(places)
 
 
 def replaced(edits: Sequence[Edit]) -> Graph:
-    """Apply edits of different calls, whose drafts stand beside one another.
+    """Apply edits of disjoint calls, whose drafts share their tables, and return the graph.
 
-    Raises Refused where no legal graph is left, or where one edit changes calls or tensors of another one.
+    Raises Refused if no legal graph results, or one edit changes calls or tensors of another.
     """
     before = edits[0].draft.graph
     change = _Change(edits)
@@ -65,7 +65,7 @@ def replaced(edits: Sequence[Edit]) -> Graph:
 
 
 def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort stretches and join those that overlap."""
+    """Return the stretches sorted, overlapping ones merged."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(stretches):
         if found and low <= found[-1][1]:
@@ -76,7 +76,7 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Change:
-    """Operators that take other values than before, and the new layouts of their results."""
+    """Operators with replaced inputs, and the new layouts of their outputs."""
 
     def __init__(self, edits: Sequence[Edit]) -> None:
         draft = edits[-1].draft
@@ -92,12 +92,12 @@ class _Change:
                 raise Refused("the results look different")
 
     def renewed(self, op: Op) -> list[Op]:
-        """Return the operator on the new values, behind copies that it may need."""
+        """Return the operator with its new inputs, preceded by copies that it may need."""
         taken = [self._instead.get(value, value) for value in op.inputs()]
         if not any(value in self._changed for value in taken):
             return [op]
         if op.target.startswith("magis."):
-            # A loop knows where its tensors lie; what is swapped out is freed whole.
+            # A loop depends on its tensors' storages; a swap frees the whole storage.
             raise Refused(f"{op.target} would meet another tensor")
         new = _with(op, self._instead)
         if op.target.startswith(ABSOLUTE):
@@ -108,7 +108,7 @@ class _Change:
         if signature(op, self.before.values) == signature(new, self.values):
             return [self._relocated(op, new)]
         info = op_info(op.target)
-        drawn = op.random and info.attention is None  # attention draws by row and column, others by place in memory
+        drawn = op.random and info.attention is None  # attention draws by row and column, others by address
         if drawn or not (info.view or info.any_layout or is_elementwise(op) or op.phase == "update"):
             return self._on_copies(op, new)
         try:
@@ -118,11 +118,11 @@ class _Change:
         return [self._with_new_results(op, new, made)]
 
     def moved(self, op: Op) -> bool:
-        """Return True if a tensor that the call takes or makes has changed."""
+        """Return True if an input or output of the call has changed."""
         return any(self.values[value] != self.before.values[value] for value in (*op.inputs(), *op.made()))
 
     def returned(self, value: int) -> int:
-        """Return the caller's new value. Raises Refused if it would be a view of more memory than before."""
+        """Return the replacement of an output of the step. Raises Refused if it would be a view of larger memory."""
         new = self._instead.get(value, value)
         if new not in self._changed:
             return value
@@ -133,7 +133,7 @@ class _Change:
         return new
 
     def _on_copies(self, op: Op, new: Op) -> list[Op]:
-        """Run the operator on dense copies of tensors that have become windows."""
+        """Return the operator on dense copies of inputs that have become views."""
         found, copies = [], {}
         for old, value in zip(op.inputs(), new.inputs(), strict=True):
             looks, now = self.before.values[old], self.values[value]
@@ -167,7 +167,7 @@ class _Change:
         return number
 
     def _relocated(self, op: Op, new: Op) -> Op:
-        """Move the views that the operator opens, where all tensors look as before but lie elsewhere."""
+        """Move the views that the operator returns, if all inputs keep their layout but lie on other storages."""
         for value in dict.fromkeys(new.made()):
             old = self.before.values[value]
             for taken, given in zip(op.inputs(), new.inputs(), strict=True):
@@ -202,8 +202,8 @@ class _Change:
         return self._with_new_versions(op, new)
 
     def _with_new_versions(self, op: Op, new: Op) -> Op:
-        """Return the operator with the versions of the memory on which its tensors lie now."""
-        moved: dict[int, set[int]] = {}  # what lay on one storage may lie on several now
+        """Return the operator with the versions of the storages of its new inputs."""
+        moved: dict[int, set[int]] = {}  # old storage -> new storages
         for old, value in zip(op.inputs(), new.inputs(), strict=True):
             left, storage = self.before.values[old].storage, self.values[value].storage
             if left != storage:
@@ -227,7 +227,7 @@ def _with(op: Op, instead: Mapping[int, int]) -> Op:
 def _pruned(
     rows: list[tuple[int, Op]], outputs: tuple[int, ...], candidates: frozenset[int], before: Graph
 ) -> list[tuple[int, Op]]:
-    """Drop candidates that nobody needs, and all that only they needed."""
+    """Drop candidates without users, and all operators that only they used."""
     needed = {op.id for op in before.ops} - candidates
     uses: dict[int, int] = dict.fromkeys(outputs, 1)
     maker = {value: op for _, op in rows for value in op.made()}
@@ -251,11 +251,10 @@ def _pruned(
 def _ordered(
     before: Graph, rows: list[tuple[int, Op]], change: _Change, stretches: Sequence[tuple[int, int]]
 ) -> tuple[Op, ...]:
-    """Order the operators as they stand if that is legal, else in the legal order that is closest to it.
+    """Return the operators in their given order if that is legal, else in the closest legal order.
 
-    Only those within a stretch, from the first old call of an edit to its last, may move. All that follow must find
-    their tensors and versions as they stand. Raises Refused where the tensor in the place of an old result is
-    overwritten too early for that.
+    Only operators within a stretch, from an edit's first removed call to its last, may move. Raises Refused if an
+    operator behind a stretch would not read its tensors and versions, as when a replacement is overwritten too early.
     """
     ops = [op for _, op in rows]
     met, found = _Progress(before), list[Op]()
@@ -279,14 +278,15 @@ def _ordered(
 
 
 class _Progress:
-    """Values and versions of storages that exist after some operators."""
+    """Values and storage versions that exist after some operators."""
 
     def __init__(self, graph: Graph) -> None:
         self.values = set(graph.inputs)
         self.versions: dict[int, int] = {}
 
     def runs(self, op: Op) -> bool:
-        """Run an operator; return False if it does not find its inputs in the versions that it must read."""
+        """Advance past an operator; return False if an input is missing or at another version than the operator
+        reads."""
         if not self.values.issuperset(op.inputs()):
             return False
         if any(self.versions.get(storage, 0) != version for storage, version in op.reads):
@@ -296,7 +296,7 @@ class _Progress:
         return True
 
     def then(self, ops: Sequence[Op]) -> bool:
-        """Return True if the operators could run next, one after the other."""
+        """Return True if all operators could run next, in order."""
         after = copy.copy(self)
         after.values, after.versions = set(self.values), dict(self.versions)
         return all(after.runs(op) for op in ops)

@@ -1,7 +1,7 @@
-"""The rules ``before -> after``, one row each, and the functions that match and apply them (paper, TASO).
+"""Table of the rules ``before -> after`` (paper, TASO), and the functions that match and apply them.
 
-Aggregations make one large call of several small ones; others tidy up behind them. The neighbour *paper* has more,
-which lead back and forth.
+Aggregations merge several small calls into a large one; tidying rules simplify the result. The neighbour *paper* has
+further rules, and inverse ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from magis.rewrite.rules.replacement import Edit, replaced
 
 @dataclass(frozen=True)
 class Rule:
-    """``text`` is "before -> after".
+    """A rewrite rule; ``text`` is "before -> after".
 
-    ``exact``: element by element the same operations, hence the same bits (as far as kernels keep to that for tensors
-    of other sizes). ``inverse`` names the rules that lead back, applied one after the other; none: nothing does, or
-    other parts of the project (rematerialization).
+    ``exact``: both sides run equal operations per element, and so are bitwise equal (if kernels do not depend on the
+    size). ``inverse``: the rules that undo this one, applied in order; empty: none, or another part of the project
+    does.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Rule:
     inverse: tuple[str, ...] = ()
     exact: bool = False
     where: Callable[[Bound], bool] | None = None
-    """Condition on a match, besides that the calls of the right side take tensors of these sizes."""
+    """Extra condition on a match, or None."""
     find: Callable[[Index], Iterator[Bound]] | None = None
-    """Finder in the place of the left side, which is then for the reader; the first of the bound list "a" is kept."""
+    """Finder of matches, which binds the result to the list "a"; None: matches of the left side."""
 
     @cached_property
     def before(self) -> Pattern:
@@ -46,26 +46,26 @@ class Rule:
         return parse_pattern(self.text.partition(" -> ")[2])
 
     def occurrences(self, index: Index) -> Iterator[Bound]:
-        """Yield the places of the left side, even those where the right side is impossible."""
+        """Yield all matches of the left side, including those where the right side is impossible."""
         found = occurrences(index, self.before) if self.find is None else self.find(index)
         return (bound for bound in found if self.where is None or self.where(bound))
 
 
 @dataclass(frozen=True)
 class Match:
-    """One place at which a rule applies; good for the graph that it was found in, and none other."""
+    """A match of a rule in one graph; not valid for another graph."""
 
     rule: Rule
     bound: Bound
 
     @property
     def ops(self) -> tuple[int, ...]:
-        """Ids of the operators that the rule matches."""
+        """Return the ids of the matched operators."""
         return tuple(dict.fromkeys(self.bound.ops))
 
 
 def matches(rule: Rule, graph: Graph, index: Index | None = None) -> Iterator[Match]:
-    """Yield every place at which the rule applies, tried out. ``index`` may be shared by the rules of one graph."""
+    """Yield every match at which the rule can be applied. ``index`` may be shared by rules on one graph."""
     for bound in rule.occurrences(Index(graph) if index is None else index):
         match = Match(rule, bound)
         if attempt(graph, match) is not None:
@@ -73,7 +73,7 @@ def matches(rule: Rule, graph: Graph, index: Index | None = None) -> Iterator[Ma
 
 
 def apply(graph: Graph, match: Match) -> Graph:
-    """Return the graph with the rule applied. Raises LookupError for a match of another graph."""
+    """Return the graph with the rule applied. Raises LookupError if the match is of another graph."""
     found = attempt(graph, match)
     if found is None:
         raise LookupError(f"{match.rule.name} does not apply at operators {match.ops}: a match of another graph?")
@@ -81,7 +81,7 @@ def apply(graph: Graph, match: Match) -> Graph:
 
 
 def attempt(graph: Graph, match: Match) -> Graph | None:
-    """Return the graph with the rule applied; None where the graph does not allow it."""
+    """Return the graph with the rule applied; None if the result would be illegal."""
     try:
         return replaced([_edit(_with_weights(graph, [match])[0], match)])
     except Refused:
@@ -89,7 +89,7 @@ def attempt(graph: Graph, match: Match) -> Graph | None:
 
 
 def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Match]]:
-    """Put the weights side by side that the matches need so; return the graph, and the matches where that worked."""
+    """Merge the weights that the matches concatenate; return the graph, and the matches for which that is possible."""
     possible: list[Match] = []
     if all(match.rule.find is not None for match in found):
         return graph, [*found]
@@ -109,7 +109,7 @@ def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Mat
 
 
 def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
-    """Return the edit for a match. Raises Refused if the new calls take no such tensors."""
+    """Return the edit for a match. Raises Refused if the new calls do not accept the tensors."""
     draft = Draft(graph, match.ops, beside)
     made = build(draft, match.rule.after, match.bound)
     results = made if isinstance(made, tuple) else (made,)
@@ -120,7 +120,7 @@ def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
 
 
 def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tuple[Graph, int]:
-    """Apply matches of different calls all at once, or half by half where that fails; return also their number."""
+    """Apply matches of disjoint calls at once, or in halves if that fails; return the graph and the number applied."""
     if len(found) < 2:
         after = attempt(graph, found[0]) if found else None
         return (graph, 0) if after is None else (after, 1)
@@ -135,7 +135,7 @@ def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tu
 
 
 def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
-    """Apply matches all at once. Raises Refused where one fails after weights have been merged, or two collide."""
+    """Apply matches at once. Raises Refused if one fails after weights have been merged, or two collide."""
     before = graph
     graph, possible = _with_weights(graph, found)
     edits: list[Edit] = []
@@ -143,13 +143,13 @@ def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
         try:
             edits.append(_edit(graph, match, edits[-1].draft if edits else None))
         except Refused:
-            if graph is not before:  # merged in vain
+            if graph is not before:  # weights were merged for nothing
                 raise
     return (replaced(edits), len(edits)) if edits else (graph, 0)
 
 
 def twins(index: Index) -> Iterator[Bound]:
-    """Yield calls that compute the same from the same contents as an earlier one: they are not needed."""
+    """Yield duplicates: calls equal to an earlier one on equal contents (common subexpressions)."""
     groups: dict[object, list[Op]] = {}
     for op in index.graph.ops:
         if op.inputs() and index.takes_part(op):
@@ -161,7 +161,7 @@ def twins(index: Index) -> Iterator[Bound]:
 
 
 LEADING = (
-    # one input, several weights (query, key and value): those of the backward pass follow
+    # one input, several weights (query, key and value); those of the backward follow
     Rule("merge-mm", "mm(x, *a) -> split(mm(x, cat(*a, dim=-1)), *a, dim=-1)", inverse=("split-mm", "split-of-cat")),
     Rule("merge-addmm", "addmm(*c, x, *a) -> split(addmm(cat(*c, dim=-1), x, cat(*a, dim=-1)), *a, dim=-1)",
         inverse=("split-addmm", "split-of-cat", "split-of-cat")),
@@ -212,20 +212,20 @@ TIDYING = (
     Rule("cat-of-t", "cat(t(*a), dim=-1) -> t(cat(*a, dim=-2))", inverse=("t-of-cat",), exact=True),
     Rule("cat-of-t-rows", "cat(t(*a), dim=-2) -> t(cat(*a, dim=-1))", inverse=("t-of-cat-rows",), exact=True),
 )  # fmt: skip
-"""Rules that take calls away and lead towards further aggregations."""
+"""Rules that remove calls and enable further aggregations."""
 
-# Aggregations one after the other, as long as one applies, largest first, with the rules that tidy up behind.
-# ``quickest`` compares times to decide: one large product replaces three, but copies what they share.
+# Aggregations are applied until none applies, largest first, followed by tidying rules. ``quickest`` compares latencies
+# to decide: one large product replaces three, but copies what they share.
 
 GAIN = 0.005
-"""Share of a step's time that aggregations must save: larger calls leave a plan less choice (seen: with 0.97% the whole
-front is better, with 0.23% its lean end is worse; docs/rules.md)."""
+"""Fraction of a step's latency that aggregations must save: larger calls leave a plan less choice (seen: with 0.97% the
+whole front is better, with 0.23% its low-memory end is worse; docs/rules.md)."""
 
 
 def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
-    """Return the graph with all aggregations, or the very same graph where they save next to nothing.
+    """Return the graph with all aggregations, or the given graph if they save less than `GAIN` of its latency.
 
-    Layers are mostly alike: one that saves too little stands for all, and the others are not tried.
+    Layers are mostly alike, so one module is tried first; if it saves too little, the others are not tried.
     """
     # The innermost modules that hold the calls of each leading aggregation, in program order.
     index = Index(graph)
@@ -246,9 +246,9 @@ def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
 def aggregated(
     graph: Graph, rules: Sequence[Rule] = (*TIDYING, *AGGREGATIONS), within: str = ""
 ) -> tuple[Graph, Counter[str]]:
-    """Apply the rules until none applies; return also how often each did.
+    """Apply the rules until none applies; return the graph and how often each rule applied.
 
-    Every one of them takes calls away, so this ends. ``within`` names a module: calls of others are left alone.
+    Every rule removes calls, so this ends. ``within``: path of a module; calls of other modules stay.
     """
     applied: Counter[str] = Counter()
     index = Index(graph)
@@ -264,9 +264,9 @@ def aggregated(
 
 
 def _everywhere(index: Index, each: Rule, within: str) -> tuple[Graph, int] | None:
-    """Apply a rule wherever the graph of the index shows it; return also how often, None if nowhere.
+    """Apply a rule at all its matches in the index's graph; return the graph and the number of applications, None if 0.
 
-    An occurrence that an earlier one has touched is left out; it shows again in the next index if it still stands.
+    Matches changed by an earlier application are skipped; a new index finds them again if they still exist.
     """
     graph, count = index.graph, 0
     untouched = _Untouched(index)
@@ -289,7 +289,7 @@ def _everywhere(index: Index, each: Rule, within: str) -> tuple[Graph, int] | No
 
 
 def _is_within(index: Index, bound: Bound, module: str) -> bool:
-    """Return True if no call of another module is matched; sums of gradients, and calls made of them, are of none."""
+    """Return True if all matched calls are of the module; sums of gradients, which have no module, count as its own."""
     if not module:
         return True
     modules = {index.graph.ops[index.position[number]].module for number in bound.ops} - {""}
@@ -297,7 +297,7 @@ def _is_within(index: Index, bound: Bound, module: str) -> bool:
 
 
 class _Untouched:
-    """Callable: True if the calls and values of a match are still those of the graph that it was found in."""
+    """Predicate: True if the calls and values of a match are unchanged since the index was built."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
