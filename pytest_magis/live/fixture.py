@@ -70,7 +70,7 @@ class MagisFixture:
         By name, everything that the mark takes: limits (`memory_ratios`, `memory_limit="2 GiB"`, `latency_ratios`,
         `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`,
         `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label ("eager",
-        "magis-mem0.8").
+        "magis-mem0.8"). Strategies of several ranks and "magis+compile" take no `memory_limit`, but ratios.
         """
         from magis.models.step_parts import recipe_of
 
