@@ -111,6 +111,7 @@ def _command(
     words: Iterable[str], given: Iterable[tuple[str, str]], left_out: Collection[str], needed: Sequence[str]
 ) -> str:
     """Return a pytest command with the given options, except those whose scope is in `left_out`."""
-    scopes = {option.flag: option.scope for option in OPTIONS}
-    options = [f"{flag}={value}" for flag, value in given if scopes[flag] not in left_out]
+    declared = {option.flag: option for option in OPTIONS}
+    kept = [(declared[flag], value) for flag, value in given if declared[flag].scope not in left_out]
+    options = [f"{option.flag}={value}" if option.kind.metavar else option.flag for option, value in kept]
     return " ".join(["pytest", *map(shlex.quote, (*words, *options, f"--magis-update={','.join(needed)}"))])

@@ -120,12 +120,7 @@ class Settings:
         "as tf32: both have one price there unless an operator profile tells them apart. The csv counts memory in "
         "items of the weights' type.",
     )
-    seed: int = option(
-        kinds.whole(0),
-        0,
-        "seed of weights, batches and searches",
-        in_mark=True,
-    )
+    seed: int = option(kinds.whole(0), 0, "seed of weights, batches and searches", in_mark=True)
     ranks: int = option(
         kinds.whole(1),
         4,
@@ -358,8 +353,8 @@ OPTIONS = tuple(Option(each.name, **each.metadata) for each in fields(Settings) 
 BY_NAME = {each.field: each for each in OPTIONS}
 FILES = ("report", "pareto", "trace", "resume")
 """Options that name files of one run; a run on another version ignores them."""
-GONE = {"--magis-benchmark-json": "--benchmark-json"}
-"""Removed option names, each with its replacement."""
+GONE = {"magis_benchmark_json": "--benchmark-json"}
+"""Removed option names, as in the ini file, each with its replacement."""
 MARK_ARGUMENTS = (
     *("name", "memory_limit", "required", "optimizer"),
     *(each.field for each in OPTIONS if each.in_mark),
@@ -380,8 +375,9 @@ def add_options(parser: pytest.Parser) -> None:
         (experts if each.expert else group).addoption(each.flag, dest=each.key, default=None, help=shown, **how)
         ini: Literal["linelist", "string"] = "linelist" if each.kind.is_list else "string"
         parser.addini(each.key, shown, type=ini, default=None)
-    for flag in GONE:
-        group.addoption(flag, dest=flag, default=None, help=SUPPRESS)
+    for key, left in GONE.items():
+        group.addoption(f"--{key.replace('_', '-')}", dest=key, default=None, help=SUPPRESS)
+        parser.addini(key, f"gone; give {left}", default=None)
 
 
 def is_active(config: pytest.Config) -> bool:
@@ -391,7 +387,12 @@ def is_active(config: pytest.Config) -> bool:
 
 def any_given(config: pytest.Config) -> bool:
     """Return True if any option of the gate was given, on the command line or in the ini file."""
-    return any(given(config, each.field) is not None for each in OPTIONS) or any(map(config.getoption, GONE))
+    return any(given(config, each.field) is not None for each in OPTIONS) or bool(gone(config))
+
+
+def gone(config: pytest.Config) -> list[str]:
+    """Return the names in `GONE` that were given, on the command line or in the ini file."""
+    return [key for key in GONE if config.getoption(key) is not None or config.getini(key)]
 
 
 def given(config: pytest.Config, name: str) -> list[str] | None:

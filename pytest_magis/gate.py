@@ -295,6 +295,8 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
             "dtype": outcome.case.dtype,
             "strategy": outcome.case.strategy,
             "search": outcome.case.search,
+            "ranks": outcome.case.ranks,
+            "memory limit bytes": outcome.case.memory_limit,
             "verdict": outcome.verdict.label,
             "note": outcome.error,
         }

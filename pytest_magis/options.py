@@ -18,7 +18,7 @@ from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.version_run import current_version_run, in_working_tree
 from pytest_magis.findings import Tolerances
-from pytest_magis.flags import BY_NAME, GONE, OPTIONS, Settings, given, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, GONE, OPTIONS, Settings, given, gone, in_ini, is_active, on_command_line
 from pytest_magis.option_values import DIR
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -40,9 +40,8 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     `devices` lists the available devices, the default one first; it is called only if needed, since detecting a GPU
     takes seconds.
     """
-    for gone, left in GONE.items():
-        if config.getoption(gone) is not None:
-            raise UsageError(f"{gone} is gone", hint=f"give {left}")
+    for key in gone(config):
+        raise UsageError(f"--{key.replace('_', '-')} is gone", hint=f"give {GONE[key]}")
     asked: dict[str, Any] = {}
     for each in OPTIONS:
         texts = given(config, each.field)

@@ -80,6 +80,8 @@ def _group(title: str, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _values(option: Option) -> str:
+    if not option.kind.metavar:  # a flag
+        return "none" if option in DECISIONS else "none; in the ini file `true` or `false`"
     words = VALUES.get(option.field) or option.kind.all_words() or (option.kind.metavar,)
     return ", ".join(f"`{word}`" for word in words)
 

@@ -21,6 +21,7 @@ from magis.dtypes import tensor_type
 from magis.errors import UsageError
 from magis.printable import printable
 from magis.results import CaseResult, RankMemory, StepFigures
+from magis.units import in_one_word
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,8 +118,8 @@ _OWN_CELLS: Mapping[str, Column] = {
 SEED_COLUMNS, OWN_COLUMNS = tuple(_SEED_CELLS), tuple(_OWN_CELLS)
 COLUMNS = SEED_COLUMNS + OWN_COLUMNS
 SHORT_COLUMNS = (
-    *SEED_COLUMNS, "device", "preset", "dtype", "strategy", "search", "memory limit of",
-    "memory ratio reached (opt/ori)", "latency ratio reached (opt/ori)", "opt peak bytes", "ori peak bytes",
+    *SEED_COLUMNS, "device", "preset", "dtype", "strategy", "search", "ranks", "memory limit of",
+    "latency ratio reached (opt/ori)", "opt peak bytes", "ori peak bytes",
     "verdict", "note",
 )  # fmt: skip
 """Default columns of a file, which include those that identify a case."""
@@ -329,7 +330,7 @@ GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan 
 """Prefixes of the verdicts of green cases; a gate must not pass any other verdict."""
 NEEDED = (*CASE, "verdict")
 SEARCH, OURS = "search", "magis"
-LATER = {SEARCH: OURS, "memory limit of": "peak"}
+LATER = {SEARCH: OURS, "memory limit of": "peak", "ranks": "1"}
 """Further columns that identify a case -> value for files of earlier versions, which lack the column."""
 HINT = "give files that the plugin has written (--magis-csv)"
 
@@ -353,8 +354,8 @@ class Merged:
 
 
 def merge_results(paths: Sequence[Path]) -> Merged:
-    """Merge results files. Raises UsageError for other files, and for a case with two different rows; equal rows count
-    once."""
+    """Merge results files. Equal rows count once. Raises UsageError for other files, and for two rows of a case that
+    differ in a column of both files."""
     columns: dict[str, None] = {}
     found: dict[tuple[str, ...], tuple[dict[str, str], Path]] = {}
     for path in paths:
@@ -364,31 +365,38 @@ def merge_results(paths: Sequence[Path]) -> Merged:
             if not row["verdict"].startswith((*RED, *GREEN)):
                 raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
             limit = row["memory limit ratio"] or row.get("memory limit", "")
-            key = (
-                limit,
-                *(row[column] for column in CASE),
-                *(row.get(column) or usual for column, usual in LATER.items()),
-            )
-            known, first = found.setdefault(key, (row, path))
-            if _filled_cells(known) != _filled_cells(row):
+            later = (row.get(column) or usual for column, usual in LATER.items())
+            key = (limit, *(row[column] for column in CASE), *later)
+            known, first = found.get(key, (row, path))
+            if any(known[column] != row[column] for column in (known.keys() & row.keys()) - LATER.keys()):
                 where = f"{first} and {path}" if first != path else f"{path} twice"
                 raise UsageError(
                     f"the case {case_name(row)} is in {where}, with different figures",
                     hint="leave one of them out, or run its share anew",
                 )
+            found[key] = row | known, first  # of a short and a full file, all columns
     return Merged(tuple(columns), tuple(row for row, _ in found.values()))
 
 
 def case_name(row: Mapping[str, str]) -> str:
-    """Return the readable name of a row's case: "bert[magis mem 0.6]"."""
+    """Return the readable name of a row's case: "bert[magis mem 0.6]", "net[magis mem 6KiB]", "bert[ddp-x4]"."""
     of = row.get("memory limit of", "").replace("peak", "") or "mem"
-    limits = ((of, row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
+    memory = row["memory limit ratio"] or (_limit_in_bytes(row) if row.get("memory limit of") else "")
+    limits = ((of, memory), ("lat", row["latency limit ratio"]))
     by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
-    return f"{row['name']}[{' '.join((row['strategy'], *by, *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
+    strategy = row["strategy"] + (f"-x{ranks}" if (ranks := row.get("ranks", "")) not in ("", "1") else "")
+    return f"{row['name']}[{' '.join((strategy, *by, *(f'{kind} {limit}' for kind, limit in limits if limit)))}]"
 
 
-def _filled_cells(row: Mapping[str, str]) -> dict[str, str]:
-    return LATER | {column: text for column, text in row.items() if text}
+def _limit_in_bytes(row: Mapping[str, str]) -> str:
+    """Return a row's memory limit in one word ("6KiB"), or "in bytes" if it has none that can be read."""
+    from magis.graph import ITEM_SIZE
+
+    try:
+        nbytes = row.get("memory limit bytes") or float(row["memory limit"]) * ITEM_SIZE[tensor_type(row["dtype"])]
+        return in_one_word(int(nbytes))
+    except (KeyError, ValueError, OverflowError):
+        return "in bytes"
 
 
 def _read_texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -58,9 +58,9 @@ class Deadline:
         """Return True once this share of the time limit has passed."""
         return self.seconds is not None and self.elapsed() >= share * self.seconds
 
-    def left(self, least: float = 0.0) -> float | None:
-        """Return the seconds left, at least ``least`` as a share of the limit; None without a limit."""
-        return None if self.seconds is None else max(self.seconds - self.elapsed(), least * self.seconds)
+    def left(self) -> float | None:
+        """Return the seconds left, at least 0; None without a limit."""
+        return None if self.seconds is None else max(self.seconds - self.elapsed(), 0.0)
 
     def begin(self, share: float) -> Over:
         """Return a callback that ends a search at a share of the limit, but not before a tenth of the limit has

@@ -55,9 +55,15 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
                 raise UsageError(f"{where}: {value!r} is neither True nor False")
             changes[name] = value
         else:
-            # a list, or one item alone; `torch.bfloat16` is a data type as well
-            texts = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-            changes[name] = BY_NAME[name].kind.value(where, [str(each).removeprefix("torch.") for each in texts])
+            kind, several = BY_NAME[name].kind, isinstance(value, Sequence) and not isinstance(value, str)
+            if several and not kind.is_list:
+                raise UsageError(f"{where}: {value!r} is a list, and it takes one value", hint="give one item alone")
+            if name == "strategies" and several and not value:
+                continue  # none of its own: those of the run
+            texts = [str(each) for each in (value if several else [value])]
+            if name == "dtype":  # `torch.bfloat16` is a data type as well
+                texts = [text.removeprefix("torch.") for text in texts]
+            changes[name] = kind.value(where, texts)
     return AskedOptions(given.get("name"), given.get("optimizer"), changes)
 
 

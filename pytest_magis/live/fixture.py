@@ -69,7 +69,7 @@ class MagisFixture:
         too large for this machine. Keywords are those of the mark: limits (`memory_ratios`, `memory_limit="2 GiB"`,
         `latency_ratios`, `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`,
         `slack`, `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label
-        ("eager", "magis-mem0.8").
+        ("eager", "magis-mem0.8"). Strategies of several ranks and "magis+compile" take ratios, not `memory_limit`.
         """
         from magis.models.step_parts import recipe_of
 

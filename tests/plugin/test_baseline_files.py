@@ -128,6 +128,14 @@ GIVEN = (
 )
 
 
+def test_commands_repeat_flags_without_a_value():
+    given = (("--magis-strict", "true"), ("--magis-device", "cpu"))
+    words = "--magis-strict --magis-device=cpu --magis-update=new"
+    assert accept_all(given, ("new",)) == f"pytest {words}"
+    case = Case("bert", "eager", "cpu", "small")
+    assert accept_case(given, "", case, ("new",), "test_a.py::test_net") == f"pytest test_a.py::test_net {words}"
+
+
 def test_commands_repeat_what_matters_and_quote_it():
     case = Case("bert", "magis", "sim:rtx3090", "paper", memory_ratio=0.8)
     assert accept_case(GIVEN, "bert", case, ("new",)) == (

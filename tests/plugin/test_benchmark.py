@@ -70,8 +70,9 @@ def test_its_comparison_finds_cases_that_got_slower(accepted, milliseconds, red)
 
 @pytest.mark.parametrize("models", [("--magis-models=bert",), ()])
 def test_the_second_name_of_the_file_is_answered_by_the_first(gate, models):
-    line = gate.refuses(*models, "--magis-benchmark-json=x.json")
-    assert line == "ERROR: --magis-benchmark-json is gone; give --benchmark-json"
+    for given in (["--magis-benchmark-json=x.json"], ["-o", "magis_benchmark_json=x.json"]):
+        line = gate.refuses(*models, *given)
+        assert line == "ERROR: --magis-benchmark-json is gone; give --benchmark-json"
 
 
 def test_marked_tests_count_as_benchmarks(gate, monkeypatch):

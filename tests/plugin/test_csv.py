@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from magis.report import COLUMNS
-from magis.report.results_table import SHORT_COLUMNS
+from magis.report.results_table import SHORT_COLUMNS, case_name, merge_results
 
 
 def test_the_default_is_in_the_directory_of_the_call(gate, workers, monkeypatch):
@@ -46,6 +46,17 @@ def test_all_columns_are_written_where_they_are_asked_for(gate, given):
     assert tuple(short[0]) == (*SHORT_COLUMNS, "mine")
     assert tuple(full[0]) == (*COLUMNS, "mine")
     assert short == [{column: row[column] for column in short[0]} for row in full]
+
+
+def test_ranks_tell_rows_apart_and_a_short_file_meets_a_full_one(gate):
+    options = ("--magis-models=bert", "--magis-strategies=ddp", "--magis-device=sim:rtx3090")
+    gate(*options, "--magis-ranks=2", "--magis-csv=two.csv")
+    gate(*options, "--magis-ranks=4", "--magis-csv=four.csv")
+    gate(*options, "--magis-ranks=4", "--magis-csv=full.csv", "--magis-csv-full")
+    merged = merge_results([gate.root / name for name in ("two.csv", "four.csv", "full.csv")])
+    assert [case_name(row) for row in merged.rows] == ["bert[ddp-x2]", "bert[ddp-x4]"]
+    (full,) = gate.rows("full.csv")
+    assert merged.rows[1] == full
 
 
 def test_runs_agree_byte_for_byte(gate):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from magis.report.results_table import case_name
 from pytest_magis.flags import MARK_ARGUMENTS, OPTIONS, Settings
 
 
@@ -39,6 +40,10 @@ def lines(result, start):
             "(memory_limit=9, strategies='magis+fsdp')",
             "strategy 'magis+fsdp' takes no memory_limit; give memory_ratios",
         ),
+        ("(seed=[0, 1])", "@pytest.mark.magis: seed: [0, 1] is a list, and it takes one value; give one item alone"),
+        ("(device=['cpu', 'sim:a100'])", "@pytest.mark.magis: device: ['cpu', 'sim:a100'] is a list"),
+        ("(seconds=[])", "@pytest.mark.magis: seconds: [] is a list, and it takes one value"),
+        ("(strategies='torch.eager')", "strategies: unknown strategy 'torch.eager'"),
         ("(memory_tolerance=-1)", "@pytest.mark.magis: memory_tolerance: '-1' is not a share such as 0.05"),
     ],
 )
@@ -70,10 +75,21 @@ def test_a_limit_in_bytes_is_a_case_of_its_own(gate, workers):
     assert rows["test_memory.test_small", "", "magis"]["memory limit bytes"] == "2000000"
     cases = gate.baseline("test_memory.test_net")["configurations"]["small"]["cases"]
     assert set(cases) == {"eager", "magis-mem0.8", "magis-mem1536MiB"}
+    for options in ((), ("--magis-csv-full",)):
+        gate("--magis-csv=rows.csv", *options)
+        found = {case_name(row) for row in gate.rows("rows.csv")}
+        assert {"test_memory.test_net[magis mem 1536MiB]", "test_memory.test_small[magis mem 2000000B]"} < found
     gate("--magis-memory-ratios=0.5").assert_outcomes(passed=4)
     result = gate()
     assert lines(result, "test_memory.test_net    magis     mem 1.50 GiB")
     assert lines(result, "test_memory.test_small  magis     mem 1.91 MiB")
+
+
+def test_an_empty_list_of_strategies_leaves_those_of_the_run(gate):
+    mark = "@pytest.mark.magis(strategies=[], dtype='torch.float64')"
+    (gate.root / "test_memory.py").write_text(f"import pytest\n{mark}\ndef test_net(): ...\n")
+    gate("--magis-strategies=eager", "--magis-update=new", "--magis-csv=rows.csv").assert_outcomes(passed=1)
+    assert [(row["strategy"], row["dtype"]) for row in gate.rows("rows.csv")] == [("eager", "float64")]
 
 
 def test_pytest_names_all_that_a_mark_takes(gate):
