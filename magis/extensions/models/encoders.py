@@ -106,7 +106,7 @@ class Bert(nn.Module):
     sentence logits [batch, 2]. Sequences are full, as in packed pre-training data: there is no padding
     mask."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = (
+    _tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN
         | FEED_FORWARD_PLAN
         | {"embeddings.word": "embedding_rowwise", "transform_norm": "replicated_output", "decoder_bias": "colwise"}
@@ -222,7 +222,7 @@ def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
 class Vit(nn.Module):
     """Images [batch, 3, size, size] -> class logits [batch, classes]."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
+    _tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
     pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
         "patches": (["images"], ["x"]),
         "class_token": (["images"], ["x"]),
