@@ -73,9 +73,9 @@ class Hollow(TorchDispatchMode):
     """
 
     numbers = False
-    """True if random integers in small tensors are drawn: lengths in a batch are then valid ones."""
+    """True if random integers in small tensors are drawn as in eager, so that Python can read a batch's lengths."""
     keeps_sources = True
-    """True if real tensors that operators read are kept, to detect later that their contents changed."""
+    """True if the mode holds the real tensors that operators read, so that a later step can compare their contents."""
 
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

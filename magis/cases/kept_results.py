@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from torch import nn
 
 from magis.cases.contenders import strategy_of
 from magis.child_process import cores
@@ -46,9 +47,9 @@ class KeptResults:
     ) -> str:
         """Return the cache key of a result, a digest of all its inputs.
 
-        These are the case, its captured step with eager's lifetimes and source lines, the device and its prices, and
-        values of the baseline. For ranks also the module structure and blocks, and whether a pool (``pooled``) runs
-        them, on how many cores.
+        That is the case, its captured step with eager's lifetimes and the lines that its tables name, the device and
+        its prices, and what a baseline hands back. For ranks also the parts and plans by which the network is cut, and
+        whether a pool (``pooled``) runs them, on how many cores.
         """
         captured, traced = self.subject.captured.original, self.subject.traced
         strategy = strategy_of(self.case, self.subject)
@@ -77,7 +78,9 @@ class KeptResults:
             ),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
-            (pooled and cores(), traced.blocks, str(traced.module)) if self._is_ranked else "",
+            (pooled and cores(), traced.blocks, str(traced.module), _carried_plans(traced.module))
+            if self._is_ranked
+            else "",
         )
 
     def load(self, key: str) -> CaseResult | None:
@@ -106,3 +109,17 @@ class KeptResults:
     @property
     def _is_ranked(self) -> bool:
         return family(self.case.strategy) == "distributed"
+
+
+def _carried_plans(module: nn.Module) -> list[tuple[str, str, str]]:
+    """Return what a network, its parts and their configurations say of cuts: paths, names and contents of attributes.
+
+    A style without a ``repr`` of its own is different in every process, and its result never taken up.
+    """
+    found = []
+    for path, part in module.named_modules():
+        for plan in ("tp_plan", "sp_plan", "pp_plan"):
+            places = ((part, plan), (part, f"_{plan}"), (getattr(part, "config", None), f"base_model_{plan}"))
+            found += [(path, name, repr(said)) for owner, name in places if (said := getattr(owner, name, None))]
+        found += [(path, name, repr(getattr(part, name, None))) for name in ("head_dim", "head_width")]
+    return found

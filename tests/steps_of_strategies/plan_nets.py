@@ -136,6 +136,43 @@ def tied() -> Workload:
     return trained("tied", Model(tied=True))
 
 
+class FeedForward(nn.Module):
+    """[samples, width] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+class Feed(nn.Module):
+    """Feed-forwards alone, whose loss is a full tensor that shrinks."""
+
+    tp_plan: Any = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
+    pp_plan: Any = {"enter": (["x"], ["h"]), "blocks": (["h"], ["h"]), "leave": (["h"], ["y"])}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.leave(x)
+        return out
+
+
+def feed(kind: type[Feed] = Feed) -> Workload:
+    torch.manual_seed(0)
+    batch = ((torch.randn(64, 32),), (torch.randn(64, 32),))
+    return Workload("feed", kind(), *batch, functional.mse_loss, RULE)
+
+
 def _hugging_face(kind: str, **sizes: Any) -> Workload:
     import transformers
 

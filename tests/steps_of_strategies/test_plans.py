@@ -12,11 +12,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from magis.capture import Workload
+from magis.cases.kept_results import KeptResults
 from magis.errors import UsageError
 from magis.extensions.ranks import RankJob, RankPool, mean_losses
-from magis.extensions.ranks.strategies.model_plans import plan_of
+from magis.extensions.ranks.strategies.model_plans import plan_of, written_in_stages
 from magis.ops.optimizers import torch_optimizer
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 from magis.predict import fake_world, predict_rank
+from magis.report.text_store import Kept
+from magis.results import Case
 from magis.strategies import World, distributed_strategy
 from tests.steps_of_strategies import plan_nets
 
@@ -51,7 +56,7 @@ def check(nets: list[str], strategies: tuple[str, ...]) -> None:
 
 
 def test_a_stranger_is_cut_by_its_plan() -> None:
-    check(["plain", "tied"], ("tp", "pp"))
+    check(["plain", "tied", "feed"], ("tp", "pp"))
 
 
 @pytest.mark.soak
@@ -110,6 +115,11 @@ def test_a_plan_of_torch_styles_is_applied() -> None:
         ("tp", {"tp_plan": {}}, "no attention to share in Pair"),
         ("tp+sp", {}, "where the sequence of a Pair is cut"),
         ("pp", {}, "where to cut, and Pair says nothing"),
+        ("tp", {"tp_plan": {"up": "colwise", "dwon": "rowwise"}}, "names 'dwon', which it does not have"),
+        ("tp", {"tp_plan": {0: "colwise"}}, "has the key 0"),
+        ("pp", {"pp_plan": {"up": None}}, "the pp_plan of Pair says None of 'up'"),
+        ("pp", {"pp_plan": {"up": "h"}}, "says 'h' of 'up'"),
+        ("pp", {"pp_plan": {"up": (["h"],)}}, "of 'up'"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused(name: str, plan: dict[str, Any], line: str) -> None:
@@ -125,6 +135,107 @@ def test_parts_that_a_pipelines_plan_leaves_out_are_refused() -> None:
     vars(work.module)["_pp_plan"] = {}
     with pytest.raises(UsageError, match=r"the pp_plan of Model does not say on which stage lm_head.weight is"):
         prepared(work, "pp")
+
+
+FEED_PLAN = plan_nets.Feed.pp_plan
+ALL_X = {name: (["x"], ["x"]) for name in FEED_PLAN}
+
+
+class Again(plan_nets.Feed):
+    """Reads behind the blocks what it made in front of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.leave(x + first)
+        return out
+
+
+class Scaled(plan_nets.Feed):
+    """Computes between its blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x) * 2
+        out: torch.Tensor = self.leave(x)
+        return out
+
+
+class Wrapped(plan_nets.Feed):
+    """Its blocks return tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            vars(block)["forward"] = lambda x, own=block: (type(own).forward(own, x),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)[0]
+        out: torch.Tensor = self.leave(x)
+        return out
+
+
+class Placed(plan_nets.Feed):
+    """Adds a parameter in front of the blocks."""
+
+    pp_plan = FEED_PLAN | {"place": (["tokens"], ["h"])}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.place)
+
+
+class Entering(plan_nets.Feed):
+    """All parts take and give a tensor of one name."""
+
+    pp_plan = ALL_X
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Again, "reads what comes from enter behind blocks.3"),
+        (Scaled, "computes with the hidden state between blocks.0 and the next block"),
+        (Wrapped, "has blocks.0 return a tuple"),
+        (Placed, "has the parameter place in front of its blocks"),
+        (Entering, "uses enter.weight in front of blocks.3, and the plan has it behind"),
+    ],
+)
+def test_a_forward_that_stages_would_change_is_refused(kind: type[plan_nets.Feed], line: str) -> None:
+    with pytest.raises(UsageError, match=line) as caught:
+        prepared(plan_nets.feed(kind), "pp")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_is_written_in_stages_if_its_methods_take_what_stages_give() -> None:
+    class Timer(plan_nets.Feed):
+        def start(self) -> None: ...
+        def block(self) -> None: ...
+        def finish(self) -> None: ...
+
+    class Staged(plan_nets.Feed):
+        def start(self, x: Any) -> Any: ...
+        def block(self, index: int, x: Any) -> Any: ...
+        def finish(self, x: Any) -> Any: ...
+
+    assert [written_in_stages(kind(), 1) for kind in (Timer, Staged)] == [False, True]
+
+
+def test_another_plan_is_another_result(tmp_path: Path) -> None:
+    subject = Subject(Source("feed", lambda _seed: plan_nets.feed(), "float32", "cpu", 0))
+    kept = KeptResults(Kept(tmp_path), subject, Case("feed", "tp", "cpu", "small", ranks=2))
+    before = kept.key()
+    vars(subject.traced.module)["tp_plan"] = {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"}
+    assert kept.key() != before
+    del vars(subject.traced.module)["tp_plan"]
+    assert kept.key() == before
 
 
 def test_heads_of_keys_that_ranks_do_not_divide_are_refused() -> None:

@@ -63,7 +63,7 @@ class GptConfig:
 class Decoder(nn.Module):
     """Decoder with tied head: token indices, int64 [batch, length] -> next-token logits [batch, length, vocabulary]."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = (
+    _tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN | FEED_FORWARD_PLAN | {"word": "embedding_rowwise", "norm": "replicated_output"}
     )
     sp_plan: ClassVar[Mapping[str, str]] = {
@@ -252,7 +252,7 @@ class Btlm(nn.Module):
     """BTLM decoder with tied head: token indices, int64 [batch, length] -> next-token logits [batch, length,
     vocabulary]. The seed variant has a causal mask without ALiBi, and keeps SwiGLU."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | {
+    _tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | {
         "layers.*.up": "colwise",
         "layers.*.gate": "colwise",
         "layers.*.down": "rowwise",

@@ -105,7 +105,7 @@ class Bert(nn.Module):
     """BERT: token and type indices, int64 [batch, length] -> token logits [batch, length, vocabulary] and sentence
     logits [batch, 2]. All sequences have full length, so there is no padding mask."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = (
+    _tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN
         | FEED_FORWARD_PLAN
         | {"embeddings.word": "embedding_rowwise", "transform_norm": "replicated_output", "decoder_bias": "colwise"}
@@ -220,7 +220,7 @@ def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
 class Vit(nn.Module):
     """Vision transformer with a class token: images [batch, 3, size, size] -> class logits [batch, classes]."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
+    _tp_plan: ClassVar[Mapping[str, str]] = ATTENTION_PLAN | FEED_FORWARD_PLAN
     pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
         "patches": (["images"], ["x"]),
         "class_token": (["images"], ["x"]),

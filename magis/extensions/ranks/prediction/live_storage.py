@@ -8,7 +8,7 @@ measurements on real ones, so both count alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from magis.extensions.ranks.strategies.distributed import KIND
 from magis.ops.call import as_mixed
+from magis.ops.operators import op_info
 from magis.runtime.storage_ledger import StorageLedger, storages_of
 from magis.simulate.cuda_caching_allocator import CachingAllocator
 
@@ -112,7 +113,7 @@ class LiveStorage(StorageLedger):
         func = self._unwatched.form(func, args, kwargs or {})
         if self.allocator is not None:
             self._purge()  # what is free by now can be handed out again
-        result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
+        result = _as_allocated(func, args, as_mixed(str(func), args, func(*args, **(kwargs or {}))))
         of_args = storages_of(args)
         given = [*of_args, *storages_of(kwargs)]
         # A storage that no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for
@@ -154,6 +155,18 @@ class LiveStorage(StorageLedger):
 
     def _on_peak(self) -> None:
         self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}  # none is gone: after a purge
+
+
+def _as_allocated(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """Return a fake result in as much memory as its kernel allocates: a loss is a full tensor that has shrunk."""
+    info = op_info(str(func))
+    if not info.input_size or not isinstance(result, torch.Tensor):
+        return result
+    largest = max(each.nbytes for each in args if isinstance(each, torch.Tensor))
+    least = info.least_bytes(0, result, largest)
+    if result.untyped_storage().nbytes() >= least:
+        return result
+    return result.new_empty(-(-least // result.element_size())).as_strided(result.shape, result.stride())
 
 
 @contextmanager

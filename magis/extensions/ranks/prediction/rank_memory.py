@@ -159,7 +159,8 @@ def fake_rank(
 
 @contextmanager
 def _hollow_tensors() -> Iterator[None]:
-    """Make all tensors created within a `with` block hollow; libraries cannot tell them from real tensors."""
+    """Make every new tensor in a block a hollow one. Libraries take it for a plain tensor and go their usual way; they
+    check for torch's fake tensors, and go another."""
     mode = Hollow()
     mode.keeps_sources = False  # tensors live as long as in a real step
     with convertible(), hollow(mode):

@@ -50,6 +50,7 @@ from magis.extensions.ranks.strategies.schedules import (
     waiting,
 )
 from magis.extensions.ranks.strategies.stage_cuts import StageCut, cut_of, keep_stages, run_stage, stage_blocks
+from magis.extensions.ranks.strategies.stage_flow import check_flow
 from magis.extensions.ranks.strategies.tensor_cuts import share_network
 from magis.strategies.rank_step import World, batch_size, share_of_batch, split
 
@@ -315,9 +316,13 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
 
 
 def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
-    """Return the hidden state of one micro-batch, computed for its size and data type."""
+    """Compute the hidden state of a micro-batch, for its size and type; raises UsageError for a forward that cannot be
+    run in stages."""
+    inputs = _first(work.inputs, count)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
-        found: Tensor = run_stage(work.module, cut, range(1), _first(work.inputs, count), last=False)
+        if not cut.in_methods:
+            check_flow(work, cut, inputs)
+        found: Tensor = run_stage(work.module, cut, range(1), inputs, last=False)
         return found
 
 

@@ -3,10 +3,11 @@
 A stage runs blocks; the first stage also runs the layers before them (embeddings), the last the layers after them
 (heads). Stages exchange only the hidden state. `pp_plan` names the layers before the blocks and the list of blocks.
 
-A network with methods `start(*inputs)`, `block(index, hidden)` and `finish(hidden)` is run through them. Of any other
-network every stage runs the whole forward with the inputs: layers before the stage pass the hidden state through, and
-the forward is aborted at the block after the stage. So every stage computes the masks and positions that a forward
-makes for its blocks.
+A network that is written in stages, with `start(*inputs)`, `block(index, hidden)` and `finish(hidden)`, is run by
+these. Of any other the whole forward is run, with the inputs, on every stage. There the modules of earlier stages do
+not compute: each returns the hidden state that came from the stage before. At the first block of the next stage the
+forward is left. So masks and positions, which a forward makes for its blocks, are made on every stage. Forwards for
+which this is not the same are refused (`stage_flow.py`).
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
     (_, (hidden, *_)) = plan[lists[0]]
     starts = tuple(path for path, (takes, _) in plan.items() if path != lists[0] and hidden not in takes)
     finishes = tuple(path for path, (takes, _) in plan.items() if path != lists[0] and hidden in takes)
-    in_methods = written_in_stages(net)
+    in_methods = written_in_stages(net, len(work.inputs))
     named = dict(net.named_parameters(remove_duplicate=False))
-    strange = [name for name in named if not _lies_in(name, (*starts, *blocks, *finishes))]
+    if not in_methods and (bare := [path for path in starts if path in named]):
+        raise UsageError(
+            f"{work.name}: {kind} has the parameter {bare[0]} in front of its blocks, and pp passes over modules alone",
+            hint="put it into a module of its own, and name that in the pp_plan",
+        )
+    strange = [name for name in named if not lies_in(name, (*starts, *blocks, *finishes))]
     if strange and not in_methods:
         raise UsageError(
             f"{work.name}: the pp_plan of {kind} does not say on which stage {strange[0]} is",
             hint="name its module in the plan",
         )
-    in_front = {id(p) for name, p in named.items() if _lies_in(name, starts)}
-    shared = {id(p) for name, p in named.items() if _lies_in(name, finishes)} & in_front
+    in_front = {id(p) for name, p in named.items() if lies_in(name, starts)}
+    shared = {id(p) for name, p in named.items() if lies_in(name, finishes)} & in_front
     tied = tuple(name for name, p in named.items() if id(p) in shared)
     if len(shared) > 1:
         raise UsageError(f"{work.name}: {', '.join(tied)} are shared by both ends of {kind}; pp copies one weight")
@@ -80,7 +86,8 @@ def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
     return StageCut(starts, blocks, tied, in_methods)
 
 
-def _lies_in(name: str, places: tuple[str, ...]) -> bool:
+def lies_in(name: str, places: tuple[str, ...]) -> bool:
+    """Return True if a path is one of these places, or below one."""
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
@@ -97,12 +104,12 @@ def keep_stages(work: Workload, cut: StageCut, stages: int, held: Collection[int
     own = tuple(cut.blocks[index] for stage in held for index in stage_blocks(count, stages, stage))
     first, last = 0 in held, stages - 1 in held
     for name in [name for name, _ in work.module.named_parameters(remove_duplicate=False)]:
-        if _lies_in(name, cut.blocks):
-            kept = _lies_in(name, own)
+        if lies_in(name, cut.blocks):
+            kept = lies_in(name, own)
         elif name in cut.tied:
             kept = first or last
         else:
-            kept = first if _lies_in(name, cut.starts) else last
+            kept = first if lies_in(name, cut.starts) else last
         if not kept:
             owner, _, leaf = name.rpartition(".")
             module: nn.Module = work.module.get_submodule(owner)
@@ -127,7 +134,7 @@ def run_stage(
         forwards |= dict.fromkeys(cut.blocks[: blocks[0]], lambda *_args, **_kwargs: hidden)
     if not last:
         forwards[cut.blocks[blocks[-1] + 1]] = _leave
-    with _exchanged(net, forwards):
+    with exchanged(net, forwards):
         try:
             return type(net).forward(net, *inputs)
         except _LeftForward as left:
@@ -151,8 +158,8 @@ def _leave(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _exchanged(net: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the forwards of some modules within a `with` block."""
+def exchanged(net: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Exchange the forwards of some modules for the duration of a block."""
     parts = [(vars(net.get_submodule(path)), forward) for path, forward in forwards.items()]
     before = [own.get("forward") for own, _ in parts]
     try:
