@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
 
 from magis import CaptureError, optimize
-from tests.training.loops import Loops, batch, loss_of, net
+from tests.training.loops import BUDGET, Loops, batch, loss_of, net
 from tests.training.test_left_behind import ANY, MOMENTUM, Odd
 
 
@@ -171,3 +171,47 @@ def test_a_loss_that_reaches_its_model_by_another_path(reach: str) -> None:
         assert torch.equal(step(x, target), loss)
         assert torch.equal(model.aux, twin.aux)
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+class OfOneTensor(nn.Module):
+    """Keeps several windows of one plain tensor, which is no buffer."""
+
+    def __init__(self, windows: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.windows = nn.Linear(32, 32), windows(torch.randn(2, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.windows
+        return torch.tanh(self.layer(x) * first + last)
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [Tensor.unbind, partial(torch.chunk, chunks=2), lambda whole: (whole.flatten()[:32], whole.flatten()[9:41])],
+    ids=["unbound", "chunks", "overlapping"],
+)
+def test_windows_of_one_plain_tensor_are_read_as_in_eager_mode(
+    windows: Callable[[Tensor], tuple[Tensor, ...]],
+) -> None:
+    loops = Loops(OfOneTensor(windows), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    loops.agree()
+    for each in (loops.module, loops.twin):
+        each.windows[1].mul_(0.5)
+    loops.agree()
+
+
+class WritesAWindow(OfOneTensor):
+    """Writes one window of a plain tensor and reads another one behind that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.windows
+        first.add_(1)
+        return self.layer(x) * last.sum()
+
+
+def test_a_window_of_what_the_step_wrote_is_refused_in_one_line() -> None:
+    module = WritesAWindow(lambda whole: (whole.flatten()[:32], whole.flatten()[9:41]))
+    with pytest.raises(CaptureError, match="of a written tensor is read; slice") as caught:
+        optimize(module, batch(), loss_of, None, memory_ratio=1.0, budget=BUDGET)
+    assert "\n" not in str(caught.value)
