@@ -101,7 +101,7 @@ class NumberPlaces:
             if isinstance(items, list):
                 yield from ((f"{path}[{index}]", (items, index)) for index in range(len(then)))
         classes = {each.args[0].__qualname__: each.args[0] for each in watched._puts if _is_class(each)}
-        for path, ask, _ in watched._asked:
+        for path, ask, _ in (*watched._asked, *watched._named):
             function: Any = getattr(ask, "func", None)
             given: Any = getattr(ask, "args", ())
             if function is function_state:  # cells follow code and defaults

@@ -100,7 +100,7 @@ class Snapshot:
         self.held: list[_Held] = []
         self._empty: list[tuple[str, Any]] = []
         self._lists: list[tuple[str, Any, tuple[Any, ...]]] = []
-        self._named: list[tuple[str, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self._named: list[tuple[str, functools.partial[tuple[Any, ...]], tuple[Any, ...]]] = []
         self._asked: list[tuple[str, Callable[[], Any], Any]] = []
         self._puts: list[Callable[[], None]] = []
         self.tensors: dict[int, tuple[str, Tensor]] = {}
@@ -114,7 +114,7 @@ class Snapshot:
         self._looks = [(path, tensor, looks(tensor)) for path, tensor in self.tensors.values()]
         self._keys = [held.keys for held in self.held]
         read = [(held.holder, held.watched, held.values) for held in self.held if held.watched]
-        read += [(mapping, names, then) for _, mapping, names, then in self._named]  # type: ignore[misc]
+        read += [(ask.args[1], ask.args[0], then) for _, ask, then in self._named]
         self._read = [mapping for mapping, _, _ in read]
         # the first key twice: a getter of a single key returns no tuple
         self._getters = [itemgetter(*keys, keys[0]) for _, keys, _ in read]
@@ -157,8 +157,8 @@ class Snapshot:
         """Yield path, old value and new value of everything that has changed."""
         if not self._is_as_taken():
             yield from self.left()
-            for path, mapping, names, then in self._named:
-                if not same(now := _several(names, mapping), then):
+            for path, several, then in self._named:
+                if not same(now := several(), then):
                     yield path, then, now
         for path, ask, then in self._asked:
             now = ask()
@@ -388,10 +388,11 @@ class Snapshot:
         self.held.append(_Held(path, item, names, step, [*item], keys, _several(keys, item)))
 
     def _names(self, path: str, names: tuple[str, ...], mapping: Mapping[str, Any]) -> tuple[Any, ...]:
-        then = _several(names, mapping)
+        ask = functools.partial(_several, names, mapping)
+        then = ask()
         if not then or any(value is MISSING for value in then) or type(mapping) not in (dict, types.MappingProxyType):
-            return self._ask(path, functools.partial(_several, names, mapping))  # type: ignore[no-any-return]
-        self._named.append((path, mapping, names, then))
+            return self._ask(path, ask)  # type: ignore[no-any-return]
+        self._named.append((path, ask, then))
         return then
 
 

@@ -91,6 +91,12 @@ def projected() -> Workload:
     )
 
 
+def no_blocks() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A perceptron that names no blocks."""
+    body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    return body, (torch.randn(64, 8),), (torch.randn(64, 1),), F.mse_loss
+
+
 def branches() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
     """A module whose forward looks at its data."""
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from magis.capture.contents import is_hollow
 from magis.models import OptimizerSpec, Workload
 
 
@@ -53,6 +54,10 @@ def in_bfloat16():
     return in_type(torch.bfloat16)
 
 
+def in_float16():
+    return in_type(torch.float16)
+
+
 def in_float64():
     return in_type(torch.float64)
 
@@ -91,6 +96,20 @@ def reads_data():
     x = torch.from_numpy(np.ones((64, 16), dtype=np.float32))
     y = torch.arange(64) % 5
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, int(y.max()) + 1)), x, y, functional.cross_entropy
+
+
+MADE_BEFORE = tower(), torch.randn(64, 64)
+CONVERTED = tower()
+
+
+def made_before():
+    net, x = MADE_BEFORE
+    return net, 2 * x, x, functional.mse_loss
+
+
+def converted_before():
+    x = MADE_BEFORE[1].bfloat16()
+    return CONVERTED.bfloat16(), x, x, functional.mse_loss
 
 
 def branches():
@@ -132,6 +151,23 @@ def whole_input():
     return nn.Linear(16, 16), (torch.ones(64, 16, dtype=torch.int64),), (torch.randn(64, 16),), functional.mse_loss
 
 
+def embeds():
+    """Whole numbers in, masks on the way, and a factor of another type: eager takes all of it."""
+
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(32, 16)
+            self.out = nn.Linear(16, 32)
+
+        def forward(self, index):
+            found = self.table(index)
+            found = torch.where(found > 0, found, 0.1 * found) * (index > 3).unsqueeze(1)
+            return self.out(found * torch.ones(16, dtype=torch.bfloat16))
+
+    return Embeds(), torch.arange(32), torch.arange(32), functional.cross_entropy
+
+
 def mixed_norm():
     # fake kernels take this; the real one does not
     return workload(Function(lambda linear, x: functional.layer_norm(linear(x).double(), (16,), linear.bias)))
@@ -139,6 +175,12 @@ def mixed_norm():
 
 def raises():
     raise OSError("no such checkpoint\nanywhere")
+
+
+def raises_for_real():
+    if not is_hollow(torch.empty(1)):
+        raise OSError("no such data")
+    return sound()
 
 
 def leaves():

@@ -194,7 +194,7 @@ def test_the_gate_runs_with_the_threads_that_a_user_has(repository, tmp_path):
     threads = run("-c", "import torch; print(torch.get_num_threads())").strip()
     csv = tmp_path / "rows.csv"
     run("-m", "pytest", "--magis-models=mlp", "--magis-strategies=eager", "--magis-update=new",
-        f"--magis-baselines={tmp_path / 'baselines'}", f"--magis-csv={csv}")  # fmt: skip
+        f"--magis-baselines={tmp_path / 'baselines'}", f"--magis-csv={csv}", "--magis-csv-full")  # fmt: skip
     assert f"threads={threads}," in csv.read_text()
     (path,) = (tmp_path / "baselines").rglob("*.json")
     assert f"threads={threads}," in json.dumps(json.loads(path.read_text()))
