@@ -33,10 +33,11 @@ OPEN_CONTENTS = re.compile("(new_)?empty")
 """Operators that leave the contents of their results open."""
 
 OTHER_WHEN_WATCHED = {
-    "allclose", "clamp", "linalg.cholesky", "linalg.cholesky_ex", "linalg.householder_product", "linalg.matrix_rank",
-    "linalg.matrix_rank.hermitian", "linalg.pinv.singular", "masked_fill", "matrix_exp", "max.reduction_no_dim",
-    "median", "min.reduction_no_dim", "nanmedian", "native_group_norm", "nn.functional.binary_cross_entropy", "ormqr",
-    "pca_lowrank", "pinverse", "svd_lowrank", "take", "trace",
+    "allclose", "clamp", "linalg.cholesky", "linalg.cholesky_ex", "linalg.householder_product",
+    "linalg.matrix_rank", "linalg.matrix_rank.hermitian", "linalg.pinv", "linalg.pinv.hermitian",
+    "linalg.pinv.singular", "masked_fill", "matrix_exp", "max.reduction_no_dim", "median", "min.reduction_no_dim",
+    "nanmedian", "native_group_norm", "nn.functional.binary_cross_entropy", "ormqr", "pca_lowrank", "pinverse",
+    "special.i1e", "svd_lowrank", "take", "trace",
 }  # fmt: skip
 """Operators that run others inside, in place or with other temporaries, as long as no mode watches: eager's own peak is
 another one, its tensors are as simulated."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from typing import Any
 
 import pytest
@@ -16,9 +18,20 @@ from tests.training.shared_ranks import KINDS, RANKS
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
-    at = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(shared_ranks.run, (str(at), free_port()), nprocs=RANKS)
+    """What each rank found. Two minutes of training, which the workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    at = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared_modules"
+    done = at / "done"
+    try:
+        at.mkdir()
+    except FileExistsError:
+        while not done.exists():
+            time.sleep(0.5)
+    else:
+        try:
+            torch.multiprocessing.spawn(shared_ranks.run, (str(at), free_port()), nprocs=RANKS)
+        finally:
+            done.touch()
     return [json.loads((at / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
 
 
