@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -155,11 +155,11 @@ class Snapshot:
 
     def changes(self) -> Iterator[tuple[str, object, object]]:
         """Yield path, old value and new value of everything that has changed."""
-        if not self._is_as_taken():
-            yield from self.left()
-            for path, several, then in self._named:
-                if not same(now := several(), then):
-                    yield path, then, now
+        held, named = ((), ()) if self._names_are_as_taken() else (self.held, self._named)
+        yield from self._left(held)
+        for path, several, then in named:
+            if not same(now := several(), then):
+                yield path, then, now
         for path, ask, then in self._asked:
             now = ask()
             if now is not then and not same(now, then):
@@ -168,24 +168,25 @@ class Snapshot:
             if (now := looks(tensor)) != then:
                 yield path, then, now
 
-    def _is_as_taken(self) -> bool:
-        """Return True if no container or namespace has changed; implemented without a Python loop."""
-        if any(item for _, item in self._empty) or [[*held.holder] for held in self.held] != self._keys:
+    def _names_are_as_taken(self) -> bool:
+        """Return True if no dictionary and no namespace has changed. No value is compared in a Python loop."""
+        if [[*held.holder] for held in self.held] != self._keys:
             return False
         try:
             now = chain.from_iterable(map(call, self._getters, self._read))
-            return not any(map(is_not, now, self._values)) and all(
-                len(items) == len(then) and not any(map(is_not, items, then)) for _, items, then in self._lists
-            )
+            return not any(map(is_not, now, self._values))
         except KeyError:
             return False
 
     def left(self) -> Iterator[tuple[str, object, object]]:
         """Yield path, old value and new value of changes in attributes and containers."""
+        return self._left(self.held)
+
+    def _left(self, dictionaries: Iterable[_Held]) -> Iterator[tuple[str, object, object]]:
         for path, item in self._empty:
             if item:
                 yield path, (), item
-        for held in self.held:
+        for held in dictionaries:
             if [*held.holder] != held.keys or any(map(is_not, _several(held.watched, held.holder), held.values)):
                 yield from self._changed(held)
         for path, items, then in self._lists:

@@ -23,6 +23,7 @@ from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult
 from magis.runtime.measure import device_identity
+from magis.strategies.distributed_names import carried_plan
 from magis.strategies.strategy_names import family
 
 FORMAT = 2
@@ -118,8 +119,6 @@ def _carried_plans(module: nn.Module) -> list[tuple[str, str, str]]:
     """
     found = []
     for path, part in module.named_modules():
-        for plan in ("tp_plan", "sp_plan", "pp_plan"):
-            places = ((part, plan), (part, f"_{plan}"), (getattr(part, "config", None), f"base_model_{plan}"))
-            found += [(path, name, repr(said)) for owner, name in places if (said := getattr(owner, name, None))]
+        found += [(path, name, repr(carried_plan(part, name))) for name in ("tp_plan", "sp_plan", "pp_plan")]
         found += [(path, name, repr(getattr(part, name, None))) for name in ("head_dim", "head_width")]
     return found

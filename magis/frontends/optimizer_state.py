@@ -43,6 +43,7 @@ class OptimizerState:
     """True for each rule whose parameters have done no step yet."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _adopted: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
+    """The same tensors by parameter and name in its state, which every step looks up."""
     made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
     """State entries that the optimizer did not have before the next step, and True if the entry existed as None."""
 

@@ -226,3 +226,9 @@ def _parse(name: str) -> _ParsedName | None:
     sequence = found["sequence"] is not None
     plain, schedule = "+".join(kinds + ["sp"] * sequence), found["schedule"] or ""
     return _ParsedName(plain, amp, sizes["tp"], sizes["pp"], sequence=sequence, schedule=schedule)
+
+
+def carried_plan(part: Any, name: str) -> Any:
+    """Return the plan ("tp_plan", "sp_plan", "pp_plan") that a module or its configuration carries; None if none."""
+    own = getattr(part, name, None) or getattr(part, f"_{name}", None)
+    return own or getattr(getattr(part, "config", None), f"base_model_{name}", None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture import OptimizerSpec, Workload
+from magis.ops.optimizers import torch_optimizer
 
 RULE = OptimizerSpec("momentum", lr=0.05, momentum=0.9)
 
@@ -196,3 +197,17 @@ def qwen() -> Workload:
 def mistral() -> Workload:
     """Sees eight tokens before a token, so that every forward makes a mask."""
     return _hugging_face("Mistral", sliding_window=8)
+
+
+def losses_alone(work: Workload) -> list[float]:
+    """The losses of three steps in a single process."""
+    optimizer = torch_optimizer(work.optimizer, dict(work.module.named_parameters()))
+    assert optimizer is not None
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = work.loss_fn(work.module(*work.inputs), *work.targets)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found

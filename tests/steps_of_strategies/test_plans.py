@@ -16,7 +16,6 @@ from magis.cases.kept_results import KeptResults
 from magis.errors import UsageError
 from magis.extensions.ranks import RankJob, RankPool, mean_losses
 from magis.extensions.ranks.strategies.model_plans import plan_of, written_in_stages
-from magis.ops.optimizers import torch_optimizer
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.predict import fake_world, predict_rank
@@ -28,25 +27,11 @@ from tests.steps_of_strategies import plan_nets
 HERE = "tests.steps_of_strategies.plan_nets"
 
 
-def losses_alone(work: Workload) -> list[float]:
-    """The losses of three steps in a single process."""
-    optimizer = torch_optimizer(work.optimizer, dict(work.module.named_parameters()))
-    assert optimizer is not None
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = work.loss_fn(work.module(*work.inputs), *work.targets)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 def check(nets: list[str], strategies: tuple[str, ...]) -> None:
     with RankPool(2, "cpu") as pool:
         for net in nets:
             make = getattr(plan_nets, net)
-            alone = losses_alone(make())
+            alone = plan_nets.losses_alone(make())
             for name in strategies:
                 reports = pool.run(RankJob(f"{HERE}:{net}", name, rounds=1))
                 memory = [predict_rank(distributed_strategy(name), make, 2, rank).predicted for rank in range(2)]

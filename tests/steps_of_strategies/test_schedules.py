@@ -21,12 +21,12 @@ from magis.extensions.ranks.strategies.schedules import (
     OF_WEIGHTS,
     Waiting,
 )
-from magis.ops.optimizers import torch_optimizer
 from magis.predict import fake_world
 from magis.results import RankMemory
 from magis.strategies import World, distributed_strategy
 from magis.strategies.rank_step import without_dropout
 from tests.api.cut_nets import four_blocks
+from tests.steps_of_strategies.plan_nets import losses_alone
 
 V100 = find_device("sim:v100")
 SCHEDULES = ("interleaved", "zb", "zbv")
@@ -43,16 +43,7 @@ def alone() -> list[float]:
     """Losses of three steps of one process on the whole batch, without dropout."""
     work = four_blocks()
     without_dropout(work.module)
-    optimizer = torch_optimizer(work.optimizer, dict(work.module.named_parameters()))
-    assert optimizer is not None
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = work.loss_fn(work.module(*work.inputs), *work.targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return losses_alone(work)
 
 
 def predicted(name: str, ranks: int) -> list[int]:

@@ -230,6 +230,8 @@ ATTENTION_PLAN = {
     "layers.*.attention.out": "rowwise",
 }
 FEED_FORWARD_PLAN = {"layers.*.feed_forward.up": "colwise", "layers.*.feed_forward.down": "rowwise"}
+NORM_PLAN = dict.fromkeys(("layers.*.attention_norm", "layers.*.norm", "norm"), "sequence_parallel_gather_output")
+"""Norms of a pre-norm network, which keep their part of the sequence and give the whole."""
 
 
 class SelfAttention(nn.Module):

@@ -14,6 +14,7 @@ from magis.capture.workload import Workload
 from magis.extensions.models.building import (
     ATTENTION_PLAN,
     FEED_FORWARD_PLAN,
+    NORM_PLAN,
     FeedForward,
     PreNormLayer,
     SelfAttention,
@@ -66,12 +67,7 @@ class Decoder(nn.Module):
     _tp_plan: ClassVar[Mapping[str, str]] = (
         ATTENTION_PLAN | FEED_FORWARD_PLAN | {"word": "embedding_rowwise", "norm": "replicated_output"}
     )
-    sp_plan: ClassVar[Mapping[str, str]] = {
-        "dropout": "split_input",
-        "layers.*.attention_norm": "sequence_parallel_gather_output",
-        "layers.*.norm": "sequence_parallel_gather_output",
-        "norm": "sequence_parallel_gather_output",
-    }
+    sp_plan: ClassVar[Mapping[str, str]] = {"dropout": "split_input"} | NORM_PLAN
     pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
         "word": (["token_ids"], ["x"]),
         "position": (["token_ids"], ["x"]),
@@ -259,12 +255,7 @@ class Btlm(nn.Module):
         "word": "embedding_rowwise",
         "norm": "replicated_output",
     }
-    sp_plan: ClassVar[Mapping[str, str]] = {
-        "layers.0": "split_input",
-        "layers.*.attention_norm": "sequence_parallel_gather_output",
-        "layers.*.norm": "sequence_parallel_gather_output",
-        "norm": "sequence_parallel_gather_output",
-    }
+    sp_plan: ClassVar[Mapping[str, str]] = {"layers.0": "split_input"} | NORM_PLAN
     pp_plan: ClassVar[Mapping[str, tuple[list[str], list[str]]]] = {
         "word": (["token_ids"], ["x"]),
         "layers": (["x"], ["x"]),

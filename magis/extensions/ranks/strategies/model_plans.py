@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from magis.errors import UsageError
+from magis.strategies.distributed_names import carried_plan
 
 
 def plan_of(net: nn.Module, name: str) -> dict[str, Any]:
@@ -34,10 +35,7 @@ def plan_of(net: nn.Module, name: str) -> dict[str, Any]:
     places += [path for path, _ in net.named_parameters(remove_duplicate=False)]
     found: dict[str, Any] = {}
     for prefix, part in net.named_modules():
-        config = getattr(part, "config", None)
-        own = (
-            getattr(part, name, None) or getattr(part, f"_{name}", None) or getattr(config, f"base_model_{name}", None)
-        )
+        own = carried_plan(part, name)
         if not isinstance(own, dict):
             continue
         # Hugging Face's models have properties of these names, whose patterns need not match

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from magis.capture import Workload
+from magis.capture.schemas import tensors_in, written_by
 from magis.errors import UsageError
 from magis.extensions.ranks.strategies.stage_cuts import StageCut, exchanged, lies_in
 
@@ -133,9 +133,8 @@ class _Flow(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if read:
             self._note(_tensors(out), next(iter(read.values())))
-            written = func._schema.arguments if hasattr(func, "_schema") else ()
-            wrote = [a for a, argument in zip(args, written, strict=False) if _is_written(argument)]
-            self._note(_tensors(wrote), next(iter(read.values())))
+            if name:  # operators of higher order have no schema
+                self._note(_tensors(written_by(func, args, kwargs or {})), next(iter(read.values())))
         return out
 
     def _place(self) -> str:
@@ -151,12 +150,8 @@ class _Flow(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_iter(tree) if isinstance(each, Tensor) and each.layout == torch.strided]
+    return [each for each in tensors_in(tree) if each.layout == torch.strided]
 
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
