@@ -34,6 +34,8 @@ BUDGET = 20
 LEANEST = {"latency_ratio": 4.0}
 """A limit that there is always a plan for, and that makes the search recompute."""
 NO_PLAN = "no plan found"
+BY_SIGN = ("Rprop(", "Signed(")
+"""Optimizers whose update is as large for a gradient of rounding errors as for any other."""
 FAILS = "eager mode itself fails with other random numbers"
 
 
@@ -183,6 +185,8 @@ def in_loop(script: Script, expected: list[Seen], *, budget: int = BUDGET, plan_
         smaller=any(fact.smaller for fact in facts),
     )
     share = 0.03 if script.autocast else 0.01  # autocast computes in few bits, whatever the type of what is seen
+    if done.parts and any(name in line for line in script.optimizer for name in BY_SIGN):
+        expected, seen = ([{"loss": steps[0]["loss"]}] for steps in (expected, seen))  # later ones follow the rounding
     difference = different(expected, seen, roughly=share if done.parts else 0.0)
     return replace(done, kind="wrong", detail=difference) if difference else done
 
