@@ -117,7 +117,6 @@ OF_OTHERS = {
     "magis.runtime.codegen": "how parts combine, as code",
     "magis.runtime.scratch": "kinds of operators",
     "magis.extensions.onnx.functional_trace": "operators that ONNX lacks, written in others",
-    "magis.extensions.onnx.layers": "how an operator is written in ONNX",
     "magis.extensions.onnx.onnx_operators": "how an operator is written in ONNX",
     "magis.strategies.single_device": "what a strategy of others keeps",
     "magis.extensions.ranks.strategies.vocabulary": "functions that leave distributed tensors in parts",

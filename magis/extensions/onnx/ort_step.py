@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch._subclasses import FakeTensor
 
 from magis.capture import Workload
@@ -47,11 +44,17 @@ def export_step(work: Workload, *, precision: str = "float32", inference: bool =
 
     loss_fn = None if inference else work.loss_fn
     rule = replace(work.optimizer, kind="none") if inference else work.optimizer.looped()
-    with _evaluating(work.module, inference):
+    training = [part for part in work.module.modules() if part.training] if inference else []
+    try:
+        if inference:
+            work.module.eval()
         captured = capture(
             work.module, work.inputs, work.targets, loss_fn, rule,
             explicit_attention=True, autocast=PRECISIONS[precision],
         )  # fmt: skip
+    finally:
+        for part in training:
+            part.training = True
     return export(trace(captured), work.name, inference=inference)
 
 
@@ -69,16 +72,3 @@ def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True)
     batch.update((f"target:{index}", tensor) for index, tensor in enumerate(work.targets))
     rule = replace(work.optimizer, kind="none") if exported.inference else work.optimizer
     return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
-
-
-@contextmanager
-def _evaluating(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """Put a module into evaluation mode within a `with` block, if ``wanted``."""
-    training = [part for part in module.modules() if part.training] if wanted else []
-    if wanted:
-        module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

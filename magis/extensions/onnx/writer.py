@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
@@ -30,15 +29,14 @@ ELEMENT: Mapping[torch.dtype, int] = {
 """ONNX's element type by data type that a step may use."""
 
 
-@dataclass(frozen=True)
-class Fill:
+class Fill(NamedTuple):
     """Tensor filled with one number; no constant is written until an operator needs the whole tensor."""
 
     value: float | bool
 
 
-Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"
-"""ONNX form of an FX node: the name of a value, a fill, or several of both."""
+Made: TypeAlias = "str | Fill | Sequence[str]"
+"""ONNX form of an FX node: the name of a value, a fill, or the names of several values."""
 
 
 class Writer:
@@ -49,8 +47,9 @@ class Writer:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.used_scalars: set[str] = set()
+        self.made: dict[Node, Made] = {}
+        """ONNX forms of the FX nodes so far."""
         self._scalars = scalars
-        self._made: dict[Node, Made] = {}
         self._constants: dict[tuple[Any, ...], str] = {}
         self._casts: dict[tuple[str, int], str] = {}
         self._numbers = itertools.count()
@@ -66,20 +65,13 @@ class Writer:
         self.nodes.append(helper.make_node(kind, inputs, names, **given))
         return names
 
-    def keep(self, node: Node, made: Made) -> None:
-        """Record the ONNX form of an FX node."""
-        self._made[node] = made
-
-    def found(self, node: Node) -> Made:
-        """Return the ONNX form of an FX node."""
-        return self._made[node]
-
     def ints(self, numbers: Iterable[int]) -> str:
         """Write a 1-d int64 constant, as ONNX expects for shapes and axes, and return its name."""
-        return self.array(np.array(list(numbers), dtype=np.int64))
+        return self.array(list(numbers), torch.int64)
 
-    def array(self, array: np.ndarray[Any, Any]) -> str:
+    def array(self, data: Any, dtype: torch.dtype) -> str:
         """Write a constant tensor, and return its name; equal constants are written once."""
+        array = np.array(data, dtype=helper.tensor_dtype_to_np_dtype(ELEMENT[dtype]), order="C")
         return self._constant((array.dtype.str, array.shape, array.tobytes()), numpy_helper.from_array(array))
 
     def _constant(self, key: tuple[Any, ...], tensor: onnx.TensorProto) -> str:
@@ -111,7 +103,7 @@ class Writer:
         """Return the name of an argument as a whole tensor, cast to ``wanted`` if given."""
         if not isinstance(arg, Node):
             return self.number(arg, wanted or torch.float32)
-        made, like = self._made[arg], value_of(arg)
+        made, like = self.made[arg], value_of(arg)
         dtype = wanted or like.dtype
         if isinstance(made, Fill):
             number = self.number(made.value, dtype)
@@ -122,17 +114,13 @@ class Writer:
 
     def operands(self, args: Sequence[Any], wanted: Sequence[torch.dtype], shape: Sequence[int]) -> list[str]:
         """Return the names of an element-wise operator's arguments; fills stay 0-d if they broadcast to ``shape``."""
-        whole = [a for a in args if isinstance(a, Node) and not isinstance(self._made[a], Fill)]
-        shapes = [tuple(value_of(a).shape) for a in whole]
+        made = [self.made[arg] if isinstance(arg, Node) else Fill(arg) for arg in args]
+        shapes = [value_of(arg).shape for arg, each in zip(args, made, strict=True) if not isinstance(each, Fill)]
         enough = torch.broadcast_shapes(*shapes) == tuple(shape) if shapes else not shape
-        names = []
-        for arg, dtype in zip(args, wanted, strict=True):
-            made = self._made[arg] if isinstance(arg, Node) else Fill(arg)
-            if enough and isinstance(made, Fill):
-                names.append(self.number(made.value, dtype))
-            else:
-                names.append(self.tensor(arg, dtype))
-        return names
+        return [
+            self.number(each.value, dtype) if enough and isinstance(each, Fill) else self.tensor(arg, dtype)
+            for arg, each, dtype in zip(args, made, wanted, strict=True)
+        ]
 
 
 def value_of(node: Node) -> torch.Tensor:
