@@ -96,15 +96,19 @@ class OrtStep:
         self._session = open_session(exported.model, optimized=optimized, name=name)
         self._owners: dict[str, Tensor] = {f"parameter:{name}": p for name, p in module.named_parameters()}
         self._owners.update((f"buffer:{name}", b) for name, b in module.named_buffers())
-        self._now = {port.name: self._bind(port, batch) for port in exported.inputs}
-        self._made = {port.name: torch.empty(port.shape, dtype=port.dtype) for port in exported.outputs}
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in exported.scalars}
-        self._changing = tuple(port.name for port in exported.outputs if port.name.startswith(NEW))
-        self._returned = tuple(port.name for port in exported.outputs if not port.name.startswith(NEW))
-        # inputs and outputs are swapped after every step (double buffering)
+        now = {port.name: self._bind(port, batch) for port in exported.inputs}
+        made = {port.name: torch.empty(port.shape, dtype=port.dtype) for port in exported.outputs}
+        self._returned = tuple(tensor for name, tensor in made.items() if not name.startswith(NEW))
+        # what a step makes is the input of the next one, which writes over the input of the last one
+        changing = {name.removeprefix(NEW): tensor for name, tensor in made.items() if name.startswith(NEW)}
+        now_next = {**now, **changing}
+        made_next = {**made, **{NEW + name: now[name] for name in changing}}
+        self._inputs = (now, now_next)
+        self._changing = tuple(changing)
         self._bindings = tuple(
-            bind(self._session, {**now, **self._scalars}, made)
-            for now, made in ((self._now, self._made), self._swapped())
+            bind(self._session, {**given, **self._scalars}, results)
+            for given, results in ((now, made), (now_next, made_next))
         )
         self._outputs: tuple[Tensor, ...] = ()
 
@@ -120,13 +124,6 @@ class OrtStep:
                 owner.data = tensor
         return tensor
 
-    def _swapped(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the inputs and outputs of the next step, with old and new tensors swapped."""
-        now, made = dict(self._now), dict(self._made)
-        for name in self._changing:
-            now[name.removeprefix(NEW)], made[name] = made[name], now[name.removeprefix(NEW)]
-        return now, made
-
     def prepare(self) -> None:
         """Free the results of the last step, which leaves no gradients."""
         self._outputs = ()
@@ -141,13 +138,11 @@ class OrtStep:
             self._session.run_with_iobinding(self._bindings[(self._steps - 1) % 2])
         except RuntimeError as error:
             raise MagisError(f"{self._name}: ONNX Runtime failed in its step: {error}") from error
-        self._now, self._made = self._swapped()
         for name in self._changing:
-            old = name.removeprefix(NEW)
-            owner = self._owners.get(old)
+            owner = self._owners.get(name)
             if owner is not None:
-                owner.data = self._now[old]
-        self._outputs = tuple(self._made[name] for name in self._returned)
+                owner.data = self._inputs[self._steps % 2][name]
+        self._outputs = self._returned
         return self._outputs[0] if self._rule.kind == "none" else self._outputs[0].clone()
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
@@ -162,7 +157,8 @@ class OrtStep:
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the optimizer state by name: "exp_avg:layer.weight"."""
-        return {name.partition(":")[2]: each for name, each in self._now.items() if name.startswith("state:")}
+        now = self._inputs[self._steps % 2]
+        return {name.partition(":")[2]: each for name, each in now.items() if name.startswith("state:")}
 
 
 def bind(session: Any, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
