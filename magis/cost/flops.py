@@ -126,8 +126,12 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)
-    # in-place foreach operators return nothing
-    written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
+    updated = outputs
+    if not outputs:  # in-place foreach operators update their first argument; if fused, all but the gradients
+        lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
+        lists = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
+        updated = [values[each] for each in {item.value for arg in lists for item in arg if isinstance(item, Ref)}]
+    written = sum(_distinct_bytes(value) for value in updated)
     elements = _elements(op, known, inputs, outputs)
     tensors, launches = tensors_and_kernels(op, values)
     matrix = known.kind in ("matmul", "conv", "conv_backward")
@@ -228,14 +232,6 @@ def _distinct_bytes(value: Value) -> int:
     """Return the bytes of a value's distinct elements: expanded dimensions count once."""
     sizes = (size for size, step in zip(value.shape, value.stride, strict=True) if step != 0 or size == 0)
     return prod(sizes) * ITEM_SIZE[value.dtype]
-
-
-def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
-    """Return the bytes that a call without outputs updates: its first argument; if fused, all but the gradients."""
-    lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
-    updated = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
-    numbers = {item.value for arg in updated for item in arg if isinstance(item, Ref)}
-    return sum(_distinct_bytes(values[number]) for number in numbers)
 
 
 def _arithmetic_dtype(values: list[Value]) -> str:

@@ -296,7 +296,10 @@ def kin_key(op: Op, values: Mapping[int, Value]) -> str:
     """
     parts = [_arg_kind(arg, values) for arg in op.args]
     parts += [f"{name}={_arg_kind(arg, values)}" for name, arg in op.kwargs]
-    return f"{op.target}({', '.join(parts)}){_kernel_window(op, values)}"
+    at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
+    weight = op.args[at] if at is not None and at < len(op.args) else None
+    window = f" {values[weight.value].shape[2:]}" if isinstance(weight, Ref) else ""
+    return f"{op.target}({', '.join(parts)}){window}"
 
 
 def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
@@ -324,12 +327,3 @@ def _tensor_kind(value: Value) -> str:
     marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
     fastest = min((stride for size, stride in sizes if size > 1 and stride), default=1)
     return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
-
-
-def _kernel_window(op: Op, values: Mapping[int, Value]) -> str:
-    """Return the kernel size of a convolution as text; empty for other operators."""
-    at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
-    if at is None or at >= len(op.args):
-        return ""
-    weight = op.args[at]
-    return f" {values[weight.value].shape[2:]}" if isinstance(weight, Ref) else ""

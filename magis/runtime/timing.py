@@ -167,7 +167,14 @@ def interleave(
     for _ in range(warmup):
         first()
         second()
-    pair = partial(_time_pair, first, second, clock)
+
+    def pair(leader: int) -> tuple[float, float]:
+        """Return the milliseconds of one run of each step, the `leader` (0 or 1) first."""
+        if leader == 0:
+            return clock(first), clock(second)
+        after = clock(second)
+        return clock(first), after
+
     with no_collection():
         if clock is not host_clock:
             settle(lambda: sum(pair(0)))
@@ -211,16 +218,6 @@ def alone(step: Callable[[], object], rounds: int, device: torch.device | str = 
         if clock is not host_clock:
             settle(lambda: clock(step))
         return tuple(clock(step) for _ in range(rounds))
-
-
-def _time_pair(
-    first: Callable[[], object], second: Callable[[], object], clock: Clock, leader: int
-) -> tuple[float, float]:
-    """Return the milliseconds of one run of each step, the `leader` (0 or 1) first."""
-    if leader == 0:
-        return clock(first), clock(second)
-    after = clock(second)
-    return clock(first), after
 
 
 def host_clock(step: Callable[[], object]) -> float:
@@ -282,7 +279,15 @@ def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInter
         raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
     ratios = sorted(second / first for first, second in zip(timing.first_ms, timing.second_ms, strict=True))
     count = len(ratios)
-    rank = _rank(count, confidence)
+    # The largest k for which the k-th smallest and k-th largest ratio enclose the median; 0: none. The interval misses
+    # with twice the probability that a fair coin shows heads fewer than k times in `count`.
+    allowed = (1 - Fraction(str(confidence))) * 2**count
+    tail, rank = 0, 0
+    while rank < (count + 1) // 2:
+        tail += math.comb(count, rank)
+        if 2 * tail > allowed:  # exact: floats end at 1024 pairs
+            break
+        rank += 1
     low, high = (ratios[rank - 1], ratios[count - rank]) if rank else (0.0, math.inf)
     return RatioInterval(statistics.median(ratios), low, high, count)
 
@@ -315,16 +320,3 @@ def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ())
 def is_too_busy(timing: Timing) -> bool:
     """Return True if enough pairs were timed, but too few of them undisturbed to know a ratio."""
     return len(timing.first_ms) >= FEWEST > len(timing.undisturbed().first_ms)
-
-
-def _rank(count: int, confidence: float) -> int:
-    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
-    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`."""
-    allowed = (1 - Fraction(str(confidence))) * 2**count
-    tail, rank = 0, 0
-    while rank < (count + 1) // 2:
-        tail += math.comb(count, rank)
-        if 2 * tail > allowed:  # exact: floats end at 1024 pairs
-            break
-        rank += 1
-    return rank
