@@ -224,13 +224,12 @@ class _CudaForms(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def device_forms(device: str) -> AbstractContextManager[Any]:
-    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
-    return _forms_of_cuda() if device == "cuda" else nullcontext()
-
-
 @contextmanager
-def _forms_of_cuda() -> Iterator[None]:
+def device_forms(device: str) -> Iterator[None]:
+    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
+    if device != "cuda":
+        yield
+        return
     with _CudaForms(), layers_as_eager():
         yield
 
