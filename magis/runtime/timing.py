@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -60,11 +60,6 @@ def waits(threads: Path = _THREADS) -> dict[str, int]:
         except (OSError, ValueError, IndexError):  # the thread ended, or the system does not count
             continue
     return found
-
-
-def longest_wait(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return the nanoseconds of the thread that waited longest; 0 if none is known."""
-    return max((waited - before.get(name, 0) for name, waited in after.items()), default=0)
 
 
 Clock: TypeAlias = Callable[[Callable[[], object]], float]
@@ -203,7 +198,9 @@ def _time_pairs(
         while len(pairs) < wanted:
             pairs.append(pair(len(pairs) % 2))
             after = waits()
-            waited.append(longest_wait(before, after) / 1e6 / max(sum(pairs[-1]), 1e-6))
+            # the thread that waited longest; none is known where the system does not count
+            longest = max((ns - before.get(name, 0) for name, ns in after.items()), default=0)
+            waited.append(longest / 1e6 / max(sum(pairs[-1]), 1e-6))
             before = after
         timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs), tuple(waited))
         if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
