@@ -207,18 +207,18 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
     if len(innermost) > 1:
         return "strided_copy"
     *sources, result = touched
-    same = all(_same_order(source, result) for source in sources if len(source.shape) == len(result.shape))
-    return "copy" if same else "permuted_copy"
-
-
-def _same_order(first: Value, second: Value) -> bool:
-    """Return True if two tensors have an equal dimension order in memory, ignoring dimensions of size 1 or stride 0."""
-    pairs = [
-        steps
-        for *steps, size in zip(first.stride, second.stride, first.shape, strict=True)
-        if size > 1 and 0 not in steps
-    ]
-    return sorted(pairs, key=lambda steps: -steps[0]) == sorted(pairs, key=lambda steps: -steps[1])
+    for source in sources:
+        if len(source.shape) != len(result.shape):
+            continue
+        # the order of dimensions in memory, without those of size 1 or stride 0
+        pairs = [
+            steps
+            for *steps, size in zip(source.stride, result.stride, source.shape, strict=True)
+            if size > 1 and 0 not in steps
+        ]
+        if sorted(pairs, key=lambda steps: -steps[0]) != sorted(pairs, key=lambda steps: -steps[1]):
+            return "permuted_copy"
+    return "copy"
 
 
 def _read_values(op: Op) -> tuple[int, ...]:

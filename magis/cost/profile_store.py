@@ -304,8 +304,14 @@ def kin_key(op: Op, values: Mapping[int, Value]) -> str:
 
 def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
     match arg:
-        case Ref(value):
-            return _tensor_kind(values[value])
+        case Ref(number):
+            # dtype and dimension order, slowest first: size-1 dimensions in front, expanded ones marked
+            value = values[number]
+            sizes = list(zip(value.shape, value.stride, strict=True))
+            order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
+            marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
+            fastest = min((stride for size, stride in sizes if size > 1 and stride), default=1)
+            return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
         case bool() | str() | None:
             return repr(arg)
         case int():
@@ -318,12 +324,3 @@ def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
             return f"{kind}:{name}" if kind == "dtype" else kind
         case _:
             return "$"
-
-
-def _tensor_kind(value: Value) -> str:
-    """Return dtype and dimension order, slowest first: size-1 dimensions in front, expanded ones marked."""
-    sizes = list(zip(value.shape, value.stride, strict=True))
-    order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
-    marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
-    fastest = min((stride for size, stride in sizes if size > 1 and stride), default=1)
-    return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
