@@ -75,9 +75,17 @@ class Magis:
     def cases(self, model: str, grid: Settings) -> Iterator[tuple[str, Case]]:
         if self.name == PLANNED_CODE:
             _refuse_bytes(self.name, grid)
+        dtype = grid.dtype
+        if self.name != "magis" and dtype in (None, "float32"):
+            dtype = "amp-bfloat16" if grid.device == "cpu" else "amp-float16"  # as torch.autocast by itself
+        elif self.name != "magis" and not str(dtype).startswith("amp-"):
+            raise UsageError(
+                f"strategy {self.name!r} casts float32 weights, those asked for are {dtype}",
+                hint="leave out --magis-dtype",
+            )
         for search in grid.search:
             label = self.name if search == "magis" else f"{self.name}-{search}"
-            case = replace(searched_case(grid, model, self.name), search=search, dtype=self._dtype(grid))
+            case = replace(searched_case(grid, model, self.name), search=search, dtype=dtype)
             by_limit: dict[str, dict[str, Any]] = {
                 f"mem{ratio:.12g}": {"memory_ratio": ratio} for ratio in grid.memory_ratios
             }
@@ -89,17 +97,6 @@ class Magis:
                 yield f"{label}-{name}{reserved}", replace(case, memory_limit_of=what, **limit)
             for ratio in grid.latency_ratios:
                 yield f"{label}-lat{ratio:.12g}", replace(case, latency_ratio=ratio)
-
-    def _dtype(self, grid: Settings) -> str | None:
-        if self.name == "magis":
-            return grid.dtype
-        if grid.dtype not in (None, "float32") and not str(grid.dtype).startswith("amp-"):
-            raise UsageError(
-                f"strategy {self.name!r} casts float32 weights, those asked for are {grid.dtype}",
-                hint="leave out --magis-dtype",
-            )
-        default = "amp-bfloat16" if grid.device == "cpu" else "amp-float16"  # as torch.autocast by itself
-        return grid.dtype if grid.dtype not in (None, "float32") else default
 
 
 def case_of(settings: Settings, model: str, strategy: str) -> Case:

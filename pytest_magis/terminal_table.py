@@ -76,17 +76,7 @@ def summary(
                 if found.kind != NEW
             ]
             yield from (f"{outcome.name}: {text}" for text in (*changes, *outcome.verdict.notes))
-    yield from _sources_of_prices(outcomes)
-    needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
-    if needed:
-        words = [kind for kind in PERMISSIONS if kind in needed]
-        where = [outcome.where for outcome in outcomes if outcome.verdict.needed and not outcome.verdict.store]
-        yield f"accept everything that can be: {accept_all(given, words, where)}"
-    yield from lines
-
-
-def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield one line per operator profile on the sources of simulated latencies, followed by notes on profiles."""
+    # the sources of simulated latencies, one line per operator profile, and notes on profiles
     known = [outcome.result.provenance for outcome in outcomes if outcome.result is not None]
     for source in dict.fromkeys(each.source for each in known if each.source):
         ours = [each for each in known if each.source == source]
@@ -98,6 +88,12 @@ def _sources_of_prices(outcomes: Sequence[Outcome]) -> Iterator[str]:
             f"{max(each.estimated for each in ours):.1%} estimated"
         )
     yield from dict.fromkeys(f"note: {each.note}" for each in known if each.note)
+    needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
+    if needed:
+        words = [kind for kind in PERMISSIONS if kind in needed]
+        where = [outcome.where for outcome in outcomes if outcome.verdict.needed and not outcome.verdict.store]
+        yield f"accept everything that can be: {accept_all(given, words, where)}"
+    yield from lines
 
 
 def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:

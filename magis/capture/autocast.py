@@ -123,7 +123,8 @@ def cuda_rules() -> Iterator[None]:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    operator = _operator(name)
+    family, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, family), overload or "default")
     if name in BANNED:
         return _banned
     if name in OPTIONAL_DTYPE:
@@ -175,11 +176,6 @@ def _banned(*_args: Any, **_kwargs: Any) -> Any:
     )
 
 
-def _operator(name: str) -> Any:
-    family, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, family), overload or "default")
-
-
 def _excluded() -> AbstractContextManager[Any]:
     """Exclude the autocast dispatch key, so that calls inside a kernel do not dispatch to the kernel again."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -228,13 +224,12 @@ class _CudaForms(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def device_forms(device: str) -> AbstractContextManager[Any]:
-    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
-    return _forms_of_cuda() if device == "cuda" else nullcontext()
-
-
 @contextmanager
-def _forms_of_cuda() -> Iterator[None]:
+def device_forms(device: str) -> Iterator[None]:
+    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
+    if device != "cuda":
+        yield
+        return
     with _CudaForms(), layers_as_eager():
         yield
 
@@ -261,18 +256,14 @@ def _attention(
     if attn_mask is None and query.dtype in _HALF:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=factor)[0]  # type: ignore[no-any-return]
-    bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
+    bias = None
+    if attn_mask is not None:  # additive, and expanded to (batch, heads, queries, keys), as the kernel requires
+        if attn_mask.dtype == torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
+        bias = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=factor)[0]  # type: ignore[no-any-return]
-
-
-def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as an additive bias, expanded to (batch, heads, queries, keys), as the attention kernel
-    requires."""
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros_like(mask, dtype=query.dtype)
-        mask = zeros.masked_fill(mask.logical_not(), -math.inf)
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 _FORMS: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}

@@ -339,7 +339,7 @@ def _recorded(
                 deaths=recorder.deaths,
                 numbers=recorder.numbers,
                 parameters=trained,
-                dtype=_main_dtype(stand.module),
+                dtype=next((str(p.dtype).removeprefix("torch.") for p in stand.module.parameters()), "float32"),
                 rule=rule,
                 graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
                 results=tuple(left),
@@ -390,9 +390,3 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [leaf.grad for leaf in leaves]
-
-
-def _main_dtype(module: nn.Module) -> str:
-    for parameter in module.parameters():
-        return str(parameter.dtype).removeprefix("torch.")
-    return "float32"

@@ -191,14 +191,14 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     memory: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
-        if storage._cdata not in memory:
-            memory[storage._cdata] = _filled(storage, tensor.dtype) if is_hollow(tensor) else storage.clone()
+        if storage._cdata in memory:
+            continue
+        if not is_hollow(tensor):
+            memory[storage._cdata] = storage.clone()
+            continue
+        # Contents are made up for a hollow tensor: small positive floats, integer zeros.
+        made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+        if tensor.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            made.view(tensor.dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
+        memory[storage._cdata] = made.untyped_storage()
     return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
-
-
-def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-    """Return a storage of equal size with made-up contents: small positive floats, integer zeros."""
-    made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
-    return made.untyped_storage()

@@ -73,15 +73,15 @@ class NumberPlaces:
     def holding(self, wanted: Collection[Any]) -> dict[str, Any]:
         """Find which of some functions the watched names hold; return them by path."""
         known = {*map(id, wanted)}
-        found = ((path, self._stands(*place)) for path, place in self._all())
-        return {path: item for path, item in found if id(item) in known}
-
-    def _stands(self, holder: Any, key: Any) -> Any:
-        """Return a holder's item under a key or attribute; None if there is none."""
-        try:
-            return getattr(holder, key, None) if isinstance(key, _Attribute) else holder[key]
-        except (LookupError, ValueError):
-            return None
+        found = {}
+        for path, (holder, key) in self._all():
+            try:
+                item = getattr(holder, key, None) if isinstance(key, _Attribute) else holder[key]
+            except (LookupError, ValueError):  # nothing is there now
+                continue
+            if id(item) in known:
+                found[path] = item
+        return found
 
     def _at(self, path: str) -> tuple[Any, Any] | None:
         """Return the holder of the number at a path, and its key or attribute; None if the path is unknown."""
@@ -100,7 +100,8 @@ class NumberPlaces:
         for path, items, then in watched._lists:
             if isinstance(items, list):
                 yield from ((f"{path}[{index}]", (items, index)) for index in range(len(then)))
-        classes = {each.args[0].__qualname__: each.args[0] for each in watched._puts if _is_class(each)}
+        puts = (each for each in watched._puts if isinstance(each, partial) and each.func is snapshots._set_attributes)
+        classes = {each.args[0].__qualname__: each.args[0] for each in puts}
         for path, ask, _ in (*watched._asked, *watched._named):
             function: Any = getattr(ask, "func", None)
             given: Any = getattr(ask, "args", ())
@@ -148,7 +149,3 @@ class _Attribute(str):
     """A key that is the name of an attribute."""
 
     __slots__ = ()
-
-
-def _is_class(put: Any) -> bool:
-    return isinstance(put, partial) and put.func is snapshots._set_attributes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -146,6 +146,14 @@ def with_rates(update: Update, optimizer: Optimizer) -> OptimizerSpec:
 def fingerprint(optimizer: Optimizer) -> tuple[Any, ...]:
     """Return all that `why_apart` and `update_of` depend on, except state and values of learning rates, for
     comparison."""
+    groups = []
+    for group in optimizer.param_groups:
+        numbers = tuple(
+            (name, type(value) if name == "lr" else value if type(value) in (int, float, bool, tuple) else id(value))
+            for name, value in group.items()
+            if name != "params"
+        )
+        groups.append((numbers, [(id(parameter), parameter.requires_grad) for parameter in group["params"]]))
     kind, own = type(optimizer), vars(optimizer)
     return (
         kind,
@@ -153,17 +161,8 @@ def fingerprint(optimizer: Optimizer) -> tuple[Any, ...]:
         *(getattr(kind, name, None) for name in _METHODS),
         *(own.get(name) for name in _METHODS),
         *map(bool, _hooks(optimizer)),
-        *(_of_group(group) for group in optimizer.param_groups),
+        *groups,
     )
-
-
-def _of_group(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    numbers = tuple(
-        (name, type(value) if name == "lr" else value if type(value) in (int, float, bool, tuple) else id(value))
-        for name, value in group.items()
-        if name != "params"
-    )
-    return numbers, [(id(parameter), parameter.requires_grad) for parameter in group["params"]]
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -358,7 +357,11 @@ def _twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tup
     """Return a copy of the optimizer on hollow parameters and state; and the hollow tensors by `id` of the original.
     `likes` gives tensors, by the parameters' `id`, whose layout the copied parameters take."""
     held = {id(each): likes.get(id(each), each) for group in optimizer.param_groups for each in group["params"]}
-    kept = list(_state(optimizer, held))
+    kept = [
+        (tensor, state_dtype(tensor, parameter, held.get(id(parameter), parameter)))
+        for parameter, entries in optimizer.state.items()
+        for _, tensor in named_tensors(entries)
+    ]
     with hollow():  # a twin for a GPU's tensor, too
         looks = {
             f"{name}": torch.empty_like(each, device="cpu") if each.is_cuda else each for name, each in held.items()
@@ -376,10 +379,3 @@ def _twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tup
         if device != "cpu" and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True  # as torch chooses on a GPU
     return made, twins
-
-
-def _state(optimizer: Optimizer, likes: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, torch.dtype]]:
-    """Yield the tensors of an optimizer's state, with their dtypes if the parameters are like those in `likes`."""
-    for parameter, entries in optimizer.state.items():
-        for _, tensor in named_tensors(entries):
-            yield tensor, state_dtype(tensor, parameter, likes.get(id(parameter), parameter))

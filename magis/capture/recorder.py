@@ -336,16 +336,14 @@ class Recorder(TorchDispatchMode):
 
         def died(_reference: object) -> None:
             this = recorder()
-            if this is not None:
-                this._died(address, storage)
+            if this is None:
+                return
+            this._deaths[storage] = len(this._ops)
+            del this._storage_of[address], this._watched[storage]
+            for key in this._keys_of.pop(address, ()):
+                this._value_of.pop(key, None)
 
         self._watched[storage] = weakref.ref(memory, died)
-
-    def _died(self, address: int, storage: int) -> None:
-        self._deaths[storage] = len(self._ops)
-        del self._storage_of[address], self._watched[storage]
-        for key in self._keys_of.pop(address, ()):
-            self._value_of.pop(key, None)
 
     def _arg(self, arg: Any, before: dict[int, int], target: str) -> Arg:
         if isinstance(arg, Tensor):

@@ -34,10 +34,6 @@ class StandIns:
     owners: Mapping[int, str]
     """Names of the tensors whose data was exchanged, by the address of the original storage."""
 
-    def owner_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the tensor on whose original storage a tensor lies; None if there is none."""
-        return self.owners.get(tensor.untyped_storage()._cdata)
-
     def named(self) -> dict[str, Tensor]:
         """Return all tensors that exist before the step, by their names in its graph."""
         parameters = {f"parameter:{name}": tensor for name, tensor in self.parameters.items()}
@@ -92,7 +88,7 @@ def finder(
     roots = {"module": stand.module, "loss": loss_fn}
 
     def found(tensor: Tensor) -> str | None:
-        owner = stand.owner_of(tensor)
+        owner = stand.owners.get(tensor.untyped_storage()._cdata)
         if owner is not None:
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",

@@ -87,17 +87,14 @@ class Expression:
         """Return the value of the expression, given the numbers at its paths. Raises the errors of its function."""
         if not self.function:
             return live[self.operands[0]]
-        return _FUNCTIONS[self.function](*(_operand_value(each, live) for each in self.operands))
+        operands = (each.value(live) if isinstance(each, Expression) else each for each in self.operands)
+        return _FUNCTIONS[self.function](*operands)
 
     def paths(self) -> set[str]:
         """Return the paths of the numbers in the expression."""
         if not self.function:
             return {self.operands[0]}
         return set().union(*(each.paths() for each in self.operands if isinstance(each, Expression)))
-
-
-def _operand_value(operand: Any, live: Mapping[str, float]) -> Any:
-    return operand.value(live) if isinstance(operand, Expression) else operand
 
 
 # -- stand-ins ------------------------------------------------------------------------------------------------------
@@ -322,31 +319,26 @@ class Trace:
         known = self._known.get(value) or self._quotient(value)
         if known is None:
             return float(value)
-        if known[1] in SPECIAL and self._stays(known[0]):
-            self.outcomes[known[0]] = known[1]
-            return known[1]
+        expression, number = known
+        stays_input = all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
+        if number in SPECIAL and stays_input:
+            self.outcomes[expression] = number
+            return number
         if not (op_info(target).elementwise or name_of(target) in _SHAPELESS.split()):
             self.lost = self.lost or f"{target} takes it"
         return self._named(value, *known)
-
-    def _stays(self, expression: Expression) -> bool:
-        """Return True if a number stays an input even with a `SPECIAL` value."""
-        return all(path in self._pinned or path.startswith((DRAWN, READ)) for path in expression.paths())
 
     def data(self, numbers: tuple[complex, ...], dtype: torch.dtype) -> tuple[complex | Scalar, ...]:
         """Return the elements of a tensor that Python made from numbers, with named scalars for traced numbers."""
         if self._hint is not None and numbers == (self._hint.true,) and type(self._hint.true) is int:
             return (self._whole(self._hint),)
-        made = self._rounded(dtype)
+        made: dict[Any, tuple[Expression, float]] = {}
+        if dtype.is_floating_point:  # the traced numbers as the tensor holds them, rounded
+            with _disable_current_modes():
+                rounded = torch.tensor([*self._made], dtype=dtype).tolist()
+            made = dict(zip(rounded, self._made.values(), strict=True))
         found = [(number, made.get(number) if isinstance(number, float) else None) for number in numbers]
         return tuple(number if known is None else self._named(number, *known) for number, known in found)
-
-    def _rounded(self, dtype: torch.dtype) -> Mapping[Any, tuple[Expression, float]]:
-        if not dtype.is_floating_point:
-            return {}
-        with _disable_current_modes():
-            rounded = torch.tensor([*self._made], dtype=dtype).tolist()
-        return dict(zip(rounded, self._made.values(), strict=True))
 
     def _quotient(self, value: float) -> tuple[Expression, float] | None:
         """Return the expression of a traced number divided by an integer, as torch does for a mean; None if no

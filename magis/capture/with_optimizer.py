@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from magis.capture.captured import Captured
-from magis.capture.optimizer_rule import Apart, step_behind
+from magis.capture.optimizer_rule import step_behind
 from magis.graph import GENERATOR, Graph, Op, Value
 from magis.graph.hazards import lifetimes
 from magis.graph.nodes import replace_refs
@@ -22,7 +22,18 @@ def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device
     original is both steps. Raises CaptureError for an optimizer step that cannot be captured."""
     parameters = dict(module.named_parameters())
     behind = step_behind(own, {name: parameters[name] for name in captured.graded}, device)
-    whole = replace(captured, graph=_with_state(captured.graph, behind), behind=behind)
+    # The optimizer's state joins the inputs of the step.
+    tail = behind.graph
+    inputs = [tail.values[number] for number in tail.inputs]
+    kept = [v for v in inputs if tail.storages[v.storage].persistent and _name_in_step(v).startswith(_STATE)]
+    state = Graph(
+        storages={value.storage: replace(tail.storages[value.storage], kind="state") for value in kept},
+        values={value.id: value for value in kept},
+        ops=(),
+        inputs=tuple(value.id for value in kept),
+        outputs=(),
+    )
+    whole = replace(captured, graph=_behind(captured.graph, state, {})[0], behind=behind)
     return replace(whole, listed=joined(whole, whole.graph, captured.deaths))
 
 
@@ -59,21 +70,6 @@ def _name_in_step(value: Value) -> str:
     """Return a value's name in the joined graph: all but weights and gradients are optimizer state."""
     is_known = value.name.startswith((_STATE, "parameter:", "gradient:"))
     return value.name if is_known or not value.name else f"{_STATE}{value.name}"
-
-
-def _with_state(graph: Graph, behind: Apart) -> Graph:
-    """Add the optimizer's state to the inputs of a step."""
-    tail = behind.graph
-    inputs = [tail.values[number] for number in tail.inputs]
-    kept = [v for v in inputs if tail.storages[v.storage].persistent and _name_in_step(v).startswith(_STATE)]
-    state = Graph(
-        storages={value.storage: replace(tail.storages[value.storage], kind="state") for value in kept},
-        values={value.id: value for value in kept},
-        ops=(),
-        inputs=tuple(value.id for value in kept),
-        outputs=(),
-    )
-    return _behind(graph, state, {})[0]
 
 
 def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph, Mapping[int, int]]:

@@ -165,7 +165,8 @@ class Batch:
         forms = tuple(("form", form.looks) for form in (self.form, self.target_form) if form is not None)
         return forms + tuple(
             (
-                f"{name} {self.names}" if self.names else name, tuple(tensor.shape), _strides(tensor), tensor.dtype,
+                f"{name} {self.names}" if self.names else name, tuple(tensor.shape),
+                tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype,
                 tensor.device, tensor.is_conj(), tensor.is_neg(), _overlap(name, tensor, met),
             )
             for name, tensor in self.by_name.items()
@@ -176,10 +177,6 @@ def batch_by_name(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[s
     """Return the tensors of a batch by their names in graphs."""
     roles = ("input", inputs), ("target", targets)
     return {f"{role}:{number}": tensor for role, tensors in roles for number, tensor in enumerate(tensors)}
-
-
-def _strides(tensor: Tensor) -> object:
-    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> tuple[object, int] | None:
@@ -244,10 +241,16 @@ def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
     keys: tuple[Any, ...] = ()
     remake: Callable[[list[Any]], Any]
     if isinstance(item, MutableMapping):
-        keys, values, remake = tuple(item), list(item.values()), partial(_refilled, _emptied(item), tuple(item))
+        keys, values = tuple(item), list(item.values())
+        shell = copy.copy(item)
+        for key in keys:  # so that it keeps no tensor alive
+            shell[key] = None
+        remake = partial(_refilled, shell, keys)
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         keys = tuple(each.name for each in dataclasses.fields(item))
-        values, remake = [getattr(item, key) for key in keys], partial(_with_fields, _without_fields(item, keys), keys)
+        values = [getattr(item, key) for key in keys]
+        shell = _with_fields(item, keys, [None] * len(keys))
+        remake = partial(_with_fields, shell, keys)
     elif isinstance(item, (list, tuple)) and (hasattr(item, "_make") or kind in (list, tuple)):
         values, remake = list(item), getattr(kind, "_make", kind)
     else:
@@ -259,23 +262,11 @@ def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
     return Form(lambda given: remake([part.make(given) for part in parts]), looks)
 
 
-def _emptied(item: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Return a shallow copy of a mapping with its values set to None, so that it keeps no tensor alive."""
-    shell = copy.copy(item)
-    for key in tuple(shell):
-        shell[key] = None
-    return shell
-
-
 def _refilled(shell: MutableMapping[Any, Any], keys: tuple[Any, ...], values: list[Any]) -> MutableMapping[Any, Any]:
     made = copy.copy(shell)
     for key, value in zip(keys, values, strict=True):
         made[key] = value
     return made
-
-
-def _without_fields(item: Any, keys: tuple[str, ...]) -> Any:
-    return _with_fields(item, keys, [None] * len(keys))
 
 
 def _with_fields(shell: Any, keys: tuple[str, ...], values: list[Any]) -> Any:
@@ -349,13 +340,10 @@ def with_loss(
         return module, loss_fn
     known = {id(parameter) for parameter in module.parameters()}
     trains = any(parameter.requires_grad and id(parameter) not in known for parameter in loss_fn.parameters())
-    return (_WithLoss(module, loss_fn), _applied) if trains or _keeps_tensors(loss_fn) else (module, loss_fn)
-
-
-def _keeps_tensors(loss: nn.Module) -> bool:
-    """Return True if a user's own loss has tensors that it may replace: the centre of DINO's loss, a running mean."""
-    parts = [part for part in loss.modules() if not type(part).__module__.startswith("torch.")]
-    return any(isinstance(each, Tensor) for part in parts for each in (*part.buffers(), *vars(part).values()))
+    # A user's own loss may replace tensors that it has: the centre of DINO's loss, a running mean.
+    parts = [part for part in loss_fn.modules() if not type(part).__module__.startswith("torch.")]
+    replaces = any(isinstance(each, Tensor) for part in parts for each in (*part.buffers(), *vars(part).values()))
+    return (_WithLoss(module, loss_fn), _applied) if trains or replaces else (module, loss_fn)
 
 
 def own_loss(output: Any, *targets: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class KeptResults:
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
             (pooled and cores(), traced.blocks, str(traced.module), _carried_plans(traced.module))
-            if self._is_ranked
+            if family(self.case.strategy) == "distributed"
             else "",
         )
 
@@ -106,10 +106,6 @@ class KeptResults:
         data = read_json(text)
         result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
         return dataclasses.replace(result, case=self.case, note=f"from the cache of {day.isoformat()}: unchanged")
-
-    @property
-    def _is_ranked(self) -> bool:
-        return family(self.case.strategy) == "distributed"
 
 
 def _carried_plans(module: nn.Module) -> list[tuple[str, str, str]]:

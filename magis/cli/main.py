@@ -22,7 +22,6 @@ from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
-    from magis.frontends.profiling import Recording
 
 USAGE_ERROR = 4
 """Exit code for user errors, equal to pytest's."""
@@ -260,18 +259,16 @@ def _profile(asked: argparse.Namespace) -> int:
             seconds=seconds,
             progress=progress,
         )
-    show(_summary(path, found))
-    return 0 if found.in_time else UNFINISHED
-
-
-def _summary(path: Path, found: Recording) -> str:
-    text = f"{path}: {found.operators} operators; {found.wanted} asked for"
+    said = f"{path}: {found.operators} operators; {found.wanted} asked for"
     if not found.in_time:
-        return f"{text}, and more to come: run the command again to go on"
-    if not found.missing:
-        return f"{text}, all measured"
-    names = ", ".join(sorted({target_of(key) for key in found.missing})[:SHOWN])
-    return f"{text}, {len(found.missing)} of them not measured (refused, or too large): {names}"
+        said += ", and more to come: run the command again to go on"
+    elif found.missing:
+        names = ", ".join(sorted({target_of(key) for key in found.missing})[:SHOWN])
+        said += f", {len(found.missing)} of them not measured (refused, or too large): {names}"
+    else:
+        said += ", all measured"
+    show(said)
+    return 0 if found.in_time else UNFINISHED
 
 
 # `magis merge`: the results of several machines as one file, and whether any case is red.

@@ -126,8 +126,12 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)
-    # in-place foreach operators return nothing
-    written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
+    updated = outputs
+    if not outputs:  # in-place foreach operators update their first argument; if fused, all but the gradients
+        lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
+        lists = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
+        updated = [values[each] for each in {item.value for arg in lists for item in arg if isinstance(item, Ref)}]
+    written = sum(_distinct_bytes(value) for value in updated)
     elements = _elements(op, known, inputs, outputs)
     tensors, launches = tensors_and_kernels(op, values)
     matrix = known.kind in ("matmul", "conv", "conv_backward")
@@ -203,18 +207,18 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
     if len(innermost) > 1:
         return "strided_copy"
     *sources, result = touched
-    same = all(_same_order(source, result) for source in sources if len(source.shape) == len(result.shape))
-    return "copy" if same else "permuted_copy"
-
-
-def _same_order(first: Value, second: Value) -> bool:
-    """Return True if two tensors have an equal dimension order in memory, ignoring dimensions of size 1 or stride 0."""
-    pairs = [
-        steps
-        for *steps, size in zip(first.stride, second.stride, first.shape, strict=True)
-        if size > 1 and 0 not in steps
-    ]
-    return sorted(pairs, key=lambda steps: -steps[0]) == sorted(pairs, key=lambda steps: -steps[1])
+    for source in sources:
+        if len(source.shape) != len(result.shape):
+            continue
+        # the order of dimensions in memory, without those of size 1 or stride 0
+        pairs = [
+            steps
+            for *steps, size in zip(source.stride, result.stride, source.shape, strict=True)
+            if size > 1 and 0 not in steps
+        ]
+        if sorted(pairs, key=lambda steps: -steps[0]) != sorted(pairs, key=lambda steps: -steps[1]):
+            return "permuted_copy"
+    return "copy"
 
 
 def _read_values(op: Op) -> tuple[int, ...]:
@@ -228,14 +232,6 @@ def _distinct_bytes(value: Value) -> int:
     """Return the bytes of a value's distinct elements: expanded dimensions count once."""
     sizes = (size for size, step in zip(value.shape, value.stride, strict=True) if step != 0 or size == 0)
     return prod(sizes) * ITEM_SIZE[value.dtype]
-
-
-def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
-    """Return the bytes that a call without outputs updates: its first argument; if fused, all but the gradients."""
-    lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
-    updated = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
-    numbers = {item.value for arg in updated for item in arg if isinstance(item, Ref)}
-    return sum(_distinct_bytes(values[number]) for number in numbers)
 
 
 def _arithmetic_dtype(values: list[Value]) -> str:

@@ -296,13 +296,22 @@ def kin_key(op: Op, values: Mapping[int, Value]) -> str:
     """
     parts = [_arg_kind(arg, values) for arg in op.args]
     parts += [f"{name}={_arg_kind(arg, values)}" for name, arg in op.kwargs]
-    return f"{op.target}({', '.join(parts)}){_kernel_window(op, values)}"
+    at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
+    weight = op.args[at] if at is not None and at < len(op.args) else None
+    window = f" {values[weight.value].shape[2:]}" if isinstance(weight, Ref) else ""
+    return f"{op.target}({', '.join(parts)}){window}"
 
 
 def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
     match arg:
-        case Ref(value):
-            return _tensor_kind(values[value])
+        case Ref(number):
+            # dtype and dimension order, slowest first: size-1 dimensions in front, expanded ones marked
+            value = values[number]
+            sizes = list(zip(value.shape, value.stride, strict=True))
+            order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
+            marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
+            fastest = min((stride for size, stride in sizes if size > 1 and stride), default=1)
+            return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
         case bool() | str() | None:
             return repr(arg)
         case int():
@@ -315,21 +324,3 @@ def _arg_kind(arg: Arg, values: Mapping[int, Value]) -> str:
             return f"{kind}:{name}" if kind == "dtype" else kind
         case _:
             return "$"
-
-
-def _tensor_kind(value: Value) -> str:
-    """Return dtype and dimension order, slowest first: size-1 dimensions in front, expanded ones marked."""
-    sizes = list(zip(value.shape, value.stride, strict=True))
-    order = sorted(range(len(sizes)), key=lambda at: (sizes[at][0] > 1, -sizes[at][1], at))
-    marks = [f"{at}x" if sizes[at][0] > 1 and sizes[at][1] == 0 else str(at) for at in order]
-    fastest = min((stride for size, stride in sizes if size > 1 and stride), default=1)
-    return f"{value.dtype}[{' '.join(marks)}{'' if fastest == 1 else ' apart'}]"
-
-
-def _kernel_window(op: Op, values: Mapping[int, Value]) -> str:
-    """Return the kernel size of a convolution as text; empty for other operators."""
-    at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
-    if at is None or at >= len(op.args):
-        return ""
-    weight = op.args[at]
-    return f" {values[weight.value].shape[2:]}" if isinstance(weight, Ref) else ""

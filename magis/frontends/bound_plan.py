@@ -118,7 +118,8 @@ class BoundPlan:
         self.step.finish()
         self._leave_behind(self.step.results())
         self.step.prepare()
-        _mark_stepped(optimizer)
+        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):  # learning-rate schedulers warn without this mark
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)
         return loss
 
     def _gradients(self) -> Tensor:
@@ -142,9 +143,3 @@ class BoundPlan:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return loss
-
-
-def _mark_stepped(optimizer: Optimizer) -> None:
-    """Set the flag that `optimizer.step()` was called, so that learning-rate schedulers do not warn."""
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -116,13 +116,12 @@ class Estimate:
         """Ways to need less memory: checkpointing of each block, a plan for the limit, LoRA adapters instead of full
         training. Left out is a way that cannot be applied (no repeated blocks, PEFT not installed, an optimizer that is
         not part of the step), and one that saves no memory."""
-        return tuple(remedy for remedy in self._remedies() if remedy.needed_bytes < self.needed_bytes)
-
-    def _remedies(self) -> Iterator[Remedy]:
+        found: list[Remedy] = []
         case, make = self.result.case, self._make
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
-            yield self._remedy("checkpoint", checkpointed, "checkpoint each block: --magis-strategies=checkpoint")
+            how = "checkpoint each block: --magis-strategies=checkpoint"
+            found.append(self._remedy("checkpoint", checkpointed, how))
         what = "peak" if self.reserved_bytes is None else "reserved"
         ratio = min(1.0, math.floor(RATIO_STEPS * self.limit_bytes / self.needed_bytes) / RATIO_STEPS)
         asked = replace(case, strategy="magis", memory_ratio=ratio or None, memory_limit_of=what, budget=QUICK)
@@ -130,12 +129,13 @@ class Estimate:
         if planned is not None:
             of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
             how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
-            yield self._remedy("magis", planned, how)
+            found.append(self._remedy("magis", planned, how))
         if importlib.util.find_spec("peft") is not None:
             adapted = self._tried(case, partial(_with_adapters, make or self._make_workload))
             if adapted is not None:
                 how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
-                yield self._remedy("lora", adapted, how)
+                found.append(self._remedy("lora", adapted, how))
+        return tuple(remedy for remedy in found if remedy.needed_bytes < self.needed_bytes)
 
     def _make_workload(self, seed: int) -> Workload:
         return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
@@ -166,22 +166,21 @@ class Estimate:
 
     def __str__(self) -> str:
         """Return the estimate as lines of text."""
-        return "\n".join(map(printable, self._lines()))
-
-    def _lines(self) -> Iterator[str]:
         result = self.result
         reserved = f", {format_bytes(self.reserved_bytes)} reserved" if self.reserved_bytes else ""
-        yield (
-            f"{result.case.model} on {result.case.device}, {result.dtype}: peak {format_bytes(self.peak_bytes)}"
-            f"{reserved}; a step takes {format_milliseconds(self.latency_ms)}"
-        )
+        took = format_milliseconds(self.latency_ms)
         missing = self.missing_bytes()
         verdict = f"does not fit: {format_bytes(missing)} too much" if missing > 0 else "fits"
-        yield f"{verdict} for {format_bytes(self.limit_bytes)}"
-        yield "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items())
+        peak = f"peak {format_bytes(self.peak_bytes)}{reserved}"
+        lines = [
+            f"{result.case.model} on {result.case.device}, {result.dtype}: {peak}; a step takes {took}",
+            f"{verdict} for {format_bytes(self.limit_bytes)}",
+            "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items()),
+        ]
         for row in self.at_peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
-            yield f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}"
+            lines.append(f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}")
+        return "\n".join(map(printable, lines))
 
 
 @in_one_order("magis.estimate", ("module", "optimizer", "batch", "loss"), {"model": "module"})

@@ -75,12 +75,6 @@ class KeptStep:
         """Values of the graph's named scalars in the next step."""
         return {} if self.given is None else self.given.numbers
 
-    @property
-    def given_up(self) -> bool:
-        """True if the plan should be replaced, as recent steps took another branch: say, one that only first steps
-        take."""
-        return self.missed >= MISSED and self.vain < VAIN
-
     def holds(self, batch: Batch) -> bool:
         """Return True if the plan is valid for this batch and the current state of module, loss and settings."""
         inputs = self.plan.inputs
@@ -123,9 +117,9 @@ class KeptSteps(list[KeptStep]):
         return doubt
 
     def give_up(self, key: Any) -> int:
-        """Drop plans of one kind of batch whose steps take other branches; return how many were dropped so far, 0 if
-        none."""
-        gone = [entry for entry in self if entry.key == key and entry.given_up]
+        """Drop plans of one kind of batch whose recent steps took other branches (say, one that only first steps take);
+        return how many were dropped so far, 0 if none."""
+        gone = [entry for entry in self if entry.key == key and entry.missed >= MISSED and entry.vain < VAIN]
         self[:] = [entry for entry in self if entry not in gone]
         return max((entry.vain + 1 for entry in gone), default=0)
 

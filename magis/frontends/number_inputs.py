@@ -85,26 +85,15 @@ class NumberInputs:
             read = {f"{READ}{index}": make(live).item() for index, (make, _) in enumerate(self.reads)}
         except (RuntimeError, TypeError, IndexError):  # eager raises the user's error
             return None
-        found = self._values({**drawn, **read})
-        return None if found is None else Given(*found, after)
-
-    def leave(self, numbers: Mapping[str, float]) -> None:
-        """Store numbers at their paths in Python objects."""
-        for path, number in numbers.items():
-            self.places.write(path, number)
-
-    def _values(self, drawn: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Return the values of the named scalars and of the numbers that the step stores; None if the step is
-        invalid."""
         try:
-            live = {path: self.places.read(path) for path in self.kinds}
-            if any((type(live[path]), live[path] == 0) != kind for path, kind in self.kinds.items()):
+            known = {path: self.places.read(path) for path in self.kinds}
+            if any((type(known[path]), known[path] == 0) != kind for path, kind in self.kinds.items()):
                 return None
-            live.update(drawn)
-            if any(not same(each.value(live), then) for each, then in self.outcomes.items()):
+            known |= {**drawn, **read}
+            if any(not same(each.value(known), then) for each, then in self.outcomes.items()):
                 return None
-            found = {name: each.value(live) for name, each in self.named.items()}
-            left = {path: each.value(live) for path, each in self.left.items()}
+            found = {name: each.value(known) for name, each in self.named.items()}
+            left = {path: each.value(known) for path, each in self.left.items()}
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
             return None  # eager raises the user's error
         usual = all(
@@ -112,7 +101,12 @@ class NumberInputs:
             and (value < 0) is self.negative[name]
             for name, value in found.items()
         )  # fmt: skip
-        return (found, left) if usual else None
+        return Given(found, left, after) if usual else None
+
+    def leave(self, numbers: Mapping[str, float]) -> None:
+        """Store numbers at their paths in Python objects."""
+        for path, number in numbers.items():
+            self.places.write(path, number)
 
 
 def inputs_of(traces: tuple[Trace, Trace], places: NumberPlaces, paths: Iterable[str]) -> NumberInputs | None:

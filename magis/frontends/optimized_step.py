@@ -202,11 +202,6 @@ class OptimizedStep:
         found.given = Given({}, {}, captured.after, constants_of(captured.graph, None, self._device))
         return found
 
-    def _unbind(self) -> None:
-        for entry in self._entries:
-            for one in (entry, *entry.variants.values()):
-                one.bound = None
-
     # -- validity of plans --------------------------------------------------------------------------------------
 
     def _key(self, batch: Batch) -> Any:
@@ -224,9 +219,12 @@ class OptimizedStep:
         return None
 
     def _look_at_memory(self) -> None:
-        if not self._memory.holds():
-            self._memory = MemoryGuard(self._whole)
-            self._unbind()
+        if self._memory.holds():
+            return
+        self._memory = MemoryGuard(self._whole)
+        for entry in self._entries:
+            for one in (entry, *entry.variants.values()):
+                one.bound = None
 
     def _look_at_optimizer(self) -> None:
         """Decide again whether the update is planned if the optimizer has changed; it is not if its numbers keep
@@ -261,7 +259,10 @@ class OptimizedStep:
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # with the wrapped module's parameter names
-        read = partial(_read, plan)
+
+        def read() -> SavedPlan | None:
+            return None if plan is None else read_plan(Path(plan))
+
         numbers = self._entries.changing(self._key(batch), batch) if self._ranks is None else ()
         saved = read() if self._ranks is None else self._ranks.all_or_none("plan file", read)
         granted = max((known.report.limit_bytes or 0 for known in self._plans.values()), default=0)
@@ -333,8 +334,3 @@ class OptimizedStep:
             loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
         loss.backward()
         return loss.detach()
-
-
-def _read(plan: Path | str | None) -> SavedPlan | None:
-    """Read a plan from a file; return None without a file."""
-    return None if plan is None else read_plan(Path(plan))

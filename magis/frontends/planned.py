@@ -309,7 +309,20 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     """Capture the step and observe what its forward reads. Raises CaptureError for a step that is no single static
     graph."""
     subject = look()
-    reads = _observed(subject, cast)
+    heard: Heard | None = None
+    reads: Reads | None = None
+    draws = False
+    while reads is None:
+        try:
+            reads = observe_step(subject.workload, cast, heard, draws=draws)
+        except BranchError:  # on data: as eager's run went
+            if heard is not None:
+                raise
+            heard = subject.captured.heard
+        except DrawError:  # every step is then captured again
+            if draws:
+                raise
+            draws = True
     step = subject.captured
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
     if not alone and (step.results or reads.moved):
@@ -346,22 +359,6 @@ def compared_step(
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     digest = outline(found.graph) if found.drawn else subject.digest
     return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest, batch)
-
-
-def _observed(subject: Subject, autocast: str | None) -> Reads:
-    heard: Heard | None = None
-    draws = False
-    while True:
-        try:
-            return observe_step(subject.workload, autocast, heard, draws=draws)
-        except BranchError:
-            if heard is not None:
-                raise
-            heard = subject.captured.heard
-        except DrawError:
-            if draws:
-                raise
-            draws = True
 
 
 def _kept_bytes(graph: Graph) -> int:

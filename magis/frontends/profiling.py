@@ -133,8 +133,11 @@ def record_profile(
     rounding = _rounding_of_products(every, device, preset)
     effort = effort or ProfilingEffort(batch_bytes=_batch_bytes(device))
     identity = recording_identity(device, rounding)
-    profile = _opened(path, identity)
-    if not path.exists():
+    profile = Profile(identity)
+    if path.exists():
+        profile = load(path)
+        merge(profile, Profile(identity))  # raises for another device
+    else:
         save(profile, path)  # fail before the work if the path is not writable
     wanted: dict[str, None] = {}
     over = False
@@ -187,14 +190,6 @@ def _asked(
             progress(f"{model}: capturing")
             subject = Bench().subject(Case(model, "magis", device, preset, dtype))
             yield model, signatures_of_model(subject, parts=parts)
-
-
-def _opened(path: Path, identity: dict[str, str]) -> Profile:
-    if not path.exists():
-        return Profile(identity)
-    known = load(path)
-    merge(known, Profile(identity))  # raises for another device
-    return known
 
 
 def _batch_bytes(device: str) -> int:

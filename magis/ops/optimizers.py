@@ -276,24 +276,19 @@ def scalars(rule: OptimizerSpec, step: float | Sequence[float]) -> dict[str, flo
     """
     groups = rule.alone()
     steps = [step] * len(groups) if isinstance(step, (int, float)) else step
-    return {
-        _of_group(name, number): value
-        for number, (group, count) in enumerate(zip(groups, steps, strict=True))
-        for name, value in _scalars(group, count).items()
-    }
-
-
-def _scalars(rule: OptimizerSpec, step: float) -> dict[str, float]:
-    found = {"lr": rule.lr, "neg_lr": -rule.lr}
-    if rule.kind == "momentum":  # in the first step the buffer is a copy of the gradient
-        found["undampened"] = 1 - rule.dampening if step > 1 else 1
-    if rule.kind in ("adam", "adamw"):
-        beta1, beta2 = rule.betas
-        # torch.optim counts steps in a float32 tensor and reads it back; exact up to 2**24 steps.
-        count = float(step)
-        found["neg_step_size"] = -(rule.lr / (1 - beta1**count))
-        found["bias_correction2_sqrt"] = (1 - beta2**count) ** 0.5
-        found["decay"] = 1 - rule.lr * rule.weight_decay
+    found: dict[str, float] = {}
+    for number, (group, each) in enumerate(zip(groups, steps, strict=True)):
+        own = {"lr": group.lr, "neg_lr": -group.lr}
+        if group.kind == "momentum":  # in the first step the buffer is a copy of the gradient
+            own["undampened"] = 1 - group.dampening if each > 1 else 1
+        if group.kind in ("adam", "adamw"):
+            beta1, beta2 = group.betas
+            # torch.optim counts steps in a float32 tensor and reads it back; exact up to 2**24 steps.
+            count = float(each)
+            own["neg_step_size"] = -(group.lr / (1 - beta1**count))
+            own["bias_correction2_sqrt"] = (1 - beta2**count) ** 0.5
+            own["decay"] = 1 - group.lr * group.weight_decay
+        found |= {_of_group(name, number): value for name, value in own.items()}
     return found
 
 
@@ -304,25 +299,19 @@ def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimi
     if rule.kind in ("gradients", "none"):
         return None
     tensors = list(params.values())
-    groups = [
-        {"params": [tensors[position] for position in positions], **_keyword_arguments(group)}
-        for group, positions in zip(rule.alone(), rule.split(tuple(params)), strict=True)
-    ]
+    groups = []
+    for group, positions in zip(rule.alone(), rule.split(tuple(params)), strict=True):
+        own: dict[str, Any] = {"betas": group.betas, "eps": group.eps, "amsgrad": group.amsgrad}
+        if group.kind in ("sgd", "momentum"):
+            momentum = group.momentum if group.kind == "momentum" else 0.0
+            own = {"momentum": momentum, "dampening": group.dampening, "nesterov": group.nesterov}
+        own |= {"lr": group.lr, "weight_decay": group.weight_decay}
+        own |= {"foreach": group.foreach, "fused": group.fused, "maximize": group.maximize}
+        groups.append({"params": [tensors[position] for position in positions], **own})
     if rule.kind in ("sgd", "momentum"):
         return torch.optim.SGD(groups, foreach=rule.foreach, fused=rule.fused)
     cls = torch.optim.AdamW if rule.kind == "adamw" else torch.optim.Adam
     return cls(groups, foreach=rule.foreach, fused=rule.fused)
-
-
-def _keyword_arguments(rule: OptimizerSpec) -> dict[str, Any]:
-    """Return a group's hyperparameters as keyword arguments of torch's optimizer."""
-    ways = {"foreach": rule.foreach, "fused": rule.fused, "maximize": rule.maximize}
-    if rule.kind in ("sgd", "momentum"):
-        momentum = rule.momentum if rule.kind == "momentum" else 0.0
-        own: dict[str, Any] = {"momentum": momentum, "dampening": rule.dampening, "nesterov": rule.nesterov}
-        return {"lr": rule.lr, "weight_decay": rule.weight_decay, **own, **ways}
-    own = {"betas": rule.betas, "eps": rule.eps, "amsgrad": rule.amsgrad}
-    return {"lr": rule.lr, "weight_decay": rule.weight_decay, **own, **ways}
 
 
 def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[str, float], ...]:

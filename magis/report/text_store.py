@@ -85,13 +85,17 @@ class Kept:
         raises one of ``UNSOUND``, is removed with a warning."""
         path = self._path(key)
         try:
-            content = self._read_bytes(path)
-            if content is None:
-                return None
-            head, _, body = content.partition(b"\n")
+            there = path.lstat()
+            if not stat.S_ISREG(there.st_mode):  # reading a pipe would block
+                raise MagisError("it is not a regular file")
+            if there.st_size > self._bounds.entry_bytes + 100:
+                raise MagisError(f"it has {there.st_size:,} bytes")
+            head, _, body = path.read_bytes().partition(b"\n")
             if head != f"{HEADER} {hashlib.sha256(body).hexdigest()}".encode():
                 raise MagisError("its content is not what was written")
             found = read(body.decode())
+        except FileNotFoundError:
+            return None
         except OSError as error:
             self._give_up(f"cannot read {path}: {error.strerror or error}")
             return None
@@ -126,18 +130,6 @@ class Kept:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.txt"
-
-    def _read_bytes(self, path: Path) -> bytes | None:
-        """Return a file's bytes; None if it does not exist. Raises MagisError if it is none of ours."""
-        try:
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
-                raise MagisError("it is not a regular file")
-            if found.st_size > self._bounds.entry_bytes + 100:
-                raise MagisError(f"it has {found.st_size:,} bytes")
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
 
     def _remove(self, path: Path, why: str) -> None:
         with suppress(OSError):

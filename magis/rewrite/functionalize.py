@@ -20,7 +20,13 @@ def functionalize(graph: Graph) -> Graph:
     """Return the step without those in-place writes to temporary storages whose later reads all use the write's
     result."""
     written = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
-    touching = _touching(graph, sorted(s for s in written if graph.storages[s].kind == "temporary"))
+    # the operators that read, make or write each written storage, in order
+    touching: dict[int, list[Op]] = {s: [] for s in sorted(written) if graph.storages[s].kind == "temporary"}
+    for op in graph.ops:
+        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
+        touched.update(storage for storage, _ in op.writes)
+        for storage in touched & touching.keys():
+            touching[storage].append(op)
     targets = {storage for storage, ops in touching.items() if _can_split(graph, storage, ops)}
     if not targets:
         return graph
@@ -45,17 +51,6 @@ def functionalize(graph: Graph) -> Graph:
                 values[value] = replace(values[value], storage=current[owner][0])
         ops.append(new)
     return replace(graph, storages=storages, values=values, ops=tuple(ops))
-
-
-def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
-    """Map each storage to the operators that read, make or write it, in order."""
-    found: dict[int, list[Op]] = {storage: [] for storage in storages}
-    for op in graph.ops:
-        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
-        touched.update(storage for storage, _ in op.writes)
-        for storage in touched & found.keys():
-            found[storage].append(op)
-    return found
 
 
 def _can_split(graph: Graph, storage: int, ops: Iterable[Op]) -> bool:

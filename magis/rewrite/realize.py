@@ -105,7 +105,18 @@ class _Builder:
         if taken is not None:
             self._take_over(op, form, mapping, reads, taken)
             return
-        copies = self._allocate(op, renewed)
+        # Storages for the outputs: those renewed, or all the first time, become current copies. A recomputation also
+        # makes outputs that are not needed: another copy is in memory, or its readers are done.
+        given = {self._source.values[value].storage for value in op.inputs()}
+        copies: dict[int, int] = {}
+        for value in op.made():
+            storage = self._source.values[value].storage
+            if storage in given or storage in copies or self._source.storages[storage].kind != "temporary":
+                continue
+            copies[storage] = self._new_storage(self._source.storages[storage].nbytes, "temporary")
+            self._main.setdefault(storage, value)
+            if renewed is None or storage in renewed:
+                self._copy[storage] = (copies[storage], 0)
         outputs = tuple(None if value is None else self._output_value(value, copies) for value in op.outputs)
         self._emit(form, mapping, reads, writes, outputs)
         if op.target in BESIDE:
@@ -113,7 +124,12 @@ class _Builder:
 
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Emit a random node that is recomputed: save generator states at first, restore them for recomputations."""
-        drawn = _generators(group)
+        # The generators that it draws from, each once: a step's own by name, the default one as ().
+        drawn: dict[tuple[Const, ...], None] = {}
+        for op in group:
+            if op.random:
+                given = (*op.args, *(arg for _, arg in op.kwargs))
+                drawn[tuple(arg for arg in given if isinstance(arg, Const) and arg.kind == "generator")] = None
         saved = Value(0, (GENERATOR_BYTES,), (1,), "uint8", 0)
         states = tuple(
             self._new_value(replace(saved, storage=self._new_storage(GENERATOR_BYTES, "host"))) for _ in drawn
@@ -129,23 +145,6 @@ class _Builder:
         if renewed is not None:
             for state, own in zip(states, drawn, strict=True):
                 self._emit_own("magis.rng_leave", (Ref(state), *own), ())
-
-    def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
-        """Allocate storages for the outputs of ``op``; those renewed, or all the first time, become current copies.
-
-        A recomputation also makes outputs that are not needed: another copy is in memory, or its readers are done.
-        """
-        taken = {self._source.values[value].storage for value in op.inputs()}
-        copies = {}
-        for value in op.made():
-            storage = self._source.values[value].storage
-            if storage in taken or storage in copies or self._source.storages[storage].kind != "temporary":
-                continue
-            copies[storage] = self._new_storage(self._source.storages[storage].nbytes, "temporary")
-            self._main.setdefault(storage, value)
-            if renewed is None or storage in renewed:
-                self._copy[storage] = (copies[storage], 0)
-        return copies
 
     def store(self, storage: int) -> None:
         """Emit the copy of a storage to the host."""
@@ -308,13 +307,3 @@ class _Builder:
         self, target: str, args: tuple[Arg, ...], outputs: tuple[int, ...], reads: tuple[tuple[int, int], ...] = ()
     ) -> None:
         self._ops.append(Op(len(self._ops), target, args, (), outputs, reads=reads))
-
-
-def _generators(group: Group) -> tuple[tuple[Const, ...], ...]:
-    """Return the generators that a node draws from, each once: a step's own by name, the default one as ()."""
-    found: dict[tuple[Const, ...], None] = {}
-    for op in group:
-        if op.random:
-            given = (*op.args, *(arg for _, arg in op.kwargs))
-            found[tuple(arg for arg in given if isinstance(arg, Const) and arg.kind == "generator")] = None
-    return tuple(found)

@@ -23,7 +23,7 @@ from magis.graph import Arg, Const, Graph, Op, Value
 from magis.graph.hazards import is_pure_view
 from magis.ops.call import call, made_generators, only_acts
 from magis.ops.operators import op_info
-from magis.runtime.measure import Allocation, allocations, logged, memory_profile
+from magis.runtime.measure import allocations, logged, memory_profile
 from magis.simulate.compiled_problem import nodes_and_blocks
 from magis.simulate.simulator import MemoryProfile
 
@@ -304,7 +304,15 @@ def first_difference(run: Callable[[], object], graph: Graph, profile: MemoryPro
     """Run the step and return the first logged operator whose bytes differ from `profile`; None if all are equal."""
     with memory_profile() as log:
         kept = run()
-    moments, levels = _levels(allocations(log))
+    # Times of allocator events, and the bytes allocated after each; frees of older memory do not count.
+    live: dict[int, int] = {}
+    moments, levels = [-1], [0]
+    for event in allocations(log):
+        freed = live.pop(event.address, 0)
+        if event.nbytes > 0:
+            live[event.address] = event.nbytes
+        moments.append(event.time_ns)
+        levels.append(levels[-1] + max(event.nbytes, 0) - freed)
     del kept
     nodes = (node for node in logged(log) if node.typed[0].name == "TorchOp")
     calls = sorted((node.start_time_ns, node.end_time_ns, node.name) for node in nodes)
@@ -314,19 +322,6 @@ def first_difference(run: Callable[[], object], graph: Graph, profile: MemoryPro
         if measured != simulated:
             return FirstDifference(graph.ops[position], simulated, measured)
     return None
-
-
-def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
-    """Return times of allocator events, and the bytes allocated after each; frees of older memory do not count."""
-    live: dict[int, int] = {}
-    moments, levels = [-1], [0]
-    for event in events:
-        freed = live.pop(event.address, 0)
-        if event.nbytes > 0:
-            live[event.address] = event.nbytes
-        moments.append(event.time_ns)
-        levels.append(levels[-1] + max(event.nbytes, 0) - freed)
-    return moments, levels
 
 
 def _positions_in_log(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, int]]:

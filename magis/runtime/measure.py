@@ -72,12 +72,25 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
     the window lowers the peak, which it does not on the CPU: free none.
     """
     where = torch.device(device)
-    if where.type == "cuda":
-        return _cuda_peak(fn, where)
-    with memory_profile() as window:
-        kept = fn()
-    peak = replay(allocations(window))
-    del kept  # alive until the log is closed
+    if where.type != "cuda":
+        with memory_profile() as window:
+            kept = fn()
+        peak = replay(allocations(window))
+        del kept  # alive until the log is closed
+        return peak
+    gc.collect()
+    torch.cuda.synchronize(where)
+    torch.cuda.empty_cache()  # cached blocks of earlier steps would count as reserved
+    torch.cuda.reset_peak_memory_stats(where)
+    start = torch.cuda.memory_allocated(where)
+    kept = fn()
+    torch.cuda.synchronize(where)
+    peak = WindowPeak(
+        torch.cuda.max_memory_allocated(where) - start,
+        torch.cuda.memory_allocated(where) - start,
+        torch.cuda.max_memory_reserved(where) - start,
+    )
+    del kept
     return peak
 
 
@@ -187,23 +200,6 @@ def quiet_profiler() -> Iterator[None]:
                 os.write(descriptor, b"".join(lines))
 
 
-def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # cached blocks of earlier steps would count as reserved
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    kept = fn()
-    torch.cuda.synchronize(device)
-    peak = WindowPeak(
-        torch.cuda.max_memory_allocated(device) - start,
-        torch.cuda.memory_allocated(device) - start,
-        torch.cuda.max_memory_reserved(device) - start,
-    )
-    del kept
-    return peak
-
-
 def tensor_peak(fn: Callable[[], object]) -> int:
     """Run `fn` once and return the peak bytes of the tensors that it makes, above the start, without workspaces.
 
@@ -226,12 +222,18 @@ def device_identity(device: str) -> dict[str, str]:
     equal. "cpu": instruction set of the kernels, number of threads, torch version, and oneDNN settings, if any. "cuda":
     GPU, torch and CUDA version. "sim:<name>": version of the device constants. Raises UnknownDevice for other names."""
     if device == "cpu":
+        # settings that change oneDNN's choice of kernels, as one entry
+        backend: Any = torch.backends.mkldnn  # torch's stubs lack some attributes
+        told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
+        settings = [each for each in told if not each.endswith("=None")]
+        settings += [] if backend.enabled else ["off"]
+        settings += sorted({each.fp32_precision for each in (backend.conv, backend.matmul)} - {"none", "ieee"})
         return {
             "device": "cpu",
             "instruction set": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "torch": str(torch.__version__),
-            **_onednn_settings(),
+            **({"oneDNN": " ".join(settings)} if settings else {}),
         }
     if device == "cuda":
         return {
@@ -245,16 +247,6 @@ def device_identity(device: str) -> dict[str, str]:
 
 _ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
 """Environment variables that select oneDNN's kernels, and so their workspaces; each has an older name, too."""
-
-
-def _onednn_settings() -> dict[str, str]:
-    """Return the settings that change oneDNN's choice of kernels, as one entry; empty if there are none."""
-    backend: Any = torch.backends.mkldnn  # torch's stubs lack some attributes
-    told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
-    found = [each for each in told if not each.endswith("=None")]
-    found += [] if backend.enabled else ["off"]
-    found += sorted({each.fp32_precision for each in (backend.conv, backend.matmul)} - {"none", "ieee"})
-    return {"oneDNN": " ".join(found)} if found else {}
 
 
 def device_memory(device: str) -> int:

@@ -86,8 +86,15 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
     held: list[str] = []
     total = 0
     for key in keys:
-        size = _call_bytes(key)
-        if size is None or size > limit:
+        try:
+            op, values = parse_with_outputs(key)
+        except MagisError:  # this torch refuses the call
+            continue
+        # bytes of the arguments, and of the results of two rounds
+        given = {values[number].storage for number in op.inputs()}
+        size = sum(values[number].nbytes for number in dict.fromkeys(op.inputs()))
+        size += 2 * sum(values[number].nbytes for number in op.made() if values[number].storage not in given)
+        if size > limit:
             continue
         if held and total + size > limit:
             yield CallBatch(tuple(held), total)
@@ -96,18 +103,6 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
         total += size
     if held:
         yield CallBatch(tuple(held), total)
-
-
-def _call_bytes(key: str) -> int | None:
-    """Return the bytes of a call's arguments and results, with results of two rounds; None if torch refuses the
-    call."""
-    try:
-        op, values = parse_with_outputs(key)
-    except MagisError:
-        return None
-    given = {values[number].storage for number in op.inputs()}
-    size = sum(values[number].nbytes for number in dict.fromkeys(op.inputs()))
-    return size + 2 * sum(values[number].nbytes for number in op.made() if values[number].storage not in given)
 
 
 def record(

@@ -115,22 +115,21 @@ def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str
     """Make tensors for the inputs of `op`, by value id: exact shapes, strides and dtypes, each with its own storage.
     The numbers come from a fixed seed and are equal for every call."""
     generator = torch.Generator(device).manual_seed(0)
-    return {number: _make_tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
-
-
-def _make_tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Make a tensor with the layout of `value`, at offset 0 of a storage of the least size."""
-    dtype: torch.dtype = getattr(torch, value.dtype)
-    length = reach(value.shape, value.stride)
-    flat: torch.Tensor
-    if dtype == torch.bool:
-        flat = torch.rand(length, generator=generator, device=generator.device) < 0.5
-    elif dtype.is_floating_point or dtype.is_complex:
-        flat = torch.rand(length, generator=generator, device=generator.device).add_(1).mul_(0.5).to(dtype)
-    else:
-        flat = torch.zeros(length, dtype=dtype, device=generator.device)
-    # filled before it is strided: an expanded tensor (stride 0) cannot be written in place
-    return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
+    made: dict[int, torch.Tensor] = {}
+    for number in dict.fromkeys(op.inputs()):
+        value = values[number]
+        dtype: torch.dtype = getattr(torch, value.dtype)
+        length = reach(value.shape, value.stride)
+        flat: torch.Tensor
+        if dtype == torch.bool:
+            flat = torch.rand(length, generator=generator, device=generator.device) < 0.5
+        elif dtype.is_floating_point or dtype.is_complex:
+            flat = torch.rand(length, generator=generator, device=generator.device).add_(1).mul_(0.5).to(dtype)
+        else:
+            flat = torch.zeros(length, dtype=dtype, device=generator.device)
+        # filled before it is strided: an expanded tensor (stride 0) cannot be written in place
+        made[number] = with_bits(flat.as_strided(value.shape, value.stride), value.bits)
+    return made
 
 
 def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, int]:
@@ -257,33 +256,28 @@ loops."""
 
 def measure_aside(keys: Sequence[str]) -> dict[str, int]:
     """Measure workspaces in child processes; return bytes by signature, without calls that raise, crash or time out."""
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
+    command = [sys.executable, "-P", "-m", "magis.runtime.scratch", str(torch.get_num_threads())]
     found: dict[str, int] = {}
     pending = list(keys)
     while pending:
-        answers = list(_answers_of_child(pending))
+        try:
+            said = subprocess.run(
+                command,
+                input="".join(f"{key}\n" for key in pending).encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches the parent only
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                timeout=PATIENCE_SECONDS,
+                check=False,
+            ).stdout
+        except subprocess.TimeoutExpired as error:
+            said = error.stdout or b""
+        answers = [json.loads(line) for line in said.splitlines()]
         found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
         pending = pending[len(answers) + 1 :]  # skip the call that crashed the child
     return found
-
-
-def _answers_of_child(keys: Sequence[str]) -> Iterator[int | None]:
-    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
-    command = [sys.executable, "-P", "-m", "magis.runtime.scratch", str(torch.get_num_threads())]
-    try:
-        said = subprocess.run(
-            command,
-            input="".join(f"{key}\n" for key in keys).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the parent only
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        ).stdout
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-    for line in said.splitlines():
-        yield json.loads(line)
 
 
 def main() -> None:

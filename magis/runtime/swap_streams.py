@@ -184,9 +184,14 @@ class StreamHost(GeneratorStates):
     def store(self, tensor: Tensor) -> Stored:
         """Enqueue the copy of a tensor's bytes to the host."""
         source = as_bytes(tensor)
-        buffer = self._pinned_buffer(source.numel())
+        free = self._free.setdefault(source.numel(), [])
+        if free:
+            buffer = free.pop()
+        else:
+            with _disable_current_modes():  # host memory does not belong to the step
+                buffer = self._runtime.pinned(source.numel())
         stored = Stored.of(tensor, buffer, self._copy(self._stores, buffer, source))
-        weakref.finalize(stored, self._free[source.numel()].append, buffer).atexit = False
+        weakref.finalize(stored, free.append, buffer).atexit = False
         return stored
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:  # noqa: ARG002  (taken to keep it alive until here)
@@ -224,13 +229,6 @@ class StreamHost(GeneratorStates):
         for stream, last in list(self._last.items()):
             if event is last:  # events of one stream occur in order: nothing is left to wait for
                 del self._last[stream]
-
-    def _pinned_buffer(self, nbytes: int) -> Tensor:
-        free = self._free.setdefault(nbytes, [])
-        if free:
-            return free.pop()
-        with _disable_current_modes():  # host memory does not belong to the step
-            return self._runtime.pinned(nbytes)
 
 
 AnyHost: TypeAlias = HostMemory | StreamHost

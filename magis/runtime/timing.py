@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -60,11 +60,6 @@ def waits(threads: Path = _THREADS) -> dict[str, int]:
         except (OSError, ValueError, IndexError):  # the thread ended, or the system does not count
             continue
     return found
-
-
-def longest_wait(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return the nanoseconds of the thread that waited longest; 0 if none is known."""
-    return max((waited - before.get(name, 0) for name, waited in after.items()), default=0)
 
 
 Clock: TypeAlias = Callable[[Callable[[], object]], float]
@@ -167,7 +162,14 @@ def interleave(
     for _ in range(warmup):
         first()
         second()
-    pair = partial(_time_pair, first, second, clock)
+
+    def pair(leader: int) -> tuple[float, float]:
+        """Return the milliseconds of one run of each step, the `leader` (0 or 1) first."""
+        if leader == 0:
+            return clock(first), clock(second)
+        after = clock(second)
+        return clock(first), after
+
     with no_collection():
         if clock is not host_clock:
             settle(lambda: sum(pair(0)))
@@ -196,7 +198,9 @@ def _time_pairs(
         while len(pairs) < wanted:
             pairs.append(pair(len(pairs) % 2))
             after = waits()
-            waited.append(longest_wait(before, after) / 1e6 / max(sum(pairs[-1]), 1e-6))
+            # the thread that waited longest; none is known where the system does not count
+            longest = max((ns - before.get(name, 0) for name, ns in after.items()), default=0)
+            waited.append(longest / 1e6 / max(sum(pairs[-1]), 1e-6))
             before = after
         timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs), tuple(waited))
         if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
@@ -211,16 +215,6 @@ def alone(step: Callable[[], object], rounds: int, device: torch.device | str = 
         if clock is not host_clock:
             settle(lambda: clock(step))
         return tuple(clock(step) for _ in range(rounds))
-
-
-def _time_pair(
-    first: Callable[[], object], second: Callable[[], object], clock: Clock, leader: int
-) -> tuple[float, float]:
-    """Return the milliseconds of one run of each step, the `leader` (0 or 1) first."""
-    if leader == 0:
-        return clock(first), clock(second)
-    after = clock(second)
-    return clock(first), after
 
 
 def host_clock(step: Callable[[], object]) -> float:
@@ -282,7 +276,15 @@ def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInter
         raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
     ratios = sorted(second / first for first, second in zip(timing.first_ms, timing.second_ms, strict=True))
     count = len(ratios)
-    rank = _rank(count, confidence)
+    # The largest k for which the k-th smallest and k-th largest ratio enclose the median; 0: none. The interval misses
+    # with twice the probability that a fair coin shows heads fewer than k times in `count`.
+    allowed = (1 - Fraction(str(confidence))) * 2**count
+    tail, rank = 0, 0
+    while rank < (count + 1) // 2:
+        tail += math.comb(count, rank)
+        if 2 * tail > allowed:  # exact: floats end at 1024 pairs
+            break
+        rank += 1
     low, high = (ratios[rank - 1], ratios[count - rank]) if rank else (0.0, math.inf)
     return RatioInterval(statistics.median(ratios), low, high, count)
 
@@ -315,16 +317,3 @@ def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ())
 def is_too_busy(timing: Timing) -> bool:
     """Return True if enough pairs were timed, but too few of them undisturbed to know a ratio."""
     return len(timing.first_ms) >= FEWEST > len(timing.undisturbed().first_ms)
-
-
-def _rank(count: int, confidence: float) -> int:
-    """Return the largest k for which the k-th smallest and k-th largest of `count` samples enclose the median; 0: none.
-    The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`."""
-    allowed = (1 - Fraction(str(confidence))) * 2**count
-    tail, rank = 0, 0
-    while rank < (count + 1) // 2:
-        tail += math.comb(count, rank)
-        if 2 * tail > allowed:  # exact: floats end at 1024 pairs
-            break
-        rank += 1
-    return rank

@@ -100,11 +100,23 @@ def make_step(problem: Problem) -> NodeStep:
     for node in np.flatnonzero(problem.message_ns).tolist():
         # A host copy would read a tensor before the collective is done, or free the tensor too early.
         sent[[*problem.inputs(node), *problem.outputs(node)]] = True
+    # Before a block run the readers of the persistent storages that it writes, and the nodes that it waits for.
+    readers: list[list[int]] = [[] for _ in range(problem.n_written)]
+    for node in range(problem.n_nodes):
+        for persistent in problem.preads(node):
+            readers[persistent].append(node)
+    before_blocks = [
+        sorted(
+            {node for persistent in problem.block_writes(block) for node in readers[persistent]}
+            | {*problem.block_waits(block).tolist()}
+        )
+        for block in range(problem.n_blocks)
+    ]
     same = {name: getattr(problem, name) for name in NodeStep._fields if hasattr(problem, name)}
     return NodeStep(
         **same,
         out_bytes=int64s(int(problem.nbytes[problem.outputs(node)].sum()) for node in range(problem.n_nodes)),
-        block_after=rows_of(_readers_of_writes(problem)),
+        block_after=rows_of(before_blocks),
         ns=np.stack([problem.node_ns, problem.redo_ns]),
         ws=np.stack([problem.node_ws, problem.redo_ws]),
         tensor=np.stack([problem.node_tensor, problem.redo_tensor]),
@@ -112,22 +124,6 @@ def make_step(problem: Problem) -> NodeStep:
         redoable=~stays & problem.redo_ok[problem.producer],
         swappable=~stays & ~sent & (problem.nbytes > 0) & (xfer > 0.0),
     )
-
-
-def _readers_of_writes(problem: Problem) -> list[list[int]]:
-    """List, per block, the nodes that must run before it: readers of the persistent storages that the block writes, and
-    the nodes that the block waits for."""
-    readers: list[list[int]] = [[] for _ in range(problem.n_written)]
-    for node in range(problem.n_nodes):
-        for persistent in problem.preads(node):
-            readers[persistent].append(node)
-    return [
-        sorted(
-            {node for persistent in problem.block_writes(block) for node in readers[persistent]}
-            | {*problem.block_waits(block).tolist()}
-        )
-        for block in range(problem.n_blocks)
-    ]
 
 
 def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:

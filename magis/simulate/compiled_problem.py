@@ -36,8 +36,35 @@ def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]
     sinks = _sinks(graph, views)
     if len(views) + len(sinks) == len(graph.ops):
         sinks.clear()  # blocks run after nodes: without nodes, no operator floats
+    # Nodes: one operator each, but a run of operators that fills one new storage is one node.
     ops = [op for op in graph.ops if op.id not in views and op.id not in sinks]
-    return _group_nodes(graph, ops), _group_blocks(graph, [op for op in graph.ops if op.id in sinks])
+    last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
+    nodes: list[Group] = []
+    position = 0
+    while position < len(ops):
+        end = position + 1
+        made = {graph.values[value].storage for value in ops[position].made()}
+        while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
+            end += 1
+        if any(last_write.get(storage, position) >= end for storage in made):  # another node writes the storage, too
+            end = position + 1
+        nodes.append(tuple(ops[position:end]))
+        position = end
+    # Blocks: floating operators that share a storage which one of them writes or makes.
+    floating = [op for op in graph.ops if op.id in sinks]
+    own = {graph.values[value].storage for op in floating for value in op.made()}
+    own |= {storage for op in floating for storage, _ in op.writes}
+    links: rx.PyGraph[int, None] = rx.PyGraph()
+    links.add_nodes_from(range(len(floating)))
+    owner: dict[int, int] = {}
+    for index, op in enumerate(floating):
+        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
+        for storage in sorted(touched & own):
+            if storage in owner:
+                links.add_edge(owner[storage], index, None)
+            owner[storage] = index
+    groups = sorted(sorted(group) for group in rx.connected_components(links))
+    return tuple(nodes), tuple(tuple(floating[index] for index in group) for group in groups)
 
 
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
@@ -81,40 +108,6 @@ def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
         taken.update(op.inputs())
         met.update(op.reads)
         met.update((storage, version - 1) for storage, version in op.writes)
-
-
-def _group_blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Group floating operators that share a storage which one of them writes or makes."""
-    own = {graph.values[value].storage for op in ops for value in op.made()}
-    own |= {storage for op in ops for storage, _ in op.writes}
-    links: rx.PyGraph[int, None] = rx.PyGraph()
-    links.add_nodes_from(range(len(ops)))
-    owner: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
-        for storage in sorted(touched & own):
-            if storage in owner:
-                links.add_edge(owner[storage], index, None)
-            owner[storage] = index
-    groups = [sorted(group) for group in rx.connected_components(links)]
-    return tuple(tuple(ops[index] for index in group) for group in sorted(groups))
-
-
-def _group_nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
-    """Group operators into nodes: one each, but a run of operators that fills one new storage is one node."""
-    last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
-    groups: list[Group] = []
-    position = 0
-    while position < len(ops):
-        end = position + 1
-        made = {graph.values[value].storage for value in ops[position].made()}
-        while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
-            end += 1
-        if any(last_write.get(storage, position) >= end for storage in made):  # another node writes the storage, too
-            end = position + 1
-        groups.append(tuple(ops[position:end]))
-        position = end
-    return tuple(groups)
 
 
 def _only_writes(op: Op, storages: set[int]) -> bool:
@@ -261,6 +254,9 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
     if redo != group:
         redo_ws, redo_tensor = _workspace(graph, redo, costs)
         redo_ns = sum(costs.nanoseconds(op, graph.values) for op in redo)
+    # A node can be recomputed at any later time if it writes nothing else, and its inputs never change.
+    changed = {storage for op in redo for storage, _ in op.writes}
+    changed |= {storage for op in redo for storage, version in op.reads if facts.final.get(storage, 0) != version}
     return NodeRow(
         inputs=tuple(facts.number[s] for s in taken if s in facts.number),
         outputs=tuple(facts.number[s] for s in made if s in facts.number),
@@ -274,7 +270,7 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         copies=any(
             inner.target == "magis.store" for op in group if op.body is not None for inner, _ in every_op(op.body.graph)
         ),
-        redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
+        redo_ok=bool(made) and changed <= {*made} and not any(map(facts.pinned, made)),
         reuse=tuple(facts.number[s] for s in victims if facts.may_be_reused(s)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
@@ -320,17 +316,6 @@ def _with_message_times(
 def _fresh_storages(graph: Graph, op: Op) -> set[int]:
     """Return the storages that an operator allocates."""
     return {graph.values[value].storage for value in op.made()} - {graph.values[v].storage for v in op.inputs()}
-
-
-def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
-    """Return True if a node can be recomputed at any later time: no other writes, and inputs that never change."""
-    for op in redo:
-        if any(storage not in made for storage, _ in op.writes):
-            return False
-        for storage, version in op.reads:
-            if storage not in made and facts.final.get(storage, 0) != version:
-                return False
-    return not any(facts.pinned(storage) for storage in made)
 
 
 def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:

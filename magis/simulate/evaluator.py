@@ -181,22 +181,16 @@ class Evaluator:
         made: Bools = self._scratch.redo_at >= 0
         return made
 
-    def _arrivals(self) -> dict[int, list[int]]:
-        """Return the outputs of the collectives that are waited for after each run."""
-        found: dict[int, list[int]] = {}
-        if self._messages is None or self._beside is None:
-            return found
-        for run, wait_at in zip(self.runs.tolist(), self._beside.wait_at.tolist(), strict=False):
-            if wait_at >= 0:
-                found.setdefault(wait_at, []).append(int(self._messages.gives[run >> 1]))
-        return found
-
     def events(self) -> Events:
         """Return the schedule of the plan evaluated last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
         made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
-        arrivals = self._arrivals()
+        arrivals: dict[int, list[int]] = {}  # outputs of collectives, by the run after which they are waited for
+        if self._messages is not None and self._beside is not None:
+            for run, wait_at in zip(self.runs.tolist(), self._beside.wait_at.tolist(), strict=False):
+                if wait_at >= 0:
+                    arrivals.setdefault(wait_at, []).append(int(self._messages.gives[run >> 1]))
         found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, storage reused, storages renewed
         for at, run in enumerate(self.runs.tolist()):
             node, again = run >> 1, run & 1

@@ -63,14 +63,18 @@ def _messages(problem: Problem) -> MessageStep:
     waits: list[list[int]] = [[] for _ in range(problem.n_nodes)]
     in_blocks = problem.block_inputs.turned(problem.n_storages)
     needs = np.maximum(problem.blk_ws, problem.blk_late_ws)
-    overwrites = _overwriting(problem)
+    writers: list[list[int]] = [[] for _ in range(problem.n_written)]  # blocks, per persistent storage
+    for block in range(problem.n_blocks):
+        for storage in problem.block_writes(block).tolist():
+            writers[storage].append(block)
     for node in sent:
         takes[node] = int(problem.inputs(node)[0]) if len(problem.inputs(node)) else -1
         gives[node] = made = int(problem.outputs(node)[0])
         hangs_on = takes[node] >= 0 and not problem.early[problem.producer[takes[node]]]
         movable[node] = not (len(problem.extras(node)) or hangs_on)
         blocks = in_blocks(made).tolist()
-        waits[node] = [*blocks, *overwrites[node]]
+        overwriting = {block for storage in problem.preads(node).tolist() for block in writers[storage]}
+        waits[node] = [*blocks, *sorted(overwriting)]
         if blocks:
             # other inputs of the blocks also stay in memory
             read = np.unique(np.concatenate([problem.block_inputs(block) for block in blocks]))
@@ -81,18 +85,6 @@ def _messages(problem: Problem) -> MessageStep:
         problem.message_ns, problem.at_once, takes, gives, movable.astype(np.bool_), problem.early, late,
         rows_of(waits), taken, problem.ceiling - problem.persistent_bytes,
     )  # fmt: skip
-
-
-def _overwriting(problem: Problem) -> list[list[int]]:
-    """List, per node, the blocks that overwrite persistent storages which the node reads."""
-    writers: list[list[int]] = [[] for _ in range(problem.n_written)]
-    for block in range(problem.n_blocks):
-        for storage in problem.block_writes(block).tolist():
-            writers[storage].append(block)
-    return [
-        sorted({block for storage in problem.preads(node).tolist() for block in writers[storage]})
-        for node in range(problem.n_nodes)
-    ]
 
 
 def make_message_arrays(scratch: WorkingArrays) -> MessageArrays:

@@ -68,7 +68,13 @@ def run_marked(item: pytest.Function) -> None:
         check_claim(SHOWN, item, name)
         settings = asked.over(gate.settings)
         planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
-    run_item(item, gate, replace(planned, make=_maker(item, name, asked), where=node_id(item)))
+    # All cases of a test share the builder of its network, and so a capture.
+    maker = item.config.stash.get(_MAKER, None)
+    if maker is None or maker.name != name:
+        maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)
+    given = {argument: item.funcargs[argument] for argument in item._fixtureinfo.argnames}  # noqa: SLF001  (as pytest calls it)
+    maker.call = partial(item.obj, **given)  # fixtures of an earlier case may have been torn down
+    run_item(item, gate, replace(planned, make=maker.make, where=node_id(item)))
 
 
 def free_network(config: pytest.Config) -> None:
@@ -86,13 +92,3 @@ def _asked(item: pytest.Item) -> AskedOptions:
             raise UsageError(f"{SHOWN} takes names only, as in {SHOWN}(memory_ratios=[0.8])")
         merged |= mark.kwargs
     return read_asked(SHOWN, merged)
-
-
-def _maker(item: pytest.Function, name: str, asked: AskedOptions) -> Callable[[int], Workload]:
-    """Return the builder (seed -> workload) of a test's network; all its cases share it, and so share a capture."""
-    maker = item.config.stash.get(_MAKER, None)
-    if maker is None or maker.name != name:
-        maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)
-    given = {argument: item.funcargs[argument] for argument in item._fixtureinfo.argnames}  # noqa: SLF001  (as pytest calls it)
-    maker.call = partial(item.obj, **given)  # fixtures of an earlier case may have been torn down
-    return maker.make

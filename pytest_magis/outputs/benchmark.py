@@ -7,7 +7,7 @@ timed step as a round; a simulated latency is one round. Bytes are in `extra_inf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from magis.printable import printable
-from magis.results import CaseResult
 from pytest_magis.run_plan import PREFIX, PROPERTY, Outcome
 
 Properties = list[tuple[str, object]]
@@ -105,31 +104,29 @@ class BenchmarkRows:
             return
         step = outcome.result.optimized
         simulated = (step.simulated_ms,) if step.simulated_ms > 0 else ()
-        if times := step.times_ms if step.is_measured else simulated:
-            session.benchmarks.append(_row(outcome, outcome.result, times))
+        times = step.times_ms if step.is_measured else simulated
+        if not times:
+            return
+        from pytest_benchmark.stats import Metadata
+
+        known = {each.removeprefix("magis."): value for each, value in figures(outcome)}
+        case = SimpleNamespace(
+            name=outcome.name,
+            fullname=f"{PREFIX}{outcome.name}",
+            group=outcome.model,
+            param=None,
+            params=None,
+            extra_info=known | {"simulated": not step.is_measured},
+            cprofile_stats=None,
+            has_error=False,
+        )
+        row = Metadata(case, iterations=1, options={})  # type: ignore[no-untyped-call]
+        for ms in times:
+            row.update(ms / 1000)  # type: ignore[no-untyped-call]
+        session.benchmarks.append(row)
 
 
 def benchmark_rows(config: pytest.Config) -> BenchmarkRows | None:
     """Return the writer for pytest-benchmark's session; None if no option needs it, or the plugin is not loaded."""
     asked = any(config.getoption(name, default=None) for name in (*_ASKING, _COMPARING))
     return BenchmarkRows(config) if asked else None
-
-
-def _row(outcome: Outcome, result: CaseResult, times_ms: Sequence[float]) -> Any:
-    from pytest_benchmark.stats import Metadata
-
-    known = {each.removeprefix("magis."): value for each, value in figures(outcome)}
-    case = SimpleNamespace(
-        name=outcome.name,
-        fullname=f"{PREFIX}{outcome.name}",
-        group=outcome.model,
-        param=None,
-        params=None,
-        extra_info=known | {"simulated": not result.optimized.is_measured},
-        cprofile_stats=None,
-        has_error=False,
-    )
-    row = Metadata(case, iterations=1, options={})  # type: ignore[no-untyped-call]
-    for ms in times_ms:
-        row.update(ms / 1000)  # type: ignore[no-untyped-call]
-    return row

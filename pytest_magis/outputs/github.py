@@ -20,25 +20,17 @@ from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:
     """Return the run as Markdown: the number of red cases, the table, and the findings of red cases."""
     rule = ["---" if column in LEFT else "---:" for column in range(len(HEADER))]
-    table = (_row(texts) for texts in (HEADER, rule, *map(cells, outcomes)))
-    red = [outcome for outcome in outcomes if not outcome.verdict.passed]
-    return "\n".join((f"## magis: {state_of_run(outcomes)}", "", *table, *_details(red, given))) + "\n"
-
-
-def _row(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(printable(text, 'markdown') for text in texts)} |"
-
-
-def _details(red: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for outcome in red:
-        yield ""
-        yield f"**{printable(outcome.name, 'markdown')}**"
-        yield ""
-        for line in _findings(outcome):
-            yield f"* {printable(line, 'markdown')}"
+    table = [[printable(text, "markdown") for text in texts] for texts in (HEADER, rule, *map(cells, outcomes))]
+    lines = [f"## magis: {state_of_run(outcomes)}", "", *(f"| {' | '.join(texts)} |" for texts in table)]
+    for outcome in outcomes:
+        if outcome.verdict.passed:
+            continue
+        lines += ["", f"**{printable(outcome.name, 'markdown')}**", ""]
+        lines += [f"* {printable(line, 'markdown')}" for line in _findings(outcome)]
         if outcome.verdict.needed:
             command = accept_case(given, outcome.model, outcome.case, outcome.verdict.needed, outcome.where)
-            yield f"* accept with: `{printable(command).replace('`', '')}`"
+            lines.append(f"* accept with: `{printable(command).replace('`', '')}`")
+    return "\n".join(lines) + "\n"
 
 
 def _findings(outcome: Outcome) -> Iterator[str]:

@@ -62,38 +62,28 @@ def _sizes_as_literals(call: LabelledCall, position: int) -> Labels | str:
 def reduction(call: LabelledCall) -> Labels | str:
     """Label kept dimensions of a reduction, and reduced ones if results of parts combine."""
     shape, made = call.shape(0), call.shape_of_output()
-    gone = _reduced(call)
-    if gone is None:
+    # The reduced dimensions: inferred from shapes if the call names none.
+    gone = {wrapped(dim, len(shape)) for dim in call.integers(call.info.dim, "dim")}
+    if not gone and made in ((), (1,) * len(shape)):
+        gone = set(range(len(shape)))
+    keeps = len(made) == len(shape)
+    if made != tuple(1 if index in gone else size for index, size in enumerate(shape) if keeps or index not in gone):
         return "which dimensions are reduced is not in the call"
+    # How results of parts combine; None if they do not.
+    how = call.info.combines or None
+    if call.name in ("max", "min") and call.overload != "default":
+        how = None
+    elif call.name == "linalg_vector_norm":
+        order = call.arg(1, "ord", 2)
+        orders = {1: "sum", float("inf"): "max", float("-inf"): "min"}
+        how = orders.get(order) if isinstance(order, int | float) else None
     labels = numbered(shape)
-    how = _combination(call)
     kept = [label for index, label in enumerate(labels) if index not in gone]
-    if len(made) == len(shape):
+    if keeps:
         kept = [None if index in gone else label for index, label in enumerate(labels)]
     combine = {} if how is None else {f"d{index}": how for index in gone}
     coupled = "every result depends on the whole dimension"
     return Labels({(0,): labels}, [kept] * len(call.outputs), combine=combine, reason=coupled)
-
-
-def _combination(call: LabelledCall) -> str | None:
-    if call.name in ("max", "min") and call.overload != "default":
-        return None
-    if call.name == "linalg_vector_norm":
-        orders = {1: "sum", float("inf"): "max", float("-inf"): "min"}
-        order = call.arg(1, "ord", 2)
-        return orders.get(order) if isinstance(order, int | float) else None
-    return call.info.combines or None
-
-
-def _reduced(call: LabelledCall) -> set[int] | None:
-    """Return the reduced dimensions, inferred from shapes if the call names none; None if the shapes disagree."""
-    shape, made = call.shape(0), call.shape_of_output()
-    asked = {wrapped(dim, len(shape)) for dim in call.integers(call.info.dim, "dim")}
-    keeps = len(made) == len(shape)
-    if not asked and made in ((), (1,) * len(shape)):
-        return set(range(len(shape)))
-    expected = tuple(1 if index in asked else size for index, size in enumerate(shape) if keeps or index not in asked)
-    return asked if expected == made else None
 
 
 def along(call: LabelledCall) -> Labels | str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from magis.cost.shapes import Made, describe
+from magis.cost.shapes import describe
 from magis.errors import VerifyError
 from magis.graph import Arg, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.language import CallPattern, Each, Pattern, Var, calls
 from magis.rewrite.rules.matching import Bound
-from magis.rewrite.rules.merged_weights import Merging, Window, is_weight, window_of
+from magis.rewrite.rules.merged_weights import Merging, is_weight, window_of
 from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_like
 
 
@@ -68,8 +68,20 @@ class Draft:
             made = describe(probe, self.values)
         except VerifyError as error:
             raise Refused(str(error)) from error
-        outputs = tuple(self._add_value(probe, each) for each in made if each is not None)
-        fresh = any(each is not None and each.base is None for each in made)
+        results = [each for each in made if each is not None]
+        outputs = tuple(range(self.fresh.value, self.fresh.value + len(results)))
+        self.fresh.value += len(results)
+        for number, each in zip(outputs, results, strict=True):
+            if each.base is None:
+                storage, offset = self.fresh.storage, each.offset
+                self.fresh.storage += 1
+                self.storages[storage] = Storage(storage, each.nbytes, "temporary")
+                self._versions[storage] = 0
+            else:
+                base = self.values[probe.inputs()[each.base]]
+                storage, offset = base.storage, each.offset_on(base)
+            self.values[number] = Value(number, each.shape, each.stride, each.dtype, storage, offset, bits=each.bits)
+        fresh = any(each.base is None for each in results)
         read = sorted({self.values[value].storage for value in probe.inputs()}) if fresh else []
         for storage in read:
             if storage not in self._versions:
@@ -84,21 +96,6 @@ class Draft:
         self.fresh.op += 1
         return outputs
 
-    def _add_value(self, op: Op, made: Made) -> int:
-        number = self.fresh.value
-        self.fresh.value += 1
-        if made.base is None:
-            storage, offset = self.fresh.storage, made.offset
-            self.fresh.storage += 1
-            self.storages[storage] = Storage(storage, made.nbytes, "temporary")
-            self._versions[storage] = 0
-        else:
-            base = self.values[op.inputs()[made.base]]
-            storage, offset = base.storage, made.offset_on(base)
-        looks = Value(number, made.shape, made.stride, made.dtype, storage, offset, bits=made.bits)
-        self.values[number] = looks
-        return number
-
     def cat(self, values: Sequence[int], dim: int) -> int:
         """Concatenate tensors along a dimension (counted from 0): by a `cat`, or, for weights, by a view of memory in
         which they are adjacent (``merged_weights``). Raises Refused if weights are not adjacent."""
@@ -111,17 +108,14 @@ class Draft:
         found = window_of(self.graph, looks, dim) if all(weights) else None
         if found is None:
             raise Refused("a weight would be copied in every step")
-        return self._open_window(found)
-
-    def _open_window(self, window: Window) -> int:
-        """Add the views that lead from the merged weight to the window."""
-        value = window.base
-        if (window.low, window.high) != (0, self.values[value].shape[0]):
-            (value,) = self.emit("aten.slice.Tensor", (Ref(value), 0, window.low, window.high), ())
-        if window.dims == (1, 0):
+        # the views that lead from the merged weight to the window
+        value = found.base
+        if (found.low, found.high) != (0, self.values[value].shape[0]):
+            (value,) = self.emit("aten.slice.Tensor", (Ref(value), 0, found.low, found.high), ())
+        if found.dims == (1, 0):
             (value,) = self.emit("aten.t.default", (Ref(value),), ())
-        elif window.dims != tuple(range(len(window.dims))):
-            (value,) = self.emit("aten.permute.default", (Ref(value), window.dims), ())
+        elif found.dims != tuple(range(len(found.dims))):
+            (value,) = self.emit("aten.permute.default", (Ref(value), found.dims), ())
         return value
 
 

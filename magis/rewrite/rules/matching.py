@@ -122,9 +122,18 @@ def _match_call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Ite
     seen = index.see(pattern.form, op)
     if seen is None:
         return
-    started = _bind_literals(pattern, op, seen, bound)
-    if started is None:
+    # The call's dimension and literals are bound, or equal to those bound before.
+    dims, like, keys = dict(bound.dims), dict(bound.like), dict(bound.keys)
+    if isinstance(pattern.dim, str):
+        if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
+            return
+    elif pattern.dim != seen.dim:
         return
+    if pattern.form in BRINGS_LITERALS:
+        if keys.setdefault(pattern.form, seen.key) != seen.key:
+            return
+        like.setdefault(pattern.form, op)
+    started = replace(bound, dims=dims, like=like, keys=keys, ops=(*bound.ops, op.id))
     if pattern.form == "cat":
         yield from _match_list(index, pattern.args, seen.args, started)
     elif pattern.form == "split":
@@ -134,22 +143,6 @@ def _match_call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Ite
                 yield found
     else:
         yield from _match_args(index, pattern.args, seen.args, started)
-
-
-def _bind_literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
-    """Return the match with a call's dimension and literals bound; None if they differ from bound ones."""
-    dims = dict(bound.dims)
-    if isinstance(pattern.dim, str):
-        if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
-            return None
-    elif pattern.dim != seen.dim:
-        return None
-    like, keys = dict(bound.like), dict(bound.keys)
-    if pattern.form in BRINGS_LITERALS:
-        if keys.setdefault(pattern.form, seen.key) != seen.key:
-            return None
-        like.setdefault(pattern.form, op)
-    return replace(bound, dims=dims, like=like, keys=keys, ops=(*bound.ops, op.id))
 
 
 def _match_args(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:

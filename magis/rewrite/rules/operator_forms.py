@@ -123,15 +123,11 @@ def _elementwise(count: int) -> Form:
         if _has_complex(op, values):
             return None
         dtypes = tuple(values[number].dtype for number in op.inputs())
-        return Seen(op.inputs(), key=(op.target, repr(_literals(op)), dtypes))
+        literals = tuple(None if isinstance(a, Ref) else (a,) for a in op.args)
+        named = tuple((name, None if isinstance(a, Ref) else (a,)) for name, a in op.kwargs)
+        return Seen(op.inputs(), key=(op.target, repr((literals, named)), dtypes))
 
     return see
-
-
-def _literals(op: Op) -> Hashable:
-    return tuple(None if isinstance(a, Ref) else (a,) for a in op.args), tuple(
-        (name, None if isinstance(a, Ref) else (a,)) for name, a in op.kwargs
-    )
 
 
 def _transpose(op: Op, values: Values) -> Seen | None:

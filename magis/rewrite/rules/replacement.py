@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import rustworkx as rx
@@ -55,24 +55,19 @@ def replaced(edits: Sequence[Edit]) -> Graph:
         rows.extend((2 * position + 1, new) for new in renewed)
     outputs = tuple(change.returned(value) for value in before.outputs)
     rows = _pruned(rows, outputs, gone.union(op.id for each in added.values() for op in each), before)
-    placed = _ordered(before, rows, change, _joined(edit.stretch for edit in edits))
+    stretches: list[tuple[int, int]] = []  # overlapping ones merged
+    for low, high in sorted(edit.stretch for edit in edits):
+        if stretches and low <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(high, stretches[-1][1]))
+        else:
+            stretches.append((low, high))
+    placed = _ordered(before, rows, change, stretches)
     # Without values that nothing makes and storages that nothing lies on.
     known = {*before.inputs, *(value for op in placed for value in op.made())}
     values = {key: value for key, value in change.values.items() if key in known}
     used = {value.storage for value in values.values()}
     storages = {k: s for k, s in change.storages.items() if k in used or s.kind == "generator"}
     return replace(Graph(storages, values, placed, before.inputs, outputs), constants=before.constants)
-
-
-def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the stretches sorted, overlapping ones merged."""
-    found: list[tuple[int, int]] = []
-    for low, high in sorted(stretches):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(high, found[-1][1]))
-        else:
-            found.append((low, high))
-    return found
 
 
 class _Change:
@@ -141,11 +136,18 @@ class _Change:
                 continue
             if looks.stride != row_major(looks.shape):
                 raise Refused(f"{op.target} would meet another layout")
-            copies[value] = self._copy(value)
+            copies[value] = number = self._fresh.value
+            storage = self._fresh.storage
+            self._fresh.value, self._fresh.storage = number + 1, storage + 1
+            self.values[number] = replace(
+                now, id=number, stride=row_major(now.shape), storage=storage, offset=0, name="", bits=()
+            )
+            self.storages[storage] = Storage(storage, now.nbytes, "temporary")
+            self._changed.add(number)
             found.append(
                 Op(
                     self._fresh.op, "aten.clone.default", (Ref(value),),
-                    (("memory_format", Const("memory_format", "contiguous_format")),), (copies[value],),
+                    (("memory_format", Const("memory_format", "contiguous_format")),), (number,),
                     reads=((now.storage, 0),), phase=op.phase, module=op.module, line=op.line,
                 )
             )  # fmt: skip
@@ -154,17 +156,6 @@ class _Change:
         if signature(op, self.before.values) != signature(new, self.values):
             raise Refused(f"{op.target} would meet another layout")
         return [*found, self._relocated(op, new)]
-
-    def _copy(self, value: int) -> int:
-        number, storage = self._fresh.value, self._fresh.storage
-        self._fresh.value, self._fresh.storage = number + 1, storage + 1
-        looks = self.values[value]
-        self.values[number] = replace(
-            looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name="", bits=()
-        )
-        self.storages[storage] = Storage(storage, looks.nbytes, "temporary")
-        self._changed.add(number)
-        return number
 
     def _relocated(self, op: Op, new: Op) -> Op:
         """Move the views that the operator returns, if all inputs keep their layout but lie on other storages."""
