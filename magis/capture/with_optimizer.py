@@ -11,7 +11,7 @@ from magis.capture.captured import Captured
 from magis.capture.optimizer_rule import step_behind
 from magis.graph import GENERATOR, Graph, Op, Value
 from magis.graph.hazards import lifetimes
-from magis.graph.nodes import replace_refs
+from magis.graph.nodes import with_inputs
 from magis.ops.optimizers import OwnOptimizer
 
 # The memory of an optimizer called after a step: its own code runs on hollow tensors.
@@ -90,10 +90,8 @@ def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph,
 
     def moved(op: Op) -> Op:
         return replace(
-            op,
+            with_inputs(op, values),
             id=start + op.id,
-            args=tuple(replace_refs(arg, values) for arg in op.args),
-            kwargs=tuple((name, replace_refs(arg, values)) for name, arg in op.kwargs),
             outputs=tuple(None if value is None else values[value] for value in op.outputs),
             reads=pinned(op.reads),
             writes=pinned(op.writes),

@@ -1,12 +1,13 @@
 """Candidate regions for fission: grown from a cut tensor, or around one operator (paper, D-Graph).
 
-The D-Graph's vertices are dimensions of tensors and reduction axes of operators; an edge joins a dimension of an input
-and the same axis of the output. It is not built: the split labels of an operator (``magis.ops.splits``) are its edges,
-and a region follows them.
+The D-Graph's vertices are dimensions of tensors; an edge joins two dimensions that an operator cuts together, as the
+split labels of the operator say (``magis.ops.splits``). Its components are the axes along which a step can be cut,
+wherever they begin: tokens of one sequence behind a `view(-1, features)`, heads, columns of a vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -36,11 +37,44 @@ def grow(
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The batch axis, or another input axis, throughout a step: the cut dimension of each value, and the split of each
-    operator reached."""
+    """An axis throughout a step: the cut dimension of each value, and the split of each operator reached."""
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
+    closed: bool = False
+    """True if a region along the axis must hold no operators but those of ``cuts``."""
+
+
+def components(graph: Graph, least: int) -> list[Axis]:
+    """Return the components of the D-Graph as axes, those with most bytes of temporary tensors first.
+
+    ``least`` divides the extent of every operator's split. A tensor of which a component has two dimensions (scores of
+    tokens with tokens) is not cut.
+    """
+    links: rx.PyGraph[tuple[int, int], None] = rx.PyGraph()
+    node: dict[tuple[int, int], int] = {}
+    found: list[tuple[int, Split, list[tuple[int, int]]]] = []
+    for position, op in enumerate(graph.ops):
+        for split in () if op.random or op.phase == "update" else ways(op, graph.values):
+            pairs = zip((*op.inputs(), *op.outputs), (*split.inputs, *split.outputs), strict=True)
+            tied = [(value, how) for value, how in pairs if value is not None and isinstance(how, int)]
+            if split.extent % least or not tied:
+                continue
+            node.update((vertex, links.add_node(vertex)) for vertex in dict.fromkeys(tied) if vertex not in node)
+            links.add_edges_from_no_data([(node[tied[0]], node[vertex]) for vertex in tied[1:]])
+            found.append((position, split, tied))
+    parts = [sorted(links[vertex] for vertex in part) for part in rx.connected_components(links)]
+    owner = {vertex: number for number, part in enumerate(parts) for vertex in part}
+    times = [Counter(value for value, _ in part) for part in parts]
+    dims = [{value: dim for value, dim in part if times[number][value] == 1} for number, part in enumerate(parts)]
+    cuts: list[dict[int, Split]] = [{} for _ in parts]
+    for position, split, tied in found:
+        number = owner[tied[0]]
+        if all(value in dims[number] for value, _ in tied) and not any(isinstance(how, Halo) for how in split.inputs):
+            cuts[number].setdefault(position, split)
+    nbytes = [sum(_weight(graph, value) for value in its) for its in dims]
+    order = sorted(range(len(parts)), key=lambda number: (-nbytes[number], number))
+    return [Axis(dims[number], cuts[number], closed=True) for number in order if cuts[number]]
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
@@ -119,6 +153,15 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
     for split in cuts.values():
         found = gcd(found, split.extent)
     return found
+
+
+PARTS = (2, 4, 8, 16, 32)
+
+
+def numbers_of_parts(most: int) -> list[int]:
+    """List the divisors of ``most`` to try as numbers of parts, increasing: powers of two, else all up to 32."""
+    even = [parts for parts in PARTS if most % parts == 0]
+    return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
 def connected(

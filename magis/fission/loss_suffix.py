@@ -14,30 +14,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, connected, follow, grow, most_parts
-from magis.fission.region import Region, region_problems
+from magis.fission.candidates import Axis, components, connected, follow, grow, most_parts
+from magis.fission.region import Region, region_problems, ways
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not
 
 
 def axes(graph: Graph) -> Iterator[Axis]:
-    """Yield the batch axis; with a batch of 1, the spatial axes of images: height, width ..."""
+    """Yield the batch axis; with a batch of 1, the spatial axes of images: height, width ...
+
+    Where these allow few parts, the largest components of the D-Graph follow: the tokens of one sequence, say.
+    """
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
     if all(shape[:1] != (1,) for shape in shapes):
-        yield follow(graph, batch)
-        return
-    for dim in range(2, max(map(len, shapes), default=0)):
-        start = {value: dim for value in batch if len(graph.values[value].shape) == max(map(len, shapes))}
-        axis = follow(graph, start)
-        if axis.cuts:
-            yield axis
+        inputs = [follow(graph, batch)]
+    else:
+        longest = max(map(len, shapes))
+        dims = range(2, longest)
+        inputs = [follow(graph, {v: dim for v in batch if len(graph.values[v].shape) == longest}) for dim in dims]
+    yield from (axis for axis in inputs if axis.cuts)
+    if all(most_parts(axis.cuts) < FEW for axis in inputs):
+        yield from components(graph, FEW)[:COMPONENTS]
+
+
+FEW = 16
+"""Number of parts below which an axis of the inputs is not enough."""
+COMPONENTS = 4
+"""Number of components of the D-Graph to try, those with the most bytes."""
 
 
 def batch_inputs(graph: Graph) -> dict[int, int]:
@@ -134,11 +144,36 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
         ),
         len(graph.ops),
     )
-    return grow(graph, crossing, range(at, end), dag)
+    aside = _totals_of_data(graph)
+    allowed = [p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)]
+    return grow(graph, crossing, allowed, dag)
+
+
+def _totals_of_data(graph: Graph) -> set[int]:
+    """Return positions of operators that only serve to sum up data: the count of targets that a loss divides by.
+
+    In a region they would hold up the backward, which needs the total, until the loop ends. They use no parameter.
+    """
+    learned = {v for v in graph.inputs if graph.storages[graph.values[v].storage].kind == "parameter"}
+    totals: set[int] = set()
+    for position, op in enumerate(graph.ops):
+        if op.phase != "forward" or not learned.isdisjoint(op.inputs()):
+            learned.update(op.made())
+        elif any(isinstance(how, str) for split in ways(op, graph.values) for how in split.outputs):
+            totals.add(position)
+    needed = {value for position in totals for value in graph.ops[position].inputs()}
+    for position in reversed(range(len(graph.ops))):
+        op = graph.ops[position]
+        if op.phase == "forward" and learned.isdisjoint(op.made()) and not needed.isdisjoint(op.made()):
+            totals.add(position)
+            needed.update(op.inputs())
+    return totals
 
 
 PLACES = 8
 """Number of positions of the forward to try, besides the first one and the loss head."""
+LARGE = 8
+"""Reciprocal of the fraction of the largest piece's bytes that a piece along a component must hold."""
 LEAST = 200
 """Reciprocal of the fraction of the step's bytes that a piece must hold alone. Seen in fourteen networks: useful pieces
 hold a fiftieth or more, stretches between two dropouts less than a thousandth."""
@@ -150,6 +185,8 @@ class Piece:
 
     cuts: Mapping[int, Split]
     nbytes: int
+    closed: bool = False
+    """True if it is cut along a component of the D-Graph, not along an axis of the inputs."""
 
     @property
     def at(self) -> int:
@@ -169,8 +206,10 @@ def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
         for at in places(graph, axis, most):
             piece = heaviest(graph, suffix(graph, axis, at, dag), dag)
             if piece is not None and piece.nbytes * LEAST >= whole:
-                found.setdefault(tuple(sorted(piece.cuts.items())), piece)
-    return sorted(found.values(), key=lambda piece: -piece.nbytes)
+                found.setdefault(tuple(sorted(piece.cuts.items())), replace(piece, closed=axis.closed))
+    largest = max((piece.nbytes for piece in found.values()), default=0)
+    worth = (piece for piece in found.values() if not piece.closed or piece.nbytes * LARGE >= largest)
+    return sorted(worth, key=lambda piece: -piece.nbytes)
 
 
 def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:

@@ -16,7 +16,7 @@ from magis.cost.profile_store import Entry, Profile, load, merge, save
 from magis.cost.signature import signature
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, VerifyError
-from magis.fission.candidates import most_parts
+from magis.fission.candidates import most_parts, numbers_of_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.region import Region
@@ -40,7 +40,6 @@ from magis.runtime.profiler import (
     record,
     schemas,
 )
-from magis.search.fission_pareto import numbers_of_parts
 from magis.simulate.compiled_problem import reusable, take_over_form
 from magis.strategies.single_device import local
 

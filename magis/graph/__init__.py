@@ -20,6 +20,7 @@ from magis.graph.nodes import (
     every_op,
     named_numbers,
     replace_refs,
+    with_inputs,
     with_scalars,
 )
 from magis.graph.text import GraphTextError, digest, dump, parse
@@ -28,6 +29,6 @@ from magis.graph.verify import verify
 __all__ = [
     "ARRIVED", "BESIDE", "BITS", "GENERATOR",
     "ITEM_SIZE", "NUMBER", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
-    "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs", "verify",
+    "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs", "verify", "with_inputs",
     "with_scalars",
 ]  # fmt: skip

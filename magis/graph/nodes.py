@@ -10,7 +10,7 @@ since a generator counts as a storage. The paper's published implementation has 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 ITEM_SIZE = {
@@ -239,13 +239,19 @@ def _scalars(arg: Arg) -> Iterator[str]:
             yield from _scalars(item)
 
 
-def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
+def replace_refs(arg: Arg, mapping: Mapping[int, int]) -> Arg:
     """Return the argument with value ids replaced as ``mapping`` says; other ids stay."""
     if isinstance(arg, Ref):
         return Ref(mapping.get(arg.value, arg.value))
     if isinstance(arg, tuple):
         return tuple(replace_refs(item, mapping) for item in arg)
     return arg
+
+
+def with_inputs(op: Op, mapping: Mapping[int, int]) -> Op:
+    """Return the operator with the value ids of its arguments replaced as ``mapping`` says; other ids stay."""
+    kwargs = tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs)
+    return replace(op, args=tuple(replace_refs(arg, mapping) for arg in op.args), kwargs=kwargs)
 
 
 def with_scalars(arg: Arg, numbers: Mapping[str, float]) -> Any:

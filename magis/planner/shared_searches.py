@@ -139,7 +139,7 @@ class _Store:
 
     def save(self, number: int, found: Findings) -> None:
         points = [
-            (point.cut.at, point.cut.parts, _plan_to_json(point.plan), _plan_to_json(point.body))
+            (point.cut.at, point.cut.parts, point.cut.inner, _plan_to_json(point.plan), _plan_to_json(point.body))
             for point in found.points
         ]
         self._kept.save(f"{self._key}-{number}", json.dumps([found.states, points]))
@@ -154,8 +154,10 @@ def _parse_findings(text: str, number: int) -> Findings:
     states, points = json.loads(text)
     return Findings(
         tuple(
-            PointRecord(LoopPlace(int(at), int(parts), number), _plan_from_json(*plan), _plan_from_json(*body))
-            for at, parts, plan, body in points
+            PointRecord(
+                LoopPlace(int(at), int(parts), number, int(inner)), _plan_from_json(*plan), _plan_from_json(*body)
+            )
+            for at, parts, inner, plan, body in points
         ),
         int(states),
     )

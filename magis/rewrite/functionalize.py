@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
+from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, with_inputs
 from magis.graph.hazards import fills, row_major
 from magis.ops.operators import op_info
 
@@ -90,9 +90,11 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 #
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
+#     view(f(view(x)))          ->  f(x)                             f element-wise, the outer view as x was
 #
 # The second rewrite lets loss and gradient be split together: the number of targets depends on the targets alone, so
-# the backward of a part need not wait for the loss of other parts. Both rewrites are bitwise exact.
+# the backward of a part need not wait for the loss of other parts. The third one keeps rows of batch and length merged
+# (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
@@ -101,6 +103,7 @@ MEAN, SUM = 1, 2
 
 def untangle(graph: Graph) -> Graph:
     """Return the step without false dependences."""
+    graph = _without_views_around(graph)
     found = _Rewritten(dict(graph.storages), dict(graph.values))
     for op in graph.ops:
         factory = _factory(graph, op)
@@ -112,6 +115,68 @@ def untangle(graph: Graph) -> Graph:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
     return replace(graph, storages=found.storages, values=found.values, ops=ops)
+
+
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+
+
+def _without_views_around(graph: Graph) -> Graph:
+    """Return the step with element-wise calls of one tensor in the shape that views give their results anyway."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in dict.fromkeys(op.inputs()):
+            readers.setdefault(value, []).append(op)
+    returned = set(graph.outputs)
+
+    def is_plain(value: int) -> bool:
+        looks = graph.values[value]
+        return looks.stride == row_major(looks.shape) and not looks.bits
+
+    def is_unary(op: Op) -> bool:
+        made = (*op.inputs(), *op.made())
+        alone = len(op.inputs()) == len(op.outputs) == 1 and not (op.writes or op.random or op.many)
+        pointwise = op_info(op.target).split == "reductions.pointwise"
+        return pointwise and alone and all(map(is_plain, made)) and op.phase != "update"
+
+    def ends_as(value: int, shape: tuple[int, ...]) -> bool:
+        """Return True if nothing but views of this shape read the value, or what unary calls make of it."""
+        made = [(op, op.made()[0]) for op in readers.get(value, ()) if op.made()]
+        return (
+            bool(made)
+            and len(made) == len(readers[value])
+            and value not in returned
+            and all(
+                (op.target in _VIEWS and graph.values[each].shape == shape and is_plain(each) and each not in returned)
+                or (is_unary(op) and graph.values[each].shape == graph.values[value].shape and ends_as(each, shape))
+                for op, each in made
+            )
+        )
+
+    values, ops = dict(graph.values), list[Op]()
+    base = {op.made()[0]: op.inputs()[0] for op in graph.ops if op.target in _VIEWS}
+    reshaped: set[int] = set()  # results of calls in the shape of their views
+    equal: dict[int, int] = {}  # view -> the reshaped value that it equals
+    for op in graph.ops:
+        if op.target in _VIEWS and op.inputs()[0] in reshaped:
+            equal[op.made()[0]] = op.inputs()[0]
+            continue
+        if is_unary(op):
+            (taken,), (made,) = op.inputs(), op.made()
+            root = taken if taken in reshaped else base.get(taken, taken)
+            shape = values[root].shape
+            changes = taken in reshaped or (shape != values[taken].shape and is_plain(root) and ends_as(made, shape))
+            if changes and graph.values[made].shape == graph.values[taken].shape:
+                values[made] = replace(values[made], shape=shape, stride=row_major(shape))
+                reshaped.add(made)
+                ops.append(with_inputs(op, {taken: root}))
+                continue
+        ops.append(with_inputs(op, equal))
+    kept, used = list[Op](), set(graph.outputs)
+    for op in reversed(ops):  # a view that nobody reads any more would keep its base alive
+        if op.target not in _VIEWS or used & set(op.made()):
+            kept.append(op)
+            used.update(op.inputs())
+    return replace(graph, values=values, ops=tuple(replace(op, id=n) for n, op in enumerate(reversed(kept))))
 
 
 def _factory(graph: Graph, op: Op) -> Op | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.errors import VerifyError
-from magis.graph import ARRIVED, BESIDE, Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
+from magis.graph import ARRIVED, BESIDE, Arg, Const, Graph, Op, Ref, Storage, Value, with_inputs
 from magis.graph.hazards import is_pure_view
 from magis.ops.generators import STATE_BYTES
 from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable, take_over_form
@@ -289,13 +289,10 @@ class _Builder:
         writes: tuple[tuple[int, int], ...],
         outputs: tuple[int | None, ...],
     ) -> None:
-        args = replace_refs(op.args, mapping)
         self._ops.append(
             replace(
-                op,
+                with_inputs(op, mapping),
                 id=len(self._ops),
-                args=args if isinstance(args, tuple) else (args,),
-                kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs),
                 outputs=outputs,
                 reads=reads,
                 writes=writes,

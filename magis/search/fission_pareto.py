@@ -15,20 +15,25 @@ from typing import TypeAlias
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts
+from magis.fission.candidates import most_parts, numbers_of_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
-from magis.fission.region import Region
-from magis.graph import Graph
+from magis.fission.region import Region, ways
+from magis.graph import Graph, Loop, Op
+from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
 from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
+from magis.search.split_at_peak import around_peak
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem
 
-PARTS = (2, 4, 8, 16, 32)
 MOST_OPERATORS = 3000
 """Most operators of a step whose places all get the full effort."""
+INNER = (2, 4)
+"""Numbers of parts of a second loop, inside of the first one."""
+LEAST_OUTER = 4
+"""Fewest parts of a loop that gets a second one inside."""
 BODIES = 32
 """Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
@@ -58,6 +63,8 @@ class LoopPlace:
     at: int
     parts: int
     number: int = 0
+    inner: int = 1
+    """Number of parts of a second loop, around the peak of the first one's body; 1: none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +127,50 @@ def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
 def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """Yield the step with a place's region as a loop in every number of parts; only the first once ``over`` is True."""
     place = work.places[number]
-    first: LoopNest | None = None
+    found: list[tuple[LoopPlace, LoopNest]] = []
     numbers = numbers_of_parts(most_parts(place.cuts))
     for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
         region = Region(place.cuts, parts)
-        if first is not None and over():
+        if found and over():
             return
         try:
-            if first is None:
-                here = first = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
+            if not found:
+                here = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
             else:
                 loop = reparted(work.graph, region, in_place=True)
-                here = other_parts(first, loop, work.costs, reuse=work.reuse)
+                here = other_parts(found[0][1], loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
-        yield LoopPlace(place.at, parts, number), here
+        found.append((LoopPlace(place.at, parts, number), here))
+        yield found[-1]
+    if place.closed and not over():
+        yield from _with_loops_inside(work, [each for each in found if each[0].parts >= LEAST_OUTER])
+
+
+def _with_loops_inside(
+    work: DivisibleStep, levels: Sequence[tuple[LoopPlace, LoopNest]]
+) -> Iterator[tuple[LoopPlace, LoopNest]]:
+    """Yield the levels with a second loop around the peak of the first one's body, of equal operators in each."""
+    bodies = [group[0].body for _, here in levels for group in here.compiled.nodes if group[0].body is not None]
+    chosen = around_peak(bodies[0].graph, INNER[0], work.costs, reuse=work.reuse) if bodies else {}
+    for inner in INNER if chosen else ():
+        for (cut, here), loop in zip(levels, bodies, strict=True):
+            try:
+                cuts = {at: _alike(loop.graph, loop.graph.ops[at], split) for at, split in chosen.items()}
+                body = expand(loop.graph, Region(cuts, inner), in_place=True)
+                within = Loop(loop.parts, body)
+                yield replace(cut, inner=inner), other_parts(here, within, work.costs, reuse=work.reuse)
+            except VerifyError:
+                continue  # the parts of this body are too small
+
+
+def _alike(graph: Graph, op: Op, known: Split) -> Split:
+    """Return the split of a call that cuts it as an equal call of another size is cut. Raises VerifyError if there is
+    none."""
+    for split in ways(op, graph.values):
+        if (split.inputs, split.outputs) == (known.inputs, known.outputs):
+            return split
+    raise VerifyError(f"{op.target} cannot be split here")
 
 
 def least_ns_at(work: DivisibleStep, number: int) -> int:
@@ -142,12 +178,6 @@ def least_ns_at(work: DivisibleStep, number: int) -> int:
     illegal."""
     first = next(levels_at(work, number), None)
     return 0 if first is None else least_ns(first[1])
-
-
-def numbers_of_parts(most: int) -> list[int]:
-    """List the divisors of ``most`` to try as numbers of parts, increasing: powers of two, else all up to 32."""
-    even = [parts for parts in PARTS if most % parts == 0]
-    return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
 def place_front(
@@ -191,11 +221,12 @@ def place_front(
 
 def _same_structure(one: LoopNest, other: LoopNest) -> bool:
     """Return True if plans of one step with a loop fit the other: equal nodes read and write equal storages."""
-    for first, second in zip(_problems(one), _problems(other), strict=True):
+    these, those = _problems(one), _problems(other)
+    for first, second in zip(these, those, strict=False):
         for name in ("inputs", "outputs", "extras", "reuses"):
             if not all(map(np.array_equal, getattr(first, name), getattr(second, name))):
                 return False
-    return True
+    return len(these) == len(those)
 
 
 def _problems(level: LoopNest) -> list[Problem]:

@@ -7,21 +7,22 @@ trades it for time (or the other way round), and the peak moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import rustworkx as rx
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts, regions_around
+from magis.fission.candidates import most_parts, numbers_of_parts, regions_around
 from magis.fission.expand import expand
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
+from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import PlanRequest
 from magis.search.driver import SearchResult, search
-from magis.search.fission_pareto import numbers_of_parts
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, Int8s
@@ -140,6 +141,19 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
             if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
                 break
             yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
+
+
+def around_peak(graph: Graph, parts: int, costs: Costs, *, reuse: bool) -> Mapping[int, Split]:
+    """Return the operators around the peak of a graph in its own order that lower it most cheaply as a loop of so many
+    parts, with their splits; none if no loop lowers it."""
+    before = _state(graph, costs, reuse, {})
+    found: list[tuple[float, int, Mapping[int, Split]]] = []
+    for number, cuts in enumerate(regions_around(graph, before.at, most=CANDIDATES)):
+        with contextlib.suppress(VerifyError):
+            after = _state(expand(graph, Region(cuts, parts), in_place=True), costs, reuse, {})
+            if after.peak < before.peak:
+                found.append((_ns_per_byte(before, after), number, cuts))
+    return min(found, key=lambda each: each[:2])[2] if found else {}
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.fission.candidates import connected, most_parts
+from magis.fission.candidates import connected, most_parts, numbers_of_parts
 from magis.fission.loss_suffix import axes, heaviest, own_bytes, pieces, places, suffix
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.search.fission_pareto import numbers_of_parts
 from tests.nets import ADAMW, Net, rows
 from tests.oracles import captured
 

@@ -12,7 +12,7 @@ import rustworkx as rx
 from magis.cost.shapes import Made, describe
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
+from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Storage, with_inputs
 from magis.graph.hazards import dependency_graph, fills, row_major
 from magis.ops.operators import op_info
 from magis.rewrite.rules.draft import Draft, Refused
@@ -94,7 +94,7 @@ class _Change:
         if op.target.startswith("magis."):
             # A loop depends on its tensors' storages; a swap frees the whole storage.
             raise Refused(f"{op.target} would meet another tensor")
-        new = _with(op, self._instead)
+        new = with_inputs(op, self._instead)
         if op.target.startswith(ABSOLUTE):
             for value, other in zip(op.inputs(), taken, strict=True):
                 old, looks = self.before.values[value], self.values[other]
@@ -152,7 +152,7 @@ class _Change:
                 )
             )  # fmt: skip
             self._fresh.op += 1
-        new = _with(new, copies)
+        new = with_inputs(new, copies)
         if signature(op, self.before.values) != signature(new, self.values):
             raise Refused(f"{op.target} would meet another layout")
         return [*found, self._relocated(op, new)]
@@ -207,12 +207,6 @@ class _Change:
         if len({storage for storage, _ in reads}) < len(reads):
             raise Refused(f"{op.target} would meet two versions of one storage")
         return replace(new, reads=tuple(sorted(reads)))
-
-
-def _with(op: Op, instead: Mapping[int, int]) -> Op:
-    mapping = dict(instead)
-    args = tuple(replace_refs(arg, mapping) for arg in op.args)
-    return replace(op, args=args, kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs))
 
 
 def _pruned(
