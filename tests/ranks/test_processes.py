@@ -14,7 +14,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.extensions.ranks import RankJob, RankPool, attached, lead
-from magis.extensions.ranks.processes.fork_server import processes_with
+from magis.extensions.ranks.processes.rank_hosts import PARENT, processes_with
 from tests.ranks.processes import SIGN, alive, gone_within, wait_for
 
 SECONDS = 90.0
@@ -130,7 +130,7 @@ def test_a_fork_server_of_the_job_that_is_killed_is_replaced(repository: Path, s
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert len(pool.run(job)) == 2
-        (server,) = processes_with(1, task.pid)
+        (server,) = processes_with(PARENT, task.pid)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(MagisError, match=r"^the process of rank 1 has ended, or cannot be reached; every process"):
             pool.run(job)

@@ -40,6 +40,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn
 
+from magis.extensions.ranks.processes.rank_hosts import PARENT, exit_in_words, processes_with
 from magis.extensions.ranks.processes.records import last_words, read_message, stack, write_message
 from magis.quiet import before_torch
 
@@ -187,8 +188,7 @@ class _ForkServer:
                 said = last_words(child.tail())
                 os.close(child.log)
                 _kill_group(child.pid)
-                code = os.waitstatus_to_exitcode(status)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+                how = exit_in_words(os.waitstatus_to_exitcode(status))
                 self._emit("died", rank=child.rank, how=how, said=said)
 
     def _kill(self) -> None:
@@ -196,7 +196,7 @@ class _ForkServer:
         for child in self._children.values():
             _kill_group(child.pid)
         until = time.monotonic() + _SWEEP_SECONDS
-        while (left := processes_with(_PARENT, os.getpid())) and time.monotonic() < until:
+        while (left := processes_with(PARENT, os.getpid())) and time.monotonic() < until:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -258,23 +258,6 @@ def _kill_group(leader: int) -> None:
     for kill in (partial(os.killpg, leader), partial(os.kill, leader)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(signal.SIGKILL)
-
-
-_PARENT, SESSION = 1, 3
-
-
-def processes_with(field: int, value: int) -> list[int]:
-    """Return the pids of the processes whose parent (field 1) or session (field 3) is ``value``, from /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-            except OSError:  # gone meanwhile
-                continue
-            if int(fields.rpartition(")")[2].split()[field]) == value:  # after the name, which may hold anything
-                found.append(int(entry.name))
-    return found
 
 
 def main() -> None:

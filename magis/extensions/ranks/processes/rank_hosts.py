@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from magis.errors import MagisError, UsageError
-from magis.extensions.ranks.processes.fork_server import SESSION, processes_with
 from magis.extensions.ranks.processes.records import last_words, read_message, write_message
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -201,7 +201,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         if self._process.returncode != 0:
-            for pid in processes_with(SESSION, self._process.pid):
+            for pid in processes_with(_SESSION, self._process.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         for file in (self._process.stdout, self._log):
@@ -215,7 +215,7 @@ class ForkServer:
         self._log.seek(0)
         said = last_words(self._log.read().decode(errors="replace"))
         code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        how = "does not answer" if code is None else exit_in_words(code)
         return f"the process that keeps the ranks {how}{f': {said}' if said else ''}"
 
 
@@ -268,3 +268,25 @@ def local_host(local_rank: int = 0) -> RankHost:
     """Start a fork server on this machine; ``local_rank`` is the LOCAL_RANK of its first rank."""
     connection, its_end = Pipe()
     return RankHost(connection, 0, ForkServer(its_end, local_rank))
+
+
+PARENT, _SESSION = 1, 3
+
+
+def processes_with(field: int, value: int) -> list[int]:
+    """Return the pids of the processes whose parent (field 1) or session (field 3) is ``value``, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:  # gone meanwhile
+                continue
+            if int(fields.rpartition(")")[2].split()[field]) == value:  # after the name, which may hold anything
+                found.append(int(entry.name))
+    return found
+
+
+def exit_in_words(code: int) -> str:
+    """Return an exit code in words; a negative one stands for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
