@@ -141,16 +141,6 @@ def test_a_fork_server_of_the_job_that_is_killed_is_replaced(repository: Path, s
 
 
 @pytest.mark.soak
-def test_a_job_of_slurm(repository: Path, sign: Path) -> None:
-    tasks = tasks_of_slurm("together", repository, sign)
-    printed = "".join(task.communicate(timeout=SECONDS)[0] for task in tasks)
-    assert [task.returncode for task in tasks] == [0, 0]
-    for line in TOGETHER:
-        assert line in printed.splitlines()
-    assert alive(sign) == {}
-
-
-@pytest.mark.soak
 def test_a_process_of_the_job_that_is_killed(repository: Path, sign: Path) -> None:
     """Rank 0 says so and ends the job."""
     tasks = tasks_of_slurm("hang_together", repository, sign)
