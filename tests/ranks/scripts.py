@@ -57,7 +57,7 @@ def together() -> None:
 def hang_together() -> None:
     """The same with ranks that hang, for a process to be killed meanwhile."""
     if (agents := _led()) is not None:
-        with agents, RankPool(agents.size, timeout_s=3600, agents=agents) as pool:
+        with agents, RankPool(agents.attachment.size, timeout_s=3600, agents=agents) as pool:
             pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
 
 
@@ -65,8 +65,7 @@ def wait_together() -> None:
     """Rank 0 leads, and does nothing with the others."""
     if (agents := _led()) is not None:
         with agents:
-            while not agents.are_there():
-                time.sleep(0.05)
+            agents.hosts(agents.attachment.size)
             Path(os.environ[SIGN]).write_text("started", encoding="ascii")
             time.sleep(3600)
 

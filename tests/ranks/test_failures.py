@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import Pipe
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.errors import UsageError
 from magis.extensions.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
 from magis.extensions.ranks.processes.pool import Rank, failure, silence
-from magis.extensions.ranks.processes.records import JsonLines, last_words, stack
+from magis.extensions.ranks.processes.records import last_words, read_message, stack, write_message
 from magis.plain_records import from_plain, to_plain
 from magis.results import Memory, Term
 
@@ -75,16 +77,24 @@ def test_stacks_and_last_words() -> None:
     assert last_words("") == ""
 
 
-@given(
-    st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.none()), max_size=5), st.lists(st.integers(1, 9))
-)
-def test_messages_come_whole_however_they_are_cut(messages: list[dict[str, Any]], cuts: list[int]) -> None:
-    data = b"".join((json.dumps(message) + "\n").encode() for message in messages)
-    lines, found = JsonLines(), []
-    for cut in cuts:
-        found += lines.feed(data[:cut])
-        data = data[cut:]
-    assert found + lines.feed(data) == messages
+@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.none()), max_size=5))
+def test_messages_come_whole_and_in_order(messages: list[dict[str, Any]]) -> None:
+    one, other = Pipe()
+    with one, other:
+        for message in messages:
+            write_message(one, message)
+        one.close()
+        assert [read_message(other) for _ in messages] == messages
+        with pytest.raises(EOFError):
+            read_message(other)
+
+
+def test_a_message_of_more_bytes_than_expected_is_refused() -> None:
+    one, other = Pipe()
+    with one, other:
+        write_message(one, {"rank": 1, "more": "x" * 100})
+        with pytest.raises(OSError, match="bad message length"):
+            read_message(other, 100)
 
 
 numbers = st.floats(allow_nan=False)

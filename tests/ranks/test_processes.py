@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from magis.errors import MagisError
+from magis.extensions.ranks import RankJob, RankPool, attached, lead
+from magis.extensions.ranks.processes.rank_hosts import PARENT, processes_with
 from tests.ranks.processes import SIGN, alive, gone_within, wait_for
 
 SECONDS = 90.0
@@ -115,23 +118,35 @@ def test_a_job_of_slurm_whose_rank_0_is_killed(repository: Path, sign: Path, scr
     assert gone_within(sign, 10.0) == {}
 
 
-@pytest.mark.soak
-def test_a_job_of_slurm(repository: Path, sign: Path) -> None:
-    tasks = tasks_of_slurm("together", repository, sign)
-    printed = "".join(task.communicate(timeout=SECONDS)[0] for task in tasks)
-    assert [task.returncode for task in tasks] == [0, 0]
-    for line in TOGETHER:
-        assert line in printed.splitlines()
-    assert alive(sign) == {}
+def test_a_fork_server_of_the_job_that_is_killed_is_replaced(repository: Path, sign: Path) -> None:
+    """The job that it belonged to fails; the next one runs. Strangers at the port of the job change nothing."""
+    port = free_port()
+    place = attached(slurm(0, port))
+    assert place is not None
+    variables = environment(repository, sign, **slurm(1, port))
+    task = started(["-m", "tests.ranks.scripts", "together"], repository, variables)
+    job = RankJob("tests.ranks.own_strategies:small_net", "ddp", rounds=1)
+    with lead(place) as agents, RankPool(2, timeout_s=60, agents=agents) as pool:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert len(pool.run(job)) == 2
+        (server,) = processes_with(PARENT, task.pid)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(MagisError, match=r"^the process of rank 1 has ended, or cannot be reached; every process"):
+            pool.run(job)
+        assert len(pool.run(job)) == 2
+    printed, _ = task.communicate(timeout=SECONDS)
+    assert printed == "rank 1 served True\n"
+    assert gone_within(sign, 10.0) == {}
 
 
 @pytest.mark.soak
 def test_a_process_of_the_job_that_is_killed(repository: Path, sign: Path) -> None:
-    """Rank 0 says so after a while, and ends the job."""
+    """Rank 0 says so and ends the job."""
     tasks = tasks_of_slurm("hang_together", repository, sign)
     wait_for(sign)
     tasks[1].kill()
     printed, _ = tasks[0].communicate(timeout=SECONDS)
-    assert "the process of rank 1 has given no sign of life for 30 s" in printed
+    assert "the process of rank 1 has ended, or cannot be reached" in printed
     tasks[1].communicate(timeout=SECONDS)
     assert gone_within(sign, 10.0) == {}

@@ -12,7 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -252,13 +252,16 @@ def _workload(job: RankJob, where: _Where) -> Workload:
 
 def peak_within(log: profile, mark: str) -> int:
     """Return the peak bytes during the event ``mark``, counting allocations since the log began."""
-    window = _event_times(log, mark)
+    results: Any = log.kineto_results
+    nodes = list(results.experimental_event_tree())
+    while (marked := nodes.pop()).name != mark:
+        nodes.extend(marked.children)
     live: dict[int, int] = {}
     now = peak = 0
     for event in allocations(log):
-        if event.time_ns > window[1]:
+        if event.time_ns > marked.end_time_ns:
             break
-        if event.time_ns >= window[0]:
+        if event.time_ns >= marked.start_time_ns:
             peak = max(peak, now)  # bytes alive when the event begins
         if event.nbytes < 0:
             now -= live.pop(event.address, 0)
@@ -266,20 +269,9 @@ def peak_within(log: profile, mark: str) -> int:
             # an address that comes twice was freed in between by a thread that is not logged
             now += event.nbytes - live.get(event.address, 0)
             live[event.address] = event.nbytes
-        if event.time_ns >= window[0]:
+        if event.time_ns >= marked.start_time_ns:
             peak = max(peak, now)
     return max(peak, now)
-
-
-def _event_times(log: profile, mark: str) -> tuple[int, int]:
-    results: Any = log.kineto_results
-    pending = list(results.experimental_event_tree())
-    while pending:
-        node = pending.pop()
-        if node.name == mark:
-            return node.start_time_ns, node.end_time_ns
-        pending.extend(node.children)
-    raise LookupError(mark)
 
 
 class _RestAfterCollectives(TorchDispatchMode):
@@ -324,13 +316,11 @@ def _let_threads_rest() -> bool:
     until = time.monotonic() + _REST_SECONDS
     while calm < 3 and time.monotonic() < until:
         time.sleep(0.002)
-        calm = 0 if any(_runs(task) for task in _TASKS.iterdir() if task.name != own) else calm + 1
+        states = dict[str, str]()
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # gone meanwhile
+                fields = (task / "stat").read_text(encoding="utf-8", errors="replace")
+                states[task.name] = fields.rpartition(")")[2].split()[0]
+        # any other state than sleep: the thread runs, or waits for a core
+        calm = calm + 1 if all(state == "S" for name, state in states.items() if name != own) else 0
     return calm == 3
-
-
-def _runs(task: Path) -> bool:
-    """Return True if a thread runs or waits for a core, from /proc."""
-    try:
-        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "S"
-    except OSError:  # gone meanwhile
-        return False

@@ -7,6 +7,7 @@ killed with everything that they started; the next job gets new ranks.
 from __future__ import annotations
 
 import platform
+import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from magis.child_process import cores
 from magis.errors import MagisError, UsageError
-from magis.extensions.ranks.processes.rank_hosts import LocalHost, RankHost
+from magis.extensions.ranks.processes.rank_hosts import RankHost, local_host
 from magis.extensions.ranks.processes.records import RankError, RankJob, RankReport
 from magis.plain_records import from_plain, to_plain
 
@@ -120,21 +121,20 @@ def failure(ranks: Sequence[Rank]) -> MagisError:
 def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
     """Return the error of a job in which all ranks were silent: it names the rank that the others probably wait for."""
     silent = [rank for rank in ranks if wanted not in rank.answers]
-    last = min(silent, key=lambda rank: (rank.progress, _waiting_rank(rank.frames or ()), rank.number))
+
+    def wait_order(rank: Rank) -> tuple[int, int, int]:
+        # last comes a rank that waits for others, then one in an operator: the first one runs code of its own
+        inner = [frame for frame in rank.frames or () if _WATCHER not in frame][:3]
+        waits = any(text in frame for frame in inner for text in _WAITING)
+        return rank.progress, 2 if waits else int(any("/torch/" in frame for frame in inner[:1])), rank.number
+
+    last = min(silent, key=wait_order)
     place = _user_frame(last.frames or ())
     return RankError(
         f"rank {last.number} of {len(ranks)} did not answer within {timeout_s:g} s during {last.phase}"
         f"{f' (in {place})' if place else ''}",
         rank=last.number,
     )
-
-
-def _waiting_rank(frames: Sequence[str]) -> int:
-    """Rate from 0 (runs its own code) to 2 (waits for others) by the innermost frames of a stack."""
-    inner = [frame for frame in frames if _WATCHER not in frame][:3]
-    if any(text in frame for frame in inner for text in _WAITING):
-        return 2
-    return int(any("/torch/" in frame for frame in inner[:1]))
 
 
 def _user_frame(frames: Sequence[str]) -> str:
@@ -173,9 +173,9 @@ class RankPool:
             )
         if size < 1:
             raise UsageError(f"{size} ranks are too few", hint="use 1 or more")
-        if agents is not None and size > agents.size:
+        if agents is not None and size > agents.attachment.size:
             raise UsageError(
-                f"{size} ranks are needed, and the job that this run belongs to has {agents.size}",
+                f"{size} ranks are needed, and the job that this run belongs to has {agents.attachment.size}",
                 hint=f"start it with {size} processes",
             )
         self.size = size
@@ -211,10 +211,10 @@ class RankPool:
                 rank.begin()
                 self._tell(rank, {"do": "run", "job": to_plain(job), "number": self._jobs, "path": sys.path})
             answers = self._gather("report", self._timeout_s)
-        except _Refused as refused:
-            raise UsageError(str(refused)) from None  # all ranks refused, so they can run the next job
-        except BaseException:
-            self._kill()
+        except BaseException as error:
+            # ranks that have all refused this job can run the next one
+            if not isinstance(error, UsageError) or not all(rank.refused for rank in self._ranks):
+                self._kill()
             raise
         return tuple(from_plain(RankReport, answer) for answer in answers)
 
@@ -226,38 +226,31 @@ class RankPool:
         self._hosts = {}
 
     def _start(self) -> None:
+        agents = self._agents
         if not self._hosts:
-            if self._agents is not None:
-                self._hosts = self._agents.hosts(self.size)
-            else:
-                self._hosts = dict.fromkeys(range(self.size), LocalHost(max(1, cores() // self.size)))
+            self._hosts = agents.hosts(self.size) if agents else dict.fromkeys(range(self.size), local_host())
+        on_machine = min(self.size, agents.attachment.local_size) if agents else self.size
+        threads = max(1, cores() // on_machine)
+        env = {
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(on_machine),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        if agents is None or agents.attachment.one_machine:
+            # gloo asks for the address of the machine's name, which may not resolve
+            env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         self._generation = time.monotonic_ns()  # unique among pools that share the agents
         self._ranks = [Rank(number) for number in range(self.size)]
+        start = {"do": "start", "size": self.size, "device": self.device, "threads": threads, "env": env}
         for host in self._each_host():
-            there = [number for number, its in self._hosts.items() if its is host]
-            self._send(host, self._start_message(there))
-        address = self._agents.address if self._agents is not None else "127.0.0.1"
+            self._send(host, {**start, "ranks": [number for number, its in self._hosts.items() if its is host]})
+        # rank 0 hosts the store at which all ranks meet
+        address = agents.attachment.meeting_address if agents else "127.0.0.1"
         self._tell(self._ranks[0], {"do": "host", "address": address})
         (port,) = self._gather("port", _START_SECONDS, self._ranks[:1])
         for rank in self._ranks:
             self._tell(rank, {"do": "join", "address": address, "port": port})
         self._gather("joined", _START_SECONDS)
-
-    def _start_message(self, there: Sequence[int]) -> dict[str, object]:
-        agents = self._agents
-        together = self.size if agents is None else min(self.size, agents.local_size)
-        env = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(together)}
-        if agents is None or agents.one_machine:
-            # gloo asks for the address of the machine's name, which may not resolve
-            env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        return {
-            "do": "start",
-            "size": self.size,
-            "ranks": list(there),
-            "device": self.device,
-            "threads": max(1, cores() // together),
-            "env": env,
-        }
 
     def _each_host(self) -> list[RankHost]:
         return list({id(host): host for host in self._hosts.values()}.values())
@@ -270,11 +263,10 @@ class RankPool:
 
     def _events(self, timeout_s: float) -> Iterator[dict[str, Any]]:
         """Yield the events of this generation; wait at most ``timeout_s`` seconds for the first one."""
-        hosts = self._each_host()
-        for host in hosts:
-            for event in host.events(timeout_s / len(hosts)):
-                if event["generation"] == self._generation:
-                    yield event
+        for host in select.select(self._each_host(), [], [], timeout_s)[0]:
+            event = host.receive()
+            if event["generation"] == self._generation:
+                yield event
 
     def _hear(self) -> int:
         """Process new events of ranks, and return their number."""
@@ -293,36 +285,28 @@ class RankPool:
             if self._hear():
                 last = time.monotonic()
             if any(rank.failed for rank in self._ranks):
-                self._hear_consequences()
+                # hear what the others say of it, which tells the first failure from those that follow from it
+                clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
+                until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
+                while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
+                    self._hear()
                 raise failure(self._ranks)
             if time.monotonic() - last > timeout_s:
-                self._ask_for_stacks()
+                for host in self._each_host():
+                    self._send(host, {"do": "where"})
+                until = time.monotonic() + _STACK_SECONDS
+                while time.monotonic() < until and any(rank.frames is None for rank in self._ranks):
+                    self._hear()
                 raise silence(asked, wanted, timeout_s)
         return [rank.answers.pop(wanted) for rank in asked]
 
-    def _hear_consequences(self) -> None:
-        """Process the other ranks' events after a failure.
-
-        Raises _Refused if all ranks refuse the job; they can then run the next one.
-        """
-        clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
-        until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
-        while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
-            self._hear()
-        if all(rank.refused for rank in self._ranks):
-            raise _Refused(self._ranks[0].said)
-
-    def _ask_for_stacks(self) -> None:
-        """Request the stack of every rank, and wait for the answers."""
-        for host in self._each_host():
-            self._send(host, {"do": "where"})
-        until = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < until and any(rank.frames is None for rank in self._ranks):
-            self._hear()
-
     def _kill(self) -> None:
         """Kill the ranks but keep their fork servers; if that fails, end the fork servers, too."""
+        loaded = all(rank.pid for rank in self._ranks)
         self._ranks = []
+        if not loaded:  # a fork server that still loads torch does not listen
+            self.close()
+            return
         hosts = self._each_host()
         try:
             for host in hosts:
@@ -339,7 +323,3 @@ class RankPool:
             raise
         if killed < len(hosts):
             self.close()
-
-
-class _Refused(Exception):  # noqa: N818 (not an error of the pool)
-    """Raised if all ranks refuse a job with a UsageError."""

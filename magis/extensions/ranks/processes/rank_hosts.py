@@ -6,20 +6,20 @@ The process with rank 0 leads (`agents.lead`), the others serve (`agents.serve`)
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
 
 from magis.errors import MagisError, UsageError
-from magis.extensions.ranks.processes.records import JsonLines, last_words
+from magis.extensions.ranks.processes.records import last_words, read_message, write_message
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = "127.0.0.1"
@@ -46,6 +46,11 @@ class Attachment:
     @property
     def one_machine(self) -> bool:
         return self.local_size == self.size
+
+    @property
+    def meeting_address(self) -> str:
+        """Address at which the job's processes reach the machine of rank 0."""
+        return _LOOPBACK if self.one_machine else self.address
 
 
 def attached(environment: Mapping[str, str] | None = None) -> Attachment | None:
@@ -95,7 +100,21 @@ def _by_slurm(given: Mapping[str, str]) -> Attachment | None:
     if size == 1:
         return None
     machines = _number(given, "SLURM_STEP_NUM_NODES", _number(given, "SLURM_NNODES", 1))
-    address = given.get("MASTER_ADDR") or _first_machine(given, machines)
+    address, local_size = given.get("MASTER_ADDR") or _LOOPBACK, size
+    if machines > 1 and not given.get("MASTER_ADDR"):
+        # rank 0 runs on the first machine unless tasks are distributed by hand; "node[03-07,11],other2": on node03
+        names = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST", "")
+        found = re.match(r"(?P<stem>[^\[,]+)(?:\[(?P<first>\d+)[^\]]*\](?P<rest>[^,]*))?", names)
+        if found is None:
+            raise UsageError("the Slurm job's machines are not named in SLURM_JOB_NODELIST", hint="set MASTER_ADDR")
+        address = found["stem"] + (found["first"] or "") + (found["rest"] or "")
+    if machines > 1:
+        # "2(x3),1": the machine of SLURM_NODEID 3 has 1 task
+        text = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")
+        pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        counts = [int(count) for count, times in pairs for _ in range(int(times or 1))]
+        node = _number(given, "SLURM_NODEID", 0)
+        local_size = counts[node] if node < len(counts) else max(1, size // machines)
     if given.get("MASTER_PORT"):
         port = _number(given, "MASTER_PORT")
     else:
@@ -108,7 +127,7 @@ def _by_slurm(given: Mapping[str, str]) -> Attachment | None:
             rank=rank,
             size=size,
             local_rank=_number(given, "SLURM_LOCALID", rank),
-            local_size=_tasks_here(given, size, machines),
+            local_size=local_size,
             address=address,
             port=port,
         ),
@@ -130,131 +149,144 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
     return int(text)
 
 
-def _first_machine(given: Mapping[str, str], machines: int) -> str:
-    """Return the first machine of a Slurm job, which runs rank 0 unless tasks are distributed manually.
-
-    "node[03-07,11],other2" begins with node03.
-    """
-    if machines == 1:
-        return _LOOPBACK
-    names = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or given.get("SLURM_NODELIST", "")
-    found = re.match(r"(?P<stem>[^\[,]+)(?:\[(?P<first>\d+)[^\]]*\](?P<rest>[^,]*))?", names)
-    if found is None:
-        raise UsageError("the Slurm job's machines are not named in SLURM_JOB_NODELIST", hint="set MASTER_ADDR")
-    return found["stem"] + (found["first"] or "") + (found["rest"] or "")
-
-
-def _tasks_here(given: Mapping[str, str], size: int, machines: int) -> int:
-    """Return the number of a Slurm job's tasks on this machine; "2(x3),1" gives 1 for SLURM_NODEID 3."""
-    if machines == 1:
-        return size
-    text = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")
-    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-    node = _number(given, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else max(1, size // machines)
-
-
 _END_SECONDS = 10.0
 """Timeout in seconds for a fork server to kill its ranks and exit, which normally takes a fraction of a second."""
 _OF_OTHER_JOBS = ("TORCHELASTIC_", "PYTEST_", "COV_CORE_")
 """Prefixes of environment variables that belong to this process's own job and must not reach its ranks."""
 
 
-class RankHost(Protocol):
-    """Host that executes commands for ranks and returns their events; `fork_server.py` defines both."""
+class ForkServer:
+    """Process on this machine that forks ranks (`fork_server.py`) for whoever has the other end of ``connection``."""
 
-    def send(self, message: Mapping[str, object]) -> None:
-        """Send a command without waiting for its effect."""
-
-    def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Return the events since the last call; wait up to ``timeout_s`` seconds if there are none.
-
-        Raises MagisError if the host itself is gone.
-        """
-
-    def close(self) -> None:
-        """End all ranks and their processes, and return when they are gone."""
-
-
-class LocalHost:
-    """Fork server on this machine, reached through pipes; ``local_rank`` is the LOCAL_RANK of its first rank."""
-
-    def __init__(self, threads: int, local_rank: int = 0) -> None:
-        self._local_rank = local_rank
+    def __init__(self, connection: Connection, local_rank: int) -> None:
         paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHER_JOBS)}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the host)
-        self._lines = JsonLines()
+        module = "magis.extensions.ranks.processes.fork_server"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         # a session of its own: Ctrl-C reaches this process, which then ends the ranks
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "magis.extensions.ranks.processes.fork_server", str(os.getpid())],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", module, str(os.getpid()), str(local_rank)],
+            stdin=connection.fileno(),
             stdout=subprocess.PIPE,
             stderr=self._log,
             start_new_session=True,
             env={
                 **kept,
                 "PYTHONPATH": os.pathsep.join(paths),
-                "OMP_NUM_THREADS": str(threads),
                 "OPENBLAS_NUM_THREADS": "1",  # its threads would start with numpy, before the ranks are forked
             },
         )
-        self._pids: dict[int, int] = {}
-        self._is_ready = False
+        connection.close()
 
-    def send(self, message: Mapping[str, object]) -> None:
-        stdin = self._process.stdin
-        if stdin is None or stdin.closed:
-            raise MagisError("the process that keeps the ranks has ended")
-        if message["do"] == "kill" and not self._is_ready:  # it still loads torch, and has no ranks
-            self._process.kill()
-        try:
-            stdin.write((json.dumps({"local": self._local_rank, **message}) + "\n").encode())
-            stdin.flush()
-        except BrokenPipeError:
-            raise self._gone() from None
+    def wait(self) -> int | None:
+        """Wait for the process to exit; return the number of commands if it was dismissed, None if it was killed.
 
-    def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        stdout = self._process.stdout
-        if stdout is None or stdout.closed:
-            raise MagisError("the process that keeps the ranks has ended")
-        ready, _, _ = select.select([stdout], [], [], timeout_s)
-        if not ready:
-            return []
-        data = os.read(stdout.fileno(), 65536)
-        if not data:
-            raise self._gone()
-        found = self._lines.feed(data)
-        self._is_ready = self._is_ready or bool(found)
-        for event in found:
-            if event["event"] == "says" and "hello" in event["line"]:
-                self._pids[event["rank"]] = event["line"]["hello"]
-        return found
+        Raises MagisError if its connection was closed, or if it failed.
+        """
+        printed = self._process.communicate()[0]
+        if self._process.returncode > 0:
+            raise MagisError(self.fate())
+        if self._process.returncode < 0:
+            return None
+        if not printed:
+            raise MagisError("rank 0 of the job has disappeared", hint="see what it has printed")
+        return int(printed)
 
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        if not self._is_ready:
-            self._process.kill()
+    def end(self) -> None:
+        """End the process and everything below it, also if it was killed."""
+        self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # the keeper has killed these groups; unless it was killed itself
-        for pid in self._pids.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if self._process.returncode != 0:
-                    os.killpg(pid, signal.SIGKILL)
-        self._log.close()
+        if self._process.returncode != 0:
+            for pid in processes_with(_SESSION, self._process.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        for file in (self._process.stdout, self._log):
+            if file is not None:
+                file.close()
 
-    def _gone(self) -> MagisError:
+    def fate(self) -> str:
+        """Return one line on the end of the process, with the last line that it printed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._log.seek(0)
         said = last_words(self._log.read().decode(errors="replace"))
         code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
-        return MagisError(f"the process that keeps the ranks {how}{f': {said}' if said else ''}")
+        how = "does not answer" if code is None else exit_in_words(code)
+        return f"the process that keeps the ranks {how}{f': {said}' if said else ''}"
+
+
+class RankHost:
+    """Connection of a pool to a fork server: of this machine (``server``), or of the job's process with ``rank``."""
+
+    def __init__(self, connection: Connection, rank: int, server: ForkServer | None = None) -> None:
+        self._connection, self._rank, self._server = connection, rank, server
+        self.is_lost = False
+        """True after the fork server has ended by itself."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is ready when there are events."""
+        return self._connection.fileno()
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Send a command without waiting for its effect. Raises MagisError if the fork server is gone."""
+        try:
+            write_message(self._connection, message)
+        except OSError:
+            raise self._gone() from None
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next event. Raises MagisError if the fork server is gone."""
+        try:
+            return read_message(self._connection)
+        except (EOFError, OSError):
+            raise self._gone() from None
+
+    def close(self) -> None:
+        """End all ranks and their processes; on this machine, return when they are gone."""
+        if self._server is not None:
+            self._server.end()
+            self._connection.close()
+        elif not self.is_lost:
+            with contextlib.suppress(MagisError):
+                self.send({"do": "kill"})
+
+    def _gone(self) -> MagisError:
+        self.is_lost = True
+        if self._server is not None:
+            return MagisError(self._server.fate())
+        return MagisError(
+            f"the process of rank {self._rank} has ended, or cannot be reached",
+            hint="every process of the job has to run until rank 0 ends",
+        )
+
+
+def local_host(local_rank: int = 0) -> RankHost:
+    """Start a fork server on this machine; ``local_rank`` is the LOCAL_RANK of its first rank."""
+    connection, its_end = Pipe()
+    return RankHost(connection, 0, ForkServer(its_end, local_rank))
+
+
+PARENT, _SESSION = 1, 3
+
+
+def processes_with(field: int, value: int) -> list[int]:
+    """Return the pids of the processes whose parent (field 1) or session (field 3) is ``value``, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:  # gone meanwhile
+                continue
+            if int(fields.rpartition(")")[2].split()[field]) == value:  # after the name, which may hold anything
+                found.append(int(entry.name))
+    return found
+
+
+def exit_in_words(code: int) -> str:
+    """Return an exit code in words; a negative one stands for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

@@ -1,13 +1,13 @@
-"""Jobs for ranks and their reports: records that are sent as lines of JSON."""
+"""Jobs for ranks and their reports: records that are sent as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from magis.errors import MagisError
@@ -93,7 +93,7 @@ def check_ranks(name: str, size: int) -> None:
     check_world(distributed_strategy(name), size)
 
 
-# Lines of JSON from pieces of bytes, and one line from the output of a dying process.
+# Messages between processes, and one line from the output of a dying process.
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _LONGEST = 300
@@ -101,23 +101,15 @@ _NOISE = "USDT:"
 """Prefix of log lines that the profiler prints."""
 
 
-@dataclass
-class JsonLines:
-    """Buffer that splits incoming bytes into lines of JSON."""
-
-    _rest: bytes = b""
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages whose lines ``data`` completes."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in whole if line]
+def write_message(connection: Connection, message: object) -> None:
+    """Send a message as JSON; nothing is pickled."""
+    connection.send_bytes(json.dumps(message).encode())
 
 
-def write_line(descriptor: int, message: object) -> None:
-    """Write a message as one line of JSON."""
-    data = (json.dumps(message) + "\n").encode()
-    while data:
-        data = data[os.write(descriptor, data) :]
+def read_message(connection: Connection, most_bytes: int | None = None) -> dict[str, Any]:
+    """Wait for the next message. Raises EOFError or OSError if the other end is gone, or sends more than that."""
+    message: dict[str, Any] = json.loads(connection.recv_bytes(most_bytes))
+    return message
 
 
 def last_words(text: str) -> str:

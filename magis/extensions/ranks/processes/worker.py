@@ -5,14 +5,16 @@ Messages to the pool: hello (pid), port (of the store, if hosted here), phase, r
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from magis.errors import MagisError, UsageError
 from magis.extensions.ranks.processes.job import run_job
-from magis.extensions.ranks.processes.records import RankJob, RankReport, write_line
+from magis.extensions.ranks.processes.records import RankJob, read_message, write_message
 from magis.plain_records import from_plain, to_plain
 from magis.runtime.measure import is_out_of_memory
 from magis.strategies.rank_step import World
@@ -52,18 +54,14 @@ class _Place:
         self.say({"phase": phase})
 
 
-def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> None:
-    """Execute commands until their pipe closes; ``start`` is the command that started this rank."""
-
-    def say(message: dict[str, Any]) -> None:
-        write_line(events, message)
-
-    place = _Place(rank, start["size"], start["device"], len(start["ranks"]) == 1, say)
-    say({"hello": os.getpid()})
+def serve(rank: int, start: Mapping[str, Any], connection: Connection) -> None:
+    """Execute commands until the connection closes; ``start`` is the command that started this rank."""
+    place = _Place(rank, start["size"], start["device"], len(start["ranks"]) == 1, partial(write_message, connection))
+    place.say({"hello": os.getpid()})
     torch.set_num_threads(start["threads"])
-    with os.fdopen(commands, encoding="utf-8") as lines:
-        for line in lines:
-            _obey(place, json.loads(line))
+    with contextlib.suppress(EOFError):
+        while True:
+            _obey(place, read_message(connection))
 
 
 def _obey(place: _Place, message: dict[str, Any]) -> None:
@@ -82,7 +80,19 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 place.say({"joined": True})
             case "run":
                 sys.path.extend(path for path in message["path"] if path not in sys.path)
-                report = _run_in_group(place, from_plain(RankJob, message["job"]), message["number"])
+                place.enter("setting up the process group")
+                if place.store is None:
+                    raise MagisError("the rank has not joined the others")
+                dist.init_process_group(  # a fresh one, which has no unfinished collectives of the last job
+                    "nccl" if place.device == "cuda" else "gloo",
+                    store=PrefixStore(f"job {message['number']}", place.store),
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=_COLLECTIVE,
+                )
+                world = World(place.size, place.rank, place.device)
+                report = run_job(from_plain(RankJob, message["job"]), world, place.enter)
+                _leave()
                 place.say({"report": to_plain(report)})
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
         # first of all: the others may be waiting for this rank, and leaving the process group would wait for them
@@ -92,23 +102,6 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
         return
     if refused and dist.is_initialized():  # if all ranks refuse, the same ranks run the next job
         _leave()
-
-
-def _run_in_group(place: _Place, job: RankJob, number: int) -> RankReport:
-    """Run a job in a fresh process group, which has no unfinished collectives of the last job."""
-    place.enter("setting up the process group")
-    if place.store is None:
-        raise MagisError("the rank has not joined the others")
-    dist.init_process_group(
-        "nccl" if place.device == "cuda" else "gloo",
-        store=PrefixStore(f"job {number}", place.store),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=_COLLECTIVE,
-    )
-    report = run_job(job, World(place.size, place.rank, place.device), place.enter)
-    _leave()
-    return report
 
 
 def _leave() -> None:
