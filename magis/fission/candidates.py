@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import rustworkx as rx
@@ -25,14 +25,16 @@ def grow(
     start: Mapping[int, int],
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None = None,
+    made: Mapping[int, Split] | None = None,
 ) -> dict[int, Split]:
     """Grow a region from tensors cut as ``start`` says (value -> dimension), among the positions ``allowed``.
 
     In program order, an operator joins if it can be split as its inputs from the region are, and none of its inputs
     depends on the end of the region. Growth stops at operators that cannot be split, and at overlapping windows: halo
-    rows are available only of tensors made before the region. Returns the split of each operator, by position.
+    rows are available only of tensors made before the region. Factories (`new_zeros`) join as ``made`` says. Returns
+    the split of each operator, by position.
     """
-    return _followed(graph, start, allowed, dag, across=False)[0]
+    return _followed(graph, start, allowed, dag, made or {}, across=False)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,8 @@ class Axis:
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
+    factories: Mapping[int, Split] = field(default_factory=dict)
+    """Splits of operators that make tensors along the axis from none (`full`)."""
     closed: bool = False
     """True if a region along the axis must hold no operators but those of ``cuts``."""
 
@@ -74,7 +78,11 @@ def components(graph: Graph, least: int) -> list[Axis]:
             cuts[number].setdefault(position, split)
     nbytes = [sum(_weight(graph, value) for value in its) for its in dims]
     order = sorted(range(len(parts)), key=lambda number: (-nbytes[number], number))
-    return [Axis(dims[number], cuts[number], closed=True) for number in order if cuts[number]]
+    return [Axis(dims[n], cuts[n], _factories(cuts[n]), closed=True) for n in order if cuts[n]]
+
+
+def _factories(cuts: Mapping[int, Split]) -> dict[int, Split]:
+    return {position: split for position, split in cuts.items() if set(split.inputs) <= {None}}
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
@@ -83,8 +91,10 @@ def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
     Unlike a region, an axis continues through overlapping windows, and through dropout, which cannot be split but keeps
     the axis.
     """
-    cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
-    return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts)
+    cuts, state = _followed(graph, start, range(len(graph.ops)), None, {}, across=True)
+    same = (axis for axis in components(graph, 1) if any(axis.dims.get(value) == dim for value, dim in start.items()))
+    factories = {position: split for axis in same for position, split in axis.factories.items()}
+    return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts, factories)
 
 
 def _followed(
@@ -92,6 +102,7 @@ def _followed(
     start: Mapping[int, int],
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None,
+    factories: Mapping[int, Split],
     *,
     across: bool,
 ) -> tuple[dict[int, Split], dict[int, How]]:
@@ -110,6 +121,8 @@ def _followed(
             continue
         touched = any(value in state for value in op.inputs())
         split = _matching(op, graph, state, () if across else made) if touched and position in wanted else None
+        if split is None and position in wanted:
+            split = factories.get(position)
         if split is not None:
             cuts[position] = split
             made.update(op.made())

@@ -146,7 +146,7 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
     )
     aside = _totals_of_data(graph)
     allowed = [p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)]
-    return grow(graph, crossing, allowed, dag)
+    return grow(graph, crossing, allowed, dag, axis.factories)
 
 
 def _totals_of_data(graph: Graph) -> set[int]:
@@ -154,7 +154,8 @@ def _totals_of_data(graph: Graph) -> set[int]:
 
     In a region they would hold up the backward, which needs the total, until the loop ends. They use no parameter.
     """
-    learned = {v for v in graph.inputs if graph.storages[graph.values[v].storage].kind == "parameter"}
+    kinds = {value: graph.storages[graph.values[value].storage].kind for value in graph.inputs}
+    learned = {value for value, kind in kinds.items() if kind not in ("batch", "buffer", "constant")}
     totals: set[int] = set()
     for position, op in enumerate(graph.ops):
         if op.phase != "forward" or not learned.isdisjoint(op.inputs()):

@@ -87,6 +87,16 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
     return _Emitting(undoing, values).everything()
 
 
+def _in_parts(likely: Likely, parts: int) -> Likely:
+    """Return likely shapes, and those of their slices in a loop of so many parts, which inner loops work on."""
+    return likely | {
+        ((*shape[:dim], size // parts, *shape[dim + 1 :]), dtype)
+        for shape, dtype in likely
+        for dim, size in enumerate(shape)
+        if size % parts == 0
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Origin of a fact: position of the operator, facts of its inputs, and index of the unsplit call."""
@@ -122,7 +132,7 @@ class _Undoing:
         ]
         if self.problems:
             return  # an unsound inner loop gives no facts
-        self.ops, self.values = _undo_loops(loop.graph)
+        self.ops, self.values = _undo_loops(loop.graph, _in_parts(likely, loop.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import rustworkx as rx
+
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, with_inputs
 from magis.graph.hazards import fills, row_major
 from magis.ops.operators import op_info
@@ -96,7 +98,12 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 # the backward of a part need not wait for the loss of other parts. The third one keeps rows of batch and length merged
 # (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between sequences. All are bitwise exact.
 
-_FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
+_FILL: dict[str, float] = {
+    "aten.ones_like.default": 1, "aten.zeros_like.default": 0, "aten.new_ones.default": 1, "aten.new_zeros.default": 0,
+}  # fmt: skip
+_FILL_GIVEN = {"aten.full_like.default": 1, "aten.new_full.default": 2}
+"""Position of the number."""
+_EMPTY = ("aten.empty_like.default", "aten.new_empty.default")
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 MEAN, SUM = 1, 2
 
@@ -121,68 +128,71 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
 def _without_views_around(graph: Graph) -> Graph:
-    """Return the step with element-wise calls of one tensor in the shape that views give their results anyway."""
+    """Return the step with groups of element-wise calls in the shape of the tensors that they see through views.
+
+    A group takes and gives full-size tensors through views alone: scores of (batch, token, word) that a soft cap
+    changes between a product and a loss on merged rows, forward and backward.
+    """
+    maker = {value: op for op in graph.ops for value in op.made()}
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for value in dict.fromkeys(op.inputs()):
             readers.setdefault(value, []).append(op)
-    returned = set(graph.outputs)
 
     def is_plain(value: int) -> bool:
-        looks = graph.values[value]
-        return looks.stride == row_major(looks.shape) and not looks.bits
+        return graph.values[value].stride == row_major(graph.values[value].shape) and not graph.values[value].bits
 
-    def is_unary(op: Op) -> bool:
-        made = (*op.inputs(), *op.made())
-        alone = len(op.inputs()) == len(op.outputs) == 1 and not (op.writes or op.random or op.many)
-        pointwise = op_info(op.target).split == "reductions.pointwise"
-        return pointwise and alone and all(map(is_plain, made)) and op.phase != "update"
+    def full_size(op: Op) -> list[int]:
+        return [value for value in op.inputs() if graph.values[value].shape]
 
-    def ends_as(value: int, shape: tuple[int, ...]) -> bool:
-        """Return True if nothing but views of this shape read the value, or what unary calls make of it."""
-        made = [(op, op.made()[0]) for op in readers.get(value, ()) if op.made()]
-        return (
-            bool(made)
-            and len(made) == len(readers[value])
-            and value not in returned
-            and all(
-                (op.target in _VIEWS and graph.values[each].shape == shape and is_plain(each) and each not in returned)
-                or (is_unary(op) and graph.values[each].shape == graph.values[value].shape and ends_as(each, shape))
-                for op, each in made
-            )
-        )
+    def may_change(op: Op) -> bool:
+        if len(op.outputs) != 1 or op.writes or op.random or op.many or op.phase == "update":
+            return False
+        if any(isinstance(arg, Const) and arg.name.startswith("channels_last") for _, arg in op.kwargs):
+            return False
+        every = (*full_size(op), *op.made())
+        one_shape = len({graph.values[value].shape for value in every}) == 1 < len(every)
+        return op_info(op.target).split == "reductions.pointwise" and one_shape and all(map(is_plain, every))
 
-    values, ops = dict(graph.values), list[Op]()
-    base = {op.made()[0]: op.inputs()[0] for op in graph.ops if op.target in _VIEWS}
-    reshaped: set[int] = set()  # results of calls in the shape of their views
-    equal: dict[int, int] = {}  # view -> the reshaped value that it equals
-    for op in graph.ops:
-        if op.target in _VIEWS and op.inputs()[0] in reshaped:
-            equal[op.made()[0]] = op.inputs()[0]
+    calls = {op.id: op for op in graph.ops if may_change(op)}
+    links: rx.PyGraph[int, None] = rx.PyGraph()
+    node = {number: links.add_node(number) for number in calls}
+    for number, op in calls.items():
+        makers = (maker[value].id for value in full_size(op) if value in maker)
+        links.add_edges_from_no_data([(node[number], node[other]) for other in makers if other in node])
+    values = dict(graph.values)
+    grouped: set[int] = set()
+    opened: dict[int, int] = {}  # view that a group takes -> what it shows
+    closed: dict[int, int] = {}  # view of what a group makes -> the same in the new shape
+    for part in rx.connected_components(links):
+        group = {links[each] for each in part}
+        made = {calls[number].made()[0] for number in group}
+        taken = {value for number in group for value in full_size(calls[number])} - made
+        before = {value: maker[value] for value in taken if value in maker}
+        behind = [(op, value) for value in made for op in readers.get(value, ()) if op.id not in group]
+        if len(before) < len(taken) or not behind or not before:
             continue
-        if is_unary(op):
-            (taken,), (made,) = op.inputs(), op.made()
-            root = taken if taken in reshaped else base.get(taken, taken)
-            shape = values[root].shape
-            changes = taken in reshaped or (shape != values[taken].shape and is_plain(root) and ends_as(made, shape))
-            if changes and graph.values[made].shape == graph.values[taken].shape:
-                values[made] = replace(values[made], shape=shape, stride=row_major(shape))
-                reshaped.add(made)
-                ops.append(with_inputs(op, {taken: root}))
-                continue
-        ops.append(with_inputs(op, equal))
-    kept, used = list[Op](), set(graph.outputs)
-    for op in reversed(ops):  # a view that nobody reads any more would keep its base alive
-        if op.target not in _VIEWS or used & set(op.made()):
-            kept.append(op)
-            used.update(op.inputs())
-    return replace(graph, values=values, ops=tuple(replace(op, id=n) for n, op in enumerate(reversed(kept))))
+        if any(op.target not in _VIEWS for op in (*before.values(), *(op for op, _ in behind))):
+            continue
+        shown = {value: op.inputs()[0] for value, op in before.items()}
+        given = {op.made()[0]: value for op, value in behind}
+        shapes = {graph.values[value].shape for value in (*shown.values(), *given)}
+        kept = not set(graph.outputs) & {*made, *given} and not (closed.keys() & taken or opened.keys() & given.keys())
+        if len(shapes) == 1 and kept and all(map(is_plain, (*shown.values(), *given))):
+            (shape,) = shapes
+            grouped, opened, closed = grouped | group, opened | shown, closed | given
+            values |= {value: replace(values[value], shape=shape, stride=row_major(shape)) for value in made}
+    ops = [with_inputs(op, closed | opened if op.id in grouped else closed) for op in graph.ops]
+    ops = [op for op in ops if not (op.target in _VIEWS and op.made()[0] in closed)]
+    used = set(graph.outputs).union(*(op.inputs() for op in ops))  # an unread view would keep its base alive
+    ops = [op for op in ops if op.target not in _VIEWS or used & set(op.made())]
+    return replace(graph, values=values, ops=tuple(replace(op, id=number) for number, op in enumerate(ops)))
 
 
 def _factory(graph: Graph, op: Op) -> Op | None:
     """Return an operator like `ones_like` as a factory (`full`, `empty`) without its input; None for other operators,
     and for results that are not row-major."""
-    if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
+    if op.target not in (*_FILL, *_FILL_GIVEN, *_EMPTY):
         return None
     value = graph.values[op.made()[0]]
     if value.stride != row_major(value.shape) or op.writes:
@@ -193,9 +203,9 @@ def _factory(graph: Graph, op: Op) -> Op | None:
         ("device", given.get("device") or Const("device", "cpu")),
         ("dtype", Const("dtype", value.dtype)),
     )
-    if op.target == "aten.empty_like.default":
+    if op.target in _EMPTY:
         return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=order)
-    fill: Arg = op.args[1] if op.target == "aten.full_like.default" else _FILL[op.target]
+    fill: Arg = op.args[_FILL_GIVEN[op.target]] if op.target in _FILL_GIVEN else _FILL[op.target]
     return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
 
 

@@ -17,23 +17,21 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.fission.candidates import most_parts, numbers_of_parts
 from magis.fission.expand import expand, reparted
-from magis.fission.loss_suffix import Piece, pieces
+from magis.fission.loss_suffix import FEW, Piece, pieces
 from magis.fission.region import Region, ways
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
 from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
-from magis.search.split_at_peak import around_peak
+from magis.search.split_at_peak import within_body
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem
 
 MOST_OPERATORS = 3000
 """Most operators of a step whose places all get the full effort."""
-INNER = (2, 4)
+INNER = (2, 4, 8, 16)
 """Numbers of parts of a second loop, inside of the first one."""
-LEAST_OUTER = 4
-"""Fewest parts of a loop that gets a second one inside."""
 BODIES = 32
 """Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
@@ -143,8 +141,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
         found.append((LoopPlace(place.at, parts, number), here))
         yield found[-1]
-    if place.closed and not over():
-        yield from _with_loops_inside(work, [each for each in found if each[0].parts >= LEAST_OUTER])
+    if found and (place.closed or most_parts(place.cuts) < FEW) and not over():
+        yield from _with_loops_inside(work, found)
 
 
 def _with_loops_inside(
@@ -152,9 +150,14 @@ def _with_loops_inside(
 ) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """Yield the levels with a second loop around the peak of the first one's body, of equal operators in each."""
     bodies = [group[0].body for _, here in levels for group in here.compiled.nodes if group[0].body is not None]
-    chosen = around_peak(bodies[0].graph, INNER[0], work.costs, reuse=work.reuse) if bodies else {}
+    chosen = within_body(bodies[0].graph, INNER[0], work.costs, reuse=work.reuse) if bodies else {}
+    most = max(cut.parts for cut, _ in levels)
     for inner in INNER if chosen else ():
         for (cut, here), loop in zip(levels, bodies, strict=True):
+            # a few sequences are cut into many parts by the second loop alone
+            few = cut.parts == most < FEW // 2
+            if not (FEW // 2 <= cut.parts * inner <= 2 * FEW if few else cut.parts >= 4 and inner <= 4):
+                continue
             try:
                 cuts = {at: _alike(loop.graph, loop.graph.ops[at], split) for at, split in chosen.items()}
                 body = expand(loop.graph, Region(cuts, inner), in_place=True)

@@ -17,6 +17,7 @@ import rustworkx as rx
 from magis.errors import VerifyError
 from magis.fission.candidates import most_parts, numbers_of_parts, regions_around
 from magis.fission.expand import expand
+from magis.fission.loss_suffix import pieces
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
@@ -33,6 +34,8 @@ MOST_PARTS = 8
 LOOPS = 8
 """Most loops that are added between two searches."""
 ROUNDS = 3
+CLOSE = 50
+"""Reciprocal of the share by which peaks differ that count as equal."""
 TOO_SLOW = 0.02
 """Largest increase of the step's latency by one loop, as a share."""
 
@@ -143,17 +146,19 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
             yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
 
 
-def around_peak(graph: Graph, parts: int, costs: Costs, *, reuse: bool) -> Mapping[int, Split]:
-    """Return the operators around the peak of a graph in its own order that lower it most cheaply as a loop of so many
-    parts, with their splits; none if no loop lowers it."""
-    before = _state(graph, costs, reuse, {})
-    found: list[tuple[float, int, Mapping[int, Split]]] = []
-    for number, cuts in enumerate(regions_around(graph, before.at, most=CANDIDATES)):
+def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> Mapping[int, Split]:
+    """Return operators of a loop's body, with their splits, that lower the body's peak most as a loop of so many parts;
+    none if no loop lowers it. Of loops with about equal peaks, the fastest one is returned."""
+    before = _state(body, costs, reuse, {})
+    found: list[tuple[int, int, Mapping[int, Split]]] = []
+    for cuts in (*regions_around(body, before.at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):
-            after = _state(expand(graph, Region(cuts, parts), in_place=True), costs, reuse, {})
+            after = _state(expand(body, Region(cuts, parts), in_place=True), costs, reuse, {})
             if after.peak < before.peak:
-                found.append((_ns_per_byte(before, after), number, cuts))
-    return min(found, key=lambda each: each[:2])[2] if found else {}
+                found.append((after.peak, after.latency_ns, cuts))
+    lowest = min((peak for peak, _, _ in found), default=0)
+    close = [(latency_ns, peak, cuts) for peak, latency_ns, cuts in found if peak * CLOSE <= lowest * (CLOSE + 1)]
+    return min(close, key=lambda each: each[:2])[2] if close else {}
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:

@@ -16,9 +16,10 @@ from magis.graph import Graph, verify
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle
 from tests.golden.golden import before_and_after, check_golden
-from tests.nets import ADAMW, NETS, SGD, Built, Net, labels, mlp, rows
+from tests.nets import ADAMW, NETS, SGD, Block, Built, Net, labels, mlp, rows
 from tests.oracles import captured, differences, graph_step, history
 
+POINTWISE = ("_to_copy", "div", "tanh", "mul", "tanh_backward")
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 
 
@@ -49,6 +50,31 @@ def pixels(dtype: torch.dtype = torch.float32, ignored: float = 0.3) -> Net:
     return Net(module, rows(3, 2, 6, 5, dtype=dtype), drawn, F.cross_entropy, SGD)
 
 
+def merged_rows(between: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Net:
+    """Two sequences of three tokens, whose scores go through `between` before their rows are merged."""
+
+    def run(self: Block, ids: Tensor) -> Tensor:
+        return between(self.head(self.embed(ids))).view(-1, 7)
+
+    def module() -> nn.Module:
+        return Block(run, embed=nn.Embedding(7, 4, dtype=dtype), head=nn.Linear(4, 7, bias=False, dtype=dtype))
+
+    return Net(module, lambda: (torch.randint(7, (2, 3)),), with_ignored(6, 7, -100, 4), F.cross_entropy, ADAMW)
+
+
+def read_twice(scores: Tensor) -> Tensor:
+    """Scores that something else than a view reads in their three dimensions."""
+    warm = scores.tanh()
+    return warm * warm.sum(1, keepdim=True)
+
+
+MERGED: dict[str, Net] = {
+    "rows merged in float32": merged_rows(lambda scores: scores.float(), torch.bfloat16),
+    "rows merged behind a chain": merged_rows(lambda scores: (scores / 30).tanh() * 30),
+    "rows merged, read twice": merged_rows(read_twice),
+}
+"""Scores of tokens whose shape changes between a product and its loss."""
+
 LOSSES: dict[str, Net] = {
     "every target counts": classifier(labels(6, 5)),
     "some ignored": classifier(with_ignored(6, 5, -100, 2)),
@@ -66,6 +92,7 @@ LOSSES: dict[str, Net] = {
     "pixels, all ignored": pixels(ignored=2.0),
     "pixels, bfloat16": pixels(torch.bfloat16),
     "one row": Net(lambda: nn.Linear(4, 5), rows(4), lambda: (torch.tensor(3),), F.cross_entropy),
+    **MERGED,
     "tokens": replace(NETS["tied"], targets=with_ignored(15, 11, -100, 4)),
 }
 """Means of cross-entropies, each with a trait that is easy to get wrong."""
@@ -87,6 +114,20 @@ def test_not_a_bit_changes(name: str) -> None:
     if after != graph:
         expected, found = (history(graph_step(each, net), 2) for each in (graph, after))
         assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_rows_stay_merged_from_the_head_to_the_loss_and_back(name: str) -> None:
+    """Element-wise calls between two views work on merged rows, unless another call reads the shape in between."""
+    _, graph, after = case(name)
+
+    def in_rows(step: Graph) -> list[bool]:
+        calls = [op for op in step.ops if op.phase != "update" and op.target.split(".")[1] in POINTWISE]
+        looks = [step.values[value].shape for op in calls for value in op.made()]
+        return [len(shape) == 2 for shape in looks if shape[-1:] == (7,)]
+
+    assert not any(in_rows(graph))
+    assert all(in_rows(after)) == (name != "rows merged, read twice")
 
 
 # --- what waits for what ----------------------------------------------------------------------------------------------
