@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
-from magis.graph import Op
+from magis.graph import Op, every_op
 from magis.planner.plans import (
     BOUNDED_NODES,
     ENOUGH,
@@ -347,7 +347,7 @@ def describe_loop(loop: Op) -> str:
     """Describe a loop in words: its first module and number of parts."""
     if loop.body is None:
         return ""
-    ops = loop.body.graph.ops
+    ops = [op for op, _ in every_op(loop.body.graph) if op.body is None]
     through = any("loss" in op.target for op in ops) and any(op.phase == "backward" for op in ops)
     first = next((op.module for op in ops if op.module), "") or "its beginning"
     if through:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Protocol
@@ -138,11 +138,8 @@ class _Store:
         return self._kept.load(f"{self._key}-{number}", lambda text: _parse_findings(text, number))
 
     def save(self, number: int, found: Findings) -> None:
-        points = [
-            (point.cut.at, point.cut.parts, point.cut.inner, _plan_to_json(point.plan), _plan_to_json(point.body))
-            for point in found.points
-        ]
-        self._kept.save(f"{self._key}-{number}", json.dumps([found.states, points]))
+        rows = [(astuple(each.cut), _plan_to_json(each.plan), _plan_to_json(each.body)) for each in found.points]
+        self._kept.save(f"{self._key}-{number}", json.dumps([found.states, rows]))
 
 
 def _plan_to_json(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
@@ -151,16 +148,10 @@ def _plan_to_json(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
 
 def _parse_findings(text: str, number: int) -> Findings:
     """Parse findings from text; the figures of their plans are checked on use."""
-    states, points = json.loads(text)
-    return Findings(
-        tuple(
-            PointRecord(
-                LoopPlace(int(at), int(parts), number, int(inner)), _plan_from_json(*plan), _plan_from_json(*body)
-            )
-            for at, parts, inner, plan, body in points
-        ),
-        int(states),
-    )
+    states, rows = json.loads(text)
+    parsed = ((LoopPlace(*map(int, cut)), _plan_from_json(*plan), _plan_from_json(*body)) for cut, plan, body in rows)
+    points = (PointRecord(replace(cut, number=number), plan, body) for cut, plan, body in parsed)
+    return Findings(tuple(points), int(states))
 
 
 def _plan_from_json(order: list[int], flags: list[int], peak: int, latency_ns: int) -> JudgedPlan:

@@ -8,6 +8,7 @@ Bodies with other numbers of parts differ in sizes and times only, so their plan
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -63,6 +64,8 @@ class LoopPlace:
     number: int = 0
     inner: int = 1
     """Number of parts of a second loop, around the peak of the first one's body; 1: none."""
+    choice: int = 0
+    """Index of the second loop's operators among the choices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +153,10 @@ def _with_loops_inside(
 ) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """Yield the levels with a second loop around the peak of the first one's body, of equal operators in each."""
     bodies = [group[0].body for _, here in levels for group in here.compiled.nodes if group[0].body is not None]
-    chosen = within_body(bodies[0].graph, INNER[0], work.costs, reuse=work.reuse) if bodies else {}
+    choices = within_body(bodies[len(bodies) // 2].graph, INNER[0], work.costs, reuse=work.reuse)
     most = max(cut.parts for cut, _ in levels)
-    for inner in INNER if chosen else ():
+    for choice, inner in itertools.product(range(len(choices)), INNER):
+        chosen = choices[choice]
         for (cut, here), loop in zip(levels, bodies, strict=True):
             # a few sequences are cut into many parts by the second loop alone
             few = cut.parts == most < FEW // 2
@@ -162,7 +166,7 @@ def _with_loops_inside(
                 cuts = {at: _alike(loop.graph, loop.graph.ops[at], split) for at, split in chosen.items()}
                 body = expand(loop.graph, Region(cuts, inner), in_place=True)
                 within = Loop(loop.parts, body)
-                yield replace(cut, inner=inner), other_parts(here, within, work.costs, reuse=work.reuse)
+                yield replace(cut, inner=inner, choice=choice), other_parts(here, within, work.costs, reuse=work.reuse)
             except VerifyError:
                 continue  # the parts of this body are too small
 

@@ -146,19 +146,22 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
             yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
 
 
-def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> Mapping[int, Split]:
-    """Return operators of a loop's body, with their splits, that lower the body's peak most as a loop of so many parts;
-    none if no loop lowers it. Of loops with about equal peaks, the fastest one is returned."""
+def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:
+    """Return operators of a loop's body, with their splits, to run as a loop of so many parts inside: those that lower
+    the body's peak most cheaply, and those that lower it most (of about equal ones the fastest); none if none does."""
     before = _state(body, costs, reuse, {})
-    found: list[tuple[int, int, Mapping[int, Split]]] = []
+    found: list[tuple[_PlannedStep, Mapping[int, Split]]] = []
     for cuts in (*regions_around(body, before.at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):
             after = _state(expand(body, Region(cuts, parts), in_place=True), costs, reuse, {})
-            if after.peak < before.peak:
-                found.append((after.peak, after.latency_ns, cuts))
-    lowest = min((peak for peak, _, _ in found), default=0)
-    close = [(latency_ns, peak, cuts) for peak, latency_ns, cuts in found if peak * CLOSE <= lowest * (CLOSE + 1)]
-    return min(close, key=lambda each: each[:2])[2] if close else {}
+            found += [(after, cuts)] if after.peak < before.peak else []
+    if not found:
+        return []
+    lowest = min(after.peak for after, _ in found)
+    close = [each for each in found if each[0].peak * CLOSE <= lowest * (CLOSE + 1)]
+    _, cheap = min(found, key=lambda each: _ns_per_byte(before, each[0]))
+    _, low = min(close, key=lambda each: each[0].latency_ns)
+    return [cheap] if low == cheap else [cheap, low]
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:
