@@ -20,7 +20,7 @@ from itertools import accumulate
 import rustworkx as rx
 
 from magis.fission.candidates import Axis, components, connected, follow, grow, most_parts
-from magis.fission.region import Region, region_problems, ways
+from magis.fission.region import Region, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not
@@ -144,13 +144,13 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
         ),
         len(graph.ops),
     )
-    aside = _totals_of_data(graph)
+    aside = _totals_of_data(graph, axis)
     allowed = [p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)]
     return grow(graph, crossing, allowed, dag)
 
 
-def _totals_of_data(graph: Graph) -> set[int]:
-    """Return positions of operators that only serve to sum up data: the count of targets that a loss divides by.
+def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
+    """Return positions of operators that sum up data along the axis: the count of targets that a loss divides by.
 
     In a region they would hold up the backward, which needs the total, until the loop ends. They use no parameter.
     """
@@ -159,7 +159,7 @@ def _totals_of_data(graph: Graph) -> set[int]:
     for position, op in enumerate(graph.ops):
         if op.phase != "forward" or not learned.isdisjoint(op.inputs()):
             learned.update(op.made())
-        elif any(isinstance(how, str) for split in ways(op, graph.values) for how in split.outputs):
+        elif position in axis.cuts and any(isinstance(how, str) for how in axis.cuts[position].outputs):
             totals.add(position)
     needed = {value for position in totals for value in graph.ops[position].inputs()}
     for position in reversed(range(len(graph.ops))):

@@ -8,7 +8,7 @@ does and in many other places. Weight updates and random in-place operators are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, with_inputs
@@ -90,14 +90,17 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 #
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
+#     nll_loss_backward by sum  ->  the same with a weight of 0     a sum is not divided by the total weight
 #     view(f(view(x)))          ->  f(x)                             f element-wise, the outer view as x was
 #
-# The second rewrite lets loss and gradient be split together: the number of targets depends on the targets alone, so
-# the backward of a part need not wait for the loss of other parts. The third one keeps rows of batch and length merged
-# (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between sequences. All are bitwise exact.
+# The second and the third rewrite let loss and gradient be split together: the number of targets depends on the targets
+# alone, and a sum needs none, so the backward of a part need not wait for the loss of other parts. The last one keeps
+# rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between
+# sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+_GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 MEAN, SUM = 1, 2
 
 
@@ -111,6 +114,8 @@ def untangle(graph: Graph) -> Graph:
             found.ops.append(factory)
         elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
             found.loss(op)  # a mean without class weights
+        elif op.target in _GRADIENTS and op.args[4] == SUM and len(op.args) == 7:
+            found.gradient(op)
         else:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
@@ -126,31 +131,6 @@ def _without_views_around(graph: Graph) -> Graph:
     for op in graph.ops:
         for value in dict.fromkeys(op.inputs()):
             readers.setdefault(value, []).append(op)
-    returned = set(graph.outputs)
-
-    def is_plain(value: int) -> bool:
-        looks = graph.values[value]
-        return looks.stride == row_major(looks.shape) and not looks.bits
-
-    def is_unary(op: Op) -> bool:
-        made = (*op.inputs(), *op.made())
-        alone = len(op.inputs()) == len(op.outputs) == 1 and not (op.writes or op.random or op.many)
-        pointwise = op_info(op.target).split == "reductions.pointwise"
-        return pointwise and alone and all(map(is_plain, made)) and op.phase != "update"
-
-    def ends_as(value: int, shape: tuple[int, ...]) -> bool:
-        """Return True if nothing but views of this shape read the value, or what unary calls make of it."""
-        made = [(op, op.made()[0]) for op in readers.get(value, ()) if op.made()]
-        return (
-            bool(made)
-            and len(made) == len(readers[value])
-            and value not in returned
-            and all(
-                (op.target in _VIEWS and graph.values[each].shape == shape and is_plain(each) and each not in returned)
-                or (is_unary(op) and graph.values[each].shape == graph.values[value].shape and ends_as(each, shape))
-                for op, each in made
-            )
-        )
 
     values, ops = dict(graph.values), list[Op]()
     base = {op.made()[0]: op.inputs()[0] for op in graph.ops if op.target in _VIEWS}
@@ -160,11 +140,13 @@ def _without_views_around(graph: Graph) -> Graph:
         if op.target in _VIEWS and op.inputs()[0] in reshaped:
             equal[op.made()[0]] = op.inputs()[0]
             continue
-        if is_unary(op):
+        if _is_unary(graph, op):
             (taken,), (made,) = op.inputs(), op.made()
             root = taken if taken in reshaped else base.get(taken, taken)
+            root = equal.get(root, root)
             shape = values[root].shape
-            changes = taken in reshaped or (shape != values[taken].shape and is_plain(root) and ends_as(made, shape))
+            other = shape != values[taken].shape and _is_plain(graph, root)
+            changes = taken in reshaped or (other and _ends_as(graph, readers, made, shape))
             if changes and graph.values[made].shape == graph.values[taken].shape:
                 values[made] = replace(values[made], shape=shape, stride=row_major(shape))
                 reshaped.add(made)
@@ -177,6 +159,33 @@ def _without_views_around(graph: Graph) -> Graph:
             kept.append(op)
             used.update(op.inputs())
     return replace(graph, values=values, ops=tuple(replace(op, id=n) for n, op in enumerate(reversed(kept))))
+
+
+def _is_plain(graph: Graph, value: int) -> bool:
+    looks = graph.values[value]
+    return looks.stride == row_major(looks.shape) and not looks.bits
+
+
+def _is_unary(graph: Graph, op: Op) -> bool:
+    """Return True for an element-wise call of one tensor, whose result is the same in any shape."""
+    alone = len(op.inputs()) == len(op.outputs) == 1 and not (op.writes or op.random or op.many)
+    pointwise = op_info(op.target).split == "reductions.pointwise" and op.phase != "update"
+    return pointwise and alone and all(_is_plain(graph, value) for value in (*op.inputs(), *op.made()))
+
+
+def _ends_as(graph: Graph, readers: Mapping[int, list[Op]], value: int, shape: tuple[int, ...]) -> bool:
+    """Return True if nothing but views of this shape read the value, or what unary calls make of it."""
+    made, views = [value], set[int]()
+    for each in made:  # grows by the results of unary calls
+        for op in readers.get(each, ()):
+            result = next(iter(op.made()), value)
+            if op.target in _VIEWS and graph.values[result].shape == shape and _is_plain(graph, result):
+                views.add(result)
+            elif _is_unary(graph, op) and graph.values[result].shape == graph.values[each].shape:
+                made.append(result)
+            else:
+                return False
+    return readers.keys() >= set(made) and not set(graph.outputs) & {*made, *views}
 
 
 def _factory(graph: Graph, op: Op) -> Op | None:
@@ -234,6 +243,22 @@ class _Rewritten:
         self.ops.append(replace(op, args=args, outputs=(parts, unused)))
         met = ((self.values[parts].storage, 0), (total.storage, 0))
         self._emit(op, "aten.div.Tensor", (Ref(parts), Ref(weight)), (loss,), met)
+
+    def gradient(self, op: Op) -> None:
+        """Emit the gradient of a summed loss without the total weight, of which it only needs that there is one."""
+        taken = op.args[6]
+        if not isinstance(taken, Ref):
+            self.ops.append(op)
+            return
+        total = self.values[taken.value]
+        weight = self._fresh((), total.dtype)
+        kwargs: tuple[tuple[str, Arg], ...] = (
+            ("device", Const("device", "cpu")),
+            ("dtype", Const("dtype", total.dtype)),
+        )
+        self._emit(op, "aten.full.default", ((), 0), (weight,), (), kwargs)
+        reads = {pair for pair in op.reads if pair[0] != total.storage} | {(self.values[weight].storage, 0)}
+        self.ops.append(replace(op, args=(*op.args[:6], Ref(weight)), reads=tuple(sorted(reads))))
 
     def _emit(
         self,
