@@ -31,8 +31,19 @@ def pointwise(call: LabelledCall) -> Labels | str:
 
 
 def factory(call: LabelledCall) -> Labels | str:
-    """Label all dimensions of a factory (`full`, `new_zeros`), whose sizes are literals."""
-    return _sizes_as_literals(call, int(call.name.startswith("new_")))
+    """Label all dimensions of a factory (`full`, `new_zeros`), whose sizes are literals.
+
+    A tensor that only lends its type is cut alike where its sizes agree: the backward of a `gather` begins so.
+    """
+    if not call.name.startswith("new_"):
+        return _sizes_as_literals(call, 0)
+    labels = _sizes_as_literals(call, 1)
+    if isinstance(labels, str):
+        return labels
+    sizes = zip(call.shape(0), call.shape_of_output(), labels.outputs[0], strict=False)
+    taken = [label if lent == size else None for lent, size, label in sizes]
+    taken += [None] * (len(call.shape(0)) - len(taken))
+    return Labels({(0,): taken}, labels.outputs, labels.literals)
 
 
 def strided(call: LabelledCall) -> Labels | str:
