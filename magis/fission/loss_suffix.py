@@ -19,8 +19,8 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, components, connected, follow, grow, most_parts
-from magis.fission.region import Region, region_problems, ways
+from magis.fission.candidates import Axis, components, connected, follow, grow, most_parts, numbers_of_parts
+from magis.fission.region import Region, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not
@@ -42,6 +42,8 @@ def axes(graph: Graph) -> Iterator[Axis]:
     yield from (axis for axis in inputs if axis.cuts)
     if all(most_parts(axis.cuts) < FEW for axis in inputs):
         yield from components(graph, FEW)[:COMPONENTS]
+        odd = (axis for axis in components(graph, 1)[:COMPONENTS] if most_parts(axis.cuts) % FEW)  # 99 rows of 100
+        yield from (axis for axis in odd if max(numbers_of_parts(most_parts(axis.cuts)), default=0) >= FEW // 2)
 
 
 FEW = 16
@@ -144,13 +146,13 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
         ),
         len(graph.ops),
     )
-    aside = _totals_of_data(graph)
+    aside = _totals_of_data(graph, axis)
     allowed = [p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)]
     return grow(graph, crossing, allowed, dag, axis.factories)
 
 
-def _totals_of_data(graph: Graph) -> set[int]:
-    """Return positions of operators that only serve to sum up data: the count of targets that a loss divides by.
+def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
+    """Return positions of operators that sum up data along the axis: the count of targets that a loss divides by.
 
     In a region they would hold up the backward, which needs the total, until the loop ends. They use no parameter.
     """
@@ -160,7 +162,7 @@ def _totals_of_data(graph: Graph) -> set[int]:
     for position, op in enumerate(graph.ops):
         if op.phase != "forward" or not learned.isdisjoint(op.inputs()):
             learned.update(op.made())
-        elif any(isinstance(how, str) for split in ways(op, graph.values) for how in split.outputs):
+        elif position in axis.cuts and any(isinstance(how, str) for how in axis.cuts[position].outputs):
             totals.add(position)
     needed = {value for position in totals for value in graph.ops[position].inputs()}
     for position in reversed(range(len(graph.ops))):
@@ -178,6 +180,8 @@ LARGE = 8
 LEAST = 200
 """Reciprocal of the fraction of the step's bytes that a piece must hold alone. Seen in fourteen networks: useful pieces
 hold a fiftieth or more, stretches between two dropouts less than a thousandth."""
+USEFUL = 50
+"""The same for a piece along a component, which would take the place of loops around single operators at the peak."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +210,7 @@ def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
     for axis in axes(graph):
         for at in places(graph, axis, most):
             piece = heaviest(graph, suffix(graph, axis, at, dag), dag)
-            if piece is not None and piece.nbytes * LEAST >= whole:
+            if piece is not None and piece.nbytes * (USEFUL if axis.closed else LEAST) >= whole:
                 found.setdefault(tuple(sorted(piece.cuts.items())), replace(piece, closed=axis.closed))
     largest = max((piece.nbytes for piece in found.values()), default=0)
     worth = (piece for piece in found.values() if not piece.closed or piece.nbytes * LARGE >= largest)

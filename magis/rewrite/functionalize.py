@@ -92,11 +92,13 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 #
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
+#     nll_loss_backward by sum  ->  the same with a weight of 0     a sum is not divided by the total weight
 #     view(f(view(x)))          ->  f(x)                             f element-wise, the outer view as x was
 #
-# The second rewrite lets loss and gradient be split together: the number of targets depends on the targets alone, so
-# the backward of a part need not wait for the loss of other parts. The third one keeps rows of batch and length merged
-# (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between sequences. All are bitwise exact.
+# The second and the third rewrite let loss and gradient be split together: the number of targets depends on the targets
+# alone, and a sum needs none, so the backward of a part need not wait for the loss of other parts. The last one keeps
+# rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between
+# sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {
     "aten.ones_like.default": 1, "aten.zeros_like.default": 0, "aten.new_ones.default": 1, "aten.new_zeros.default": 0,
@@ -105,6 +107,7 @@ _FILL_GIVEN = {"aten.full_like.default": 1, "aten.new_full.default": 2}
 """Position of the number."""
 _EMPTY = ("aten.empty_like.default", "aten.new_empty.default")
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+_GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 MEAN, SUM = 1, 2
 
 
@@ -118,6 +121,8 @@ def untangle(graph: Graph) -> Graph:
             found.ops.append(factory)
         elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
             found.loss(op)  # a mean without class weights
+        elif op.target in _GRADIENTS and op.args[4] == SUM and len(op.args) == 7:
+            found.gradient(op)
         else:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
@@ -182,6 +187,7 @@ def _without_views_around(graph: Graph) -> Graph:
             (shape,) = shapes
             grouped, opened, closed = grouped | group, opened | shown, closed | given
             values |= {value: replace(values[value], shape=shape, stride=row_major(shape)) for value in made}
+    opened = {value: closed.get(shown, shown) for value, shown in opened.items()}
     ops = [with_inputs(op, closed | opened if op.id in grouped else closed) for op in graph.ops]
     ops = [op for op in ops if not (op.target in _VIEWS and op.made()[0] in closed)]
     used = set(graph.outputs).union(*(op.inputs() for op in ops))  # an unread view would keep its base alive
@@ -244,6 +250,22 @@ class _Rewritten:
         self.ops.append(replace(op, args=args, outputs=(parts, unused)))
         met = ((self.values[parts].storage, 0), (total.storage, 0))
         self._emit(op, "aten.div.Tensor", (Ref(parts), Ref(weight)), (loss,), met)
+
+    def gradient(self, op: Op) -> None:
+        """Emit the gradient of a summed loss without the total weight, of which it only needs that there is one."""
+        taken = op.args[6]
+        if not isinstance(taken, Ref):
+            self.ops.append(op)
+            return
+        total = self.values[taken.value]
+        weight = self._fresh((), total.dtype)
+        kwargs: tuple[tuple[str, Arg], ...] = (
+            ("device", Const("device", "cpu")),
+            ("dtype", Const("dtype", total.dtype)),
+        )
+        self._emit(op, "aten.full.default", ((), 0), (weight,), (), kwargs)
+        reads = {pair for pair in op.reads if pair[0] != total.storage} | {(self.values[weight].storage, 0)}
+        self.ops.append(replace(op, args=(*op.args[:6], Ref(weight)), reads=tuple(sorted(reads))))
 
     def _emit(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 from magis.graph import Arg, Const, Graph, Op, Value
 from magis.graph.hazards import is_pure_view
 from magis.ops.call import call, made_generators, only_acts
+from magis.ops.fake_results import IN_TRAINING
 from magis.ops.operators import op_info
 from magis.runtime.measure import allocations, logged, memory_profile
 from magis.simulate.compiled_problem import nodes_and_blocks
@@ -234,7 +235,8 @@ def _call_wide(
         with suppress(NotImplementedError, RuntimeError):  # a product of groups of rows, say
             return call(widened(op), known, numbers)
     narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
-    results = call(op, narrow, numbers, generators=generators)
+    with torch.set_grad_enabled(op.target in IN_TRAINING):
+        results = call(op, narrow, numbers, generators=generators)
     written = {storage for storage, _ in op.writes}
     for number, tensor in narrow.items():
         if values[number].storage in written:

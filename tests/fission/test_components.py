@@ -74,13 +74,19 @@ def gathered(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
     return -(chosen * mask).sum() / mask.sum()
 
 
+def cut_off(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
+    """Scores of all tokens but the last: 99 rows, which have odd numbers of equal parts alone."""
+    scores = net.head(hidden(net, ids[:, :100]))[:, :-1].reshape(-1, WORDS)
+    return F.cross_entropy(scores, labels[:, 1:100].reshape(-1))
+
+
 def distilled(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
     x = hidden(net, ids)
     known, found = net.teacher(x.detach()).log_softmax(-1), net.head(x).log_softmax(-1)
     return F.kl_div(found, known, log_target=True, reduction="sum") / labels.numel()
 
 
-LOSSES = {each.__name__: each for each in (shifted, smoothed, soft_capped, gathered, distilled)}
+LOSSES = {each.__name__: each for each in (shifted, smoothed, soft_capped, gathered, cut_off, distilled)}
 
 
 @functools.cache
@@ -180,4 +186,4 @@ def test_loops_in_loops_compute_the_step_in_the_bytes_that_are_simulated(name: s
             for their, ours in zip(expected, found, strict=True):
                 for key, tensor in their.items():
                     torch.testing.assert_close(ours[key], tensor, rtol=1e-9, atol=1e-12)
-    assert nested
+    assert nested or name == "cut_off"  # 33 rows of a part have no even parts

@@ -13,7 +13,7 @@ from magis.fission.loss_suffix import axes, heaviest, own_bytes, pieces, places,
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle
-from tests.nets import ADAMW, Net, rows
+from tests.nets import ADAMW, Net, labels, rows
 from tests.oracles import captured
 
 
@@ -95,3 +95,57 @@ def test_one_picture_is_cut_along_either_side() -> None:
     graph = untangle(functionalize(captured(net.build()).graph))
     numbers = {tuple(numbers_of_parts(most_parts(piece.cuts))) for piece in pieces(graph)}
     assert {(7,), (2, 4, 8, 16, 32)} <= numbers
+
+
+def test_features_of_data_by_constants_join_a_piece() -> None:
+    """A product with a buffer sums along another axis than the batch: only totals along the cut axis stay aside."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("projection", torch.randn(8, 64))
+            self.head = nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cos(x @ self.projection))
+
+    net = Net(Features, rows(32, 8, dtype=torch.float32), labels(32, 4), nn.functional.cross_entropy, rule=ADAMW)
+    graph = untangle(functionalize(captured(net.build()).graph))
+    largest = pieces(graph)[0]
+    names = {graph.ops[position].target.split(".")[1] for position in largest.cuts}
+    assert {"mm", "cos", "nll_loss_forward", "nll_loss_backward"} <= names
+    assert "ne" not in names  # the number of targets, which the backward divides by
+
+
+def test_log_probabilities_of_one_sequence_and_their_gradient_are_one_piece() -> None:
+    """The backward of `gather` begins with `new_zeros` of the gradient, which only lends its type."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 128)
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            return self.head(x).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+    def drawn() -> tuple[Tensor, ...]:
+        return torch.randn(1, 32, 8), torch.randint(128, (1, 32))
+
+    net = Net(Policy, drawn, rows(1, 32, dtype=torch.float32), lambda found, old: (found - old).exp().mean(), ADAMW)
+    graph = untangle(functionalize(captured(net.build()).graph))
+    largest = pieces(graph)[0]
+    names = {graph.ops[position].target.split(".")[1] for position in largest.cuts}
+    assert {"_log_softmax", "gather", "full", "_log_softmax_backward_data"} <= names
+
+
+def test_slight_pieces_along_a_component_are_left_to_loops_at_the_peak() -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(512, 16), nn.Linear(16 * 32, 16)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.tokens(tokens)).flatten(1))
+
+    net = Net(Embedded, lambda: (torch.randint(512, (1, 32)),), rows(1, 16, dtype=torch.float32), rule=ADAMW)
+    assert pieces(untangle(functionalize(captured(net.build()).graph))) == []

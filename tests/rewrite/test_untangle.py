@@ -97,15 +97,52 @@ LOSSES: dict[str, Net] = {
 }
 """Means of cross-entropies, each with a trait that is easy to get wrong."""
 
+SUMS: dict[str, Net] = {
+    "summed": classifier(with_ignored(6, 5, -100, 4), reduction="sum"),
+    "summed, class weights": replace(
+        classifier(lambda: (*with_ignored(6, 5, -100, 4)(), torch.rand(5))),
+        loss_fn=lambda scores, target, weight: F.cross_entropy(scores, target, weight, reduction="sum"),
+    ),
+    "summed, bfloat16": classifier(with_ignored(6, 5, -100, 4), torch.bfloat16, reduction="sum"),
+    "summed pixels": replace(pixels(), loss_fn=functools.partial(F.cross_entropy, reduction="sum")),
+}
+"""Sums of cross-entropies, whose gradient takes a total weight but does not use it."""
+
+
+class Reshaped(nn.Module):
+    """Element-wise calls between views: of rows, of all elements, and many in a row."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.randn(2, 4, 6)), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.weight).view(-1, 6)
+        for _ in range(self.calls):
+            x = x * 1.01
+        x = x.view(2, 4, 6)
+        return (x.view(-1) / 3).view(2, 4, 6)
+
+
+VIEWS: dict[str, Net] = {
+    "reshaped": Net(Reshaped, rows(2, 4, 6, dtype=torch.float32), rows(2, 4, 6, dtype=torch.float32), F.mse_loss),
+    "many calls between views": Net(
+        functools.partial(Reshaped, 600),
+        rows(2, 4, 6, dtype=torch.float32),
+        rows(2, 4, 6, dtype=torch.float32),
+        F.mse_loss,
+    ),
+}
+
 
 @functools.cache
 def case(name: str) -> tuple[Built, Graph, Graph]:
-    net = (LOSSES[name] if name in LOSSES else NETS[name]).build()
+    net = {**NETS, **LOSSES, **SUMS, **VIEWS}[name].build()
     graph = functionalize(captured(net).graph)
     return net, graph, untangle(graph)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *NETS])
+@pytest.mark.parametrize("name", [*LOSSES, *SUMS, *VIEWS, *NETS])
 def test_not_a_bit_changes(name: str) -> None:
     net, graph, after = case(name)
     verify(after)
@@ -146,6 +183,21 @@ def test_what_counts_depends_on_the_targets_alone(name: str) -> None:
             before = {total, *rx.ancestors(dag, total)}
             assert {value for at in before for value in after.ops[at].inputs() if value in after.inputs} == {target}
     assert [op.args[3] for op in after.ops if op.target in NLL] == [2]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_gradient_of_a_sum_waits_for_no_loss(name: str) -> None:
+    _, _, after = case(name)
+    dag = dependency_graph(after)
+    (forward,) = (at for at, op in enumerate(after.ops) if op.target in NLL)
+    (backward,) = (at for at, op in enumerate(after.ops) if "nll_loss" in op.target and "backward" in op.target)
+    assert forward not in rx.ancestors(dag, backward)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_no_view_stands_between_element_wise_calls(name: str) -> None:
+    _, _, after = case(name)
+    assert not [op.target for op in after.ops if op.target in ("aten.view.default", "aten._unsafe_view.default")]
 
 
 def test_a_mean_as_a_reader_sees_it() -> None:

@@ -49,6 +49,32 @@ def test_loss_and_gradients_are_those_of_a_double_module(rule: OptimizerSpec) ->
         assert gradient.dtype == torch.float64
 
 
+class Recurrent(nn.Module):
+    """A layer whose kernel knows no doubles, and packs what its backward needs only while gradients are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+def test_a_recurrent_layer_runs_in_its_own_precision() -> None:
+    net = nets.Net(
+        Recurrent, nets.rows(4, 6, dtype=torch.float32), nets.labels(4, 3), F.cross_entropy, RULES[0]
+    ).build()
+    graph = captured(net).graph
+    gradients = gradient_values(graph)
+    found, _ = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
+    double = copy.deepcopy(net.module).double()
+    loss = F.cross_entropy(double(net.inputs[0].double()), *net.targets)
+    loss.backward()
+    wanted = [loss, *(dict(double.named_parameters())[name].grad for name in gradients)]
+    for ours, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
+
+
 def test_random_numbers_are_those_of_the_step() -> None:
     """Dropout of half the elements: exact and eager drop the same ones, or the gradients would be far apart."""
     net = nets.Net(lambda: deep(dropout=nn.Dropout(0.5)), nets.rows(16, 6), nets.labels(16, 3), F.cross_entropy).build()
