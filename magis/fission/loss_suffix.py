@@ -4,7 +4,7 @@
     backward a'b'c'| d'e'f'
 
 With a batch of 1, height or width of images is cut instead, from the last operator with overlapping windows on, whose
-halo needs rows of other parts.
+halo needs rows of other parts. Where the inputs allow few parts, tokens and other components of the D-Graph are cut.
 
 A position near the loss gives a region of the loss head alone (vocabulary projection and cross-entropy, whose scores
 then never exist whole), the first position a region of the whole step.

@@ -42,8 +42,7 @@ from magis.simulate.problem import Problem
 # Fission in the search chooses where to split the step, into how many parts, and what to recompute inside and outside.
 # A configuration is a place of the forward pass with a number of parts: all operators from there to the loss and back,
 # as far as they can be split, run as a loop (``magis.fission.loss_suffix``). The front of all configurations
-# (``magis.search.loop_places``) gives the best ones for a goal; these are planned thoroughly. Loops
-# inside loops are never tried.
+# (``magis.search.loop_places``) gives the best ones for a goal; these are planned thoroughly.
 
 FINALISTS = 3
 """Configurations that are improved in turns, the best one thoroughly; one fewer under a latency limit."""
