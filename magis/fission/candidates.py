@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 
 import rustworkx as rx
@@ -31,8 +31,8 @@ def grow(
 
     In program order, an operator joins if it can be split as its inputs from the region are, and none of its inputs
     depends on the end of the region. Growth stops at operators that cannot be split, and at overlapping windows: halo
-    rows are available only of tensors made before the region. Factories (`new_zeros`) join as ``made`` says. Returns
-    the split of each operator, by position.
+    rows are available only of tensors made before the region. Operators that cut no input (`full`) join as ``made``
+    says. Returns the split of each operator, by position.
     """
     return _followed(graph, start, allowed, dag, made or {}, across=False)[0]
 
@@ -43,8 +43,6 @@ class Axis:
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
-    factories: Mapping[int, Split] = field(default_factory=dict)
-    """Splits of operators that make tensors along the axis from none (`full`)."""
     closed: bool = False
     """True if a region along the axis must hold no operators but those of ``cuts``."""
 
@@ -78,11 +76,24 @@ def components(graph: Graph, least: int) -> list[Axis]:
             cuts[number].setdefault(position, split)
     nbytes = [sum(_weight(graph, value) for value in its) for its in dims]
     order = sorted(range(len(parts)), key=lambda number: (-nbytes[number], number))
-    return [Axis(dims[n], cuts[n], _factories(cuts[n]), closed=True) for n in order if cuts[n]]
+    return [Axis(dims[n], cuts[n], closed=True) for n in order if cuts[n]]
 
 
-def _factories(cuts: Mapping[int, Split]) -> dict[int, Split]:
-    return {position: split for position, split in cuts.items() if set(split.inputs) <= {None}}
+def factories(graph: Graph, cuts: Mapping[int, Split]) -> dict[int, Split]:
+    """Return the splits of operators that cut no input, as the operators of ``cuts`` cut what they make."""
+    wanted: dict[int, set[Cut]] = {}
+    for position, split in cuts.items():
+        for value, cut in zip(graph.ops[position].inputs(), split.inputs, strict=True):
+            wanted.setdefault(value, set()).add(cut)
+    found: dict[int, Split] = {}
+    for position, op in enumerate(graph.ops):
+        if op.random or op.phase == "update" or wanted.keys().isdisjoint(op.made()):
+            continue
+        for split in ways(op, graph.values):
+            makes = zip(op.outputs, split.outputs, strict=True)
+            if set(split.inputs) <= {None} and all(wanted[v] == {how} for v, how in makes if v in wanted):
+                found[position] = split
+    return found
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
@@ -92,9 +103,8 @@ def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
     the axis.
     """
     cuts, state = _followed(graph, start, range(len(graph.ops)), None, {}, across=True)
-    same = (axis for axis in components(graph, 1) if any(axis.dims.get(value) == dim for value, dim in start.items()))
-    factories = {position: split for axis in same for position, split in axis.factories.items()}
-    return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts, factories)
+    dims = {value: how for value, how in state.items() if isinstance(how, int)}
+    return Axis(dims, cuts)
 
 
 def _followed(
@@ -102,7 +112,7 @@ def _followed(
     start: Mapping[int, int],
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None,
-    factories: Mapping[int, Split],
+    makers: Mapping[int, Split],
     *,
     across: bool,
 ) -> tuple[dict[int, Split], dict[int, How]]:
@@ -121,8 +131,8 @@ def _followed(
             continue
         touched = any(value in state for value in op.inputs())
         split = _matching(op, graph, state, () if across else made) if touched and position in wanted else None
-        if split is None and position in wanted:
-            split = factories.get(position)
+        if split is None and position in wanted and made.isdisjoint(op.inputs()):
+            split = makers.get(position)
         if split is not None:
             cuts[position] = split
             made.update(op.made())

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, components, connected, follow, grow, most_parts, numbers_of_parts
+from magis.fission.candidates import Axis, components, connected, factories, follow, grow, most_parts, numbers_of_parts
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
@@ -125,7 +125,8 @@ def _kept_bytes(graph: Graph) -> dict[int, int]:
 def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> dict[int, Split]:
     """Grow a region from the values live at position ``at`` of the forward, to the loss and back; ``dag``: edges of the
     graph."""
-    made_late = {value for op in graph.ops[at:] for value in op.made()}
+    late = (p for p in range(at, len(graph.ops)) if p in axis.cuts or not axis.closed)
+    made_late = {value for position in late for value in graph.ops[position].made()}
     crossing = {
         value: axis.dims[value]
         for op in graph.ops[at:]
@@ -147,8 +148,10 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
         len(graph.ops),
     )
     aside = _totals_of_data(graph, axis)
-    allowed = [p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)]
-    return grow(graph, crossing, allowed, dag, axis.factories)
+    allowed = {p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)}
+    cuts = grow(graph, crossing, allowed, dag)
+    makers = {p: split for p, split in factories(graph, cuts).items() if p in allowed}
+    return grow(graph, crossing, allowed, dag, makers) if makers else cuts
 
 
 def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
