@@ -100,12 +100,7 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 # rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between
 # sequences. All are bitwise exact.
 
-_FILL: dict[str, float] = {
-    "aten.ones_like.default": 1, "aten.zeros_like.default": 0, "aten.new_ones.default": 1, "aten.new_zeros.default": 0,
-}  # fmt: skip
-_FILL_GIVEN = {"aten.full_like.default": 1, "aten.new_full.default": 2}
-"""Position of the number."""
-_EMPTY = ("aten.empty_like.default", "aten.new_empty.default")
+_FILL: dict[str, float] = {"ones": 1, "zeros": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 MEAN, SUM = 1, 2
@@ -196,22 +191,24 @@ def _without_views_around(graph: Graph) -> Graph:
 
 
 def _factory(graph: Graph, op: Op) -> Op | None:
-    """Return an operator like `ones_like` as a factory (`full`, `empty`) without its input; None for other operators,
-    and for results that are not row-major."""
-    if op.target not in (*_FILL, *_FILL_GIVEN, *_EMPTY):
+    """Return an operator like `ones_like` or `new_zeros` as a factory (`full`, `empty`) without its input; None for
+    other operators, and for results that are not row-major."""
+    name = op.target.split(".")[1] if op.target.endswith(".default") else ""
+    given = name.startswith("new_")
+    what = name.removeprefix("new_") if given else name.removesuffix("_like")
+    if what == name or not (what in _FILL or what in ("full", "empty")):
         return None
     value = graph.values[op.made()[0]]
     if value.stride != row_major(value.shape) or op.writes:
         return None
-    given = dict(op.kwargs)
     order = tuple(pair for pair in op.reads if graph.storages[pair[0]].kind == "generator")
     kwargs: tuple[tuple[str, Arg], ...] = (
-        ("device", given.get("device") or Const("device", "cpu")),
+        ("device", dict(op.kwargs).get("device") or Const("device", "cpu")),
         ("dtype", Const("dtype", value.dtype)),
     )
-    if op.target in _EMPTY:
+    if what == "empty":
         return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=order)
-    fill: Arg = op.args[_FILL_GIVEN[op.target]] if op.target in _FILL_GIVEN else _FILL[op.target]
+    fill: Arg = op.args[2 if given else 1] if what == "full" else _FILL[what]
     return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
 
 
