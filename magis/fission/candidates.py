@@ -25,16 +25,16 @@ def grow(
     start: Mapping[int, int],
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None = None,
-    made: Mapping[int, Split] | None = None,
+    makers: Mapping[int, Split] | None = None,
 ) -> dict[int, Split]:
     """Grow a region from tensors cut as ``start`` says (value -> dimension), among the positions ``allowed``.
 
     In program order, an operator joins if it can be split as its inputs from the region are, and none of its inputs
     depends on the end of the region. Growth stops at operators that cannot be split, and at overlapping windows: halo
-    rows are available only of tensors made before the region. Operators that cut no input (`full`) join as ``made``
+    rows are available only of tensors made before the region. Operators that cut no input (`full`) join as ``makers``
     says. Returns the split of each operator, by position.
     """
-    return _followed(graph, start, allowed, dag, made or {}, across=False)[0]
+    return _followed(graph, start, allowed, dag, makers or {}, across=False)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,7 @@ def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
     the axis.
     """
     cuts, state = _followed(graph, start, range(len(graph.ops)), None, {}, across=True)
-    dims = {value: how for value, how in state.items() if isinstance(how, int)}
-    return Axis(dims, cuts)
+    return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts)
 
 
 def _followed(

@@ -229,11 +229,13 @@ def place_front(
 def _same_structure(one: LoopNest, other: LoopNest) -> bool:
     """Return True if plans of one step with a loop fit the other: equal nodes read and write equal storages."""
     these, those = _problems(one), _problems(other)
-    for first, second in zip(these, those, strict=False):
+    if len(these) != len(those):
+        return False
+    for first, second in zip(these, those, strict=True):
         for name in ("inputs", "outputs", "extras", "reuses"):
             if not all(map(np.array_equal, getattr(first, name), getattr(second, name))):
                 return False
-    return len(these) == len(those)
+    return True
 
 
 def _problems(level: LoopNest) -> list[Problem]:

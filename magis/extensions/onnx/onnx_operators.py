@@ -269,6 +269,16 @@ def _each(numbers: Any, dims: int = 2) -> list[int]:
     return found * dims if len(found) == 1 else found
 
 
+def _windows(kernel: Any, stride: Any, padding: Any, ceil: bool) -> dict[str, Any]:
+    """Return the attributes that all poolings have."""
+    return {
+        "kernel_shape": _each(kernel),
+        "strides": _each(stride or kernel),
+        "pads": _each(padding) * 2,
+        "ceil_mode": int(ceil),
+    }
+
+
 def _max_pool(
     writer: Writer, _outs: Any, x: Node, kernel: Any,
     stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False,
@@ -277,10 +287,7 @@ def _max_pool(
     return writer.emit_several(
         "MaxPool",
         writer.tensor(x),
-        kernel_shape=_each(kernel),
-        strides=_each(stride or kernel),
-        pads=_each(padding) * 2,
-        ceil_mode=int(ceil),
+        **_windows(kernel, stride, padding, ceil),
         dilations=_each(dilation),
         outputs=2,
     )
@@ -305,10 +312,7 @@ def _average_pool(
     return writer.emit(
         "AveragePool",
         writer.tensor(x),
-        kernel_shape=_each(kernel),
-        strides=_each(stride or kernel),
-        pads=_each(padding) * 2,
-        ceil_mode=int(ceil),
+        **_windows(kernel, stride, padding, ceil),
         count_include_pad=int(count_padding),
     )
 
