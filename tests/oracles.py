@@ -15,6 +15,7 @@ from torch import Tensor
 from magis.capture import Captured, capture
 from magis.cost.signature import signature
 from magis.graph import Graph, Op, Value, every_op
+from magis.graph.loop_rules import ADDSUM, MERGES
 from magis.ops.call import call
 from magis.ops.optimizers import scalars
 from magis.rewrite.realize import GENERATOR_BYTES
@@ -51,6 +52,10 @@ class Workspaces:
         def workspace(op: Op, values: Mapping[int, Value]) -> int:
             if op.target in ("magis.rng_save", "magis.rng_enter"):
                 return GENERATOR_BYTES  # torch makes a tensor of the generator's state
+            if op.target in MERGES:
+                whole, *taken = (values[value] for value in op.inputs())
+                size = sum(4 * each.numel for each in taken if each.dtype != whole.dtype)
+                return size + (whole.nbytes if op.target == ADDSUM else 0)
             return 0 if op.target.startswith("magis.") else self._known[signature(op, values)]
 
         return workspace

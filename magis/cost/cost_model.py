@@ -13,7 +13,8 @@ from magis.cost.machines import worst_factors
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
 from magis.cost.profile_store import Profile
 from magis.cost.signature import signature
-from magis.graph.nodes import Graph, Op, Value
+from magis.graph.loop_rules import ADDSUM
+from magis.graph.nodes import ITEM_SIZE, Graph, Op, Value
 from magis.ops.generators import STATE_BYTES
 from magis.ops.operators import name_of, op_info
 
@@ -167,7 +168,11 @@ class RooflineCosts:
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
         """Return the peak bytes that a call allocates in addition to its outputs."""
         if op.target in MERGING:
-            return 0  # copies and sums in place
+            whole, *taken = (values[value] for value in op.inputs())
+            # torch's CPU kernels do not sum half precision in float32: they, or we, convert it first
+            converted = [each for each in taken if self.device.name == "cpu" and each.dtype != whole.dtype]
+            size = sum(each.numel for each in converted) + (whole.numel if op.target == ADDSUM else 0)
+            return ITEM_SIZE[whole.dtype] * size
         key = signature(op, values)
         if key in self.workspaces:
             return self.workspaces[key]

@@ -14,7 +14,7 @@ from magis.cost.profile_store import Curve, Profile, kin_key, target_of
 from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse, signature
 from magis.errors import MagisError
-from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
+from magis.graph.loop_rules import ADDMM, MERGES, PART, rows_around
 from magis.graph.nodes import ARRIVED, Graph, Op, Ref, Value, every_op
 from magis.ops.collectives import is_message
 
@@ -73,7 +73,7 @@ def _share(size: int, half: int) -> float:
     return size / (size + half) if size else 1.0
 
 
-MERGING = (PART, JOIN, REDUCE)
+MERGING = (PART, *MERGES)
 
 
 def signatures_of(graph: Graph) -> Iterator[str]:
@@ -84,9 +84,9 @@ def signatures_of(graph: Graph) -> Iterator[str]:
 
 
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
-    """Return the ATen call that moves as many bytes as a `magis.part`, `join` or `reduce`; other operators unchanged.
+    """Return the ATen call that does the work of a `magis.part`, `join`, `reduce`, `addmm` or `addsum`.
 
-    The values returned for these three are those of the call only.
+    The values returned for these are those of the call only. Other operators and their values are unchanged.
     """
     if op.target not in MERGING:
         return op, values
@@ -102,6 +102,12 @@ def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Va
             target = "aten.add_.Tensor" if any(rows_around(op)) else "aten.copy_.default"
             merged = replace(op, target=target, args=(Ref(whole), Ref(part)), outputs=(whole,))
             return merged, {**values, whole: window}
+        case (("magis.addmm" | "magis.addsum"), (Ref(whole), Ref(taken), *rest)):
+            # tensor cores multiply in half precision, and sum in float32
+            values[whole] = replace(values[whole], dtype=values[taken].dtype)
+            if op.target == ADDMM:
+                return replace(op, target="aten.addmm_.default", outputs=(whole,)), values
+            return replace(op, target="aten.sum.dim_IntList", args=(Ref(taken), *rest), outputs=(whole,)), values
         case "magis.reduce", (Ref(whole), Ref(part), _):
             return replace(op, target="aten.add_.Tensor", args=(Ref(whole), Ref(part)), outputs=(whole,)), values
     return op, values

@@ -18,6 +18,7 @@ import rustworkx as rx
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.global_calls import with_literals
+from magis.fission.part_sums import with_direct_sums, with_float32_sums
 from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
 from magis.graph import Graph, Loop, Op, Ref, Storage, Value
 from magis.graph.hazards import dependency_graph, is_dense, is_pure_view
@@ -33,8 +34,9 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
     """
     for problem in region_problems(graph, region):
         raise VerifyError(problem)
+    graph, region = with_float32_sums(graph, region)
     left = leavings(graph, region)
-    return _spliced(graph, region, _body(graph, region, left, in_place), left)
+    return with_direct_sums(_spliced(graph, region, _body(graph, region, left, in_place), left))
 
 
 def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
@@ -45,6 +47,7 @@ def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
     for split in region.cuts.values():
         if split.extent % region.parts:
             raise VerifyError(f"{region.parts} parts do not divide {split.extent}")
+    graph, region = with_float32_sums(graph, region)
     return _body(graph, region, leavings(graph, region), in_place).loop()
 
 
@@ -213,7 +216,8 @@ class _Body:
 
     def loop(self) -> Loop:
         inputs = (*self.given.values(), *self.wholes.values())
-        return Loop(self.region.parts, Graph(self.storages, self.values, tuple(self.ops), inputs, ()))
+        body = Graph(self.storages, self.values, tuple(self.ops), inputs, ())
+        return Loop(self.region.parts, with_direct_sums(body))
 
     def written(self) -> list[int]:
         """Return the outer storages that the body writes, except those of the loop's outputs."""

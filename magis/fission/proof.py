@@ -29,8 +29,9 @@ from magis.fission.global_calls import (
     value_of,
     with_literals,
 )
+from magis.fission.part_sums import is_rounding, with_sums_apart
 from magis.graph import Arg, Graph, Loop, Op, Ref, Value
-from magis.graph.loop_rules import JOIN, REDUCE, rows_around
+from magis.graph.loop_rules import MERGES, merged_dtype, rows_around
 from magis.ops.splits import Halo, Overlap
 
 Likely: TypeAlias = frozenset[tuple[tuple[int, ...], str]]
@@ -127,12 +128,14 @@ class _Undoing:
         """Output of the loop -> value of the body that is its part, and the fact that proves it."""
         self.given: dict[int, int] = {}
         """Input of the body -> outer value."""
+        self.sums: dict[int, str] = {}
+        """Float32 accumulator of an inner loop -> dtype of the sum."""
         self.problems = [
             f"{self.where}: {problem}" for each in loop.graph.ops for problem in loop_proof_problems(loop.graph, each)
         ]
         if self.problems:
             return  # an unsound inner loop gives no facts
-        self.ops, self.values = _undo_loops(loop.graph, _in_parts(likely, loop.parts))
+        self.ops, self.values = _undo_loops(with_sums_apart(loop.graph), _in_parts(likely, loop.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
@@ -168,6 +171,10 @@ class _Undoing:
             case (("magis.store" | "magis.load" | "magis.alias"), (Ref(value),)):
                 for made in op.made():
                     self.facts[made] = {fact: _Alias(value, fact) for fact in self.facts.get(value, ())}
+                    if self.values[made].dtype != self.values[value].dtype:
+                        self.sums[made] = self.values[value].dtype
+            case _, (Ref(value),) if is_rounding(op, self.sums.get(value, "")):
+                self.facts[op.made()[0]] = {fact: _Alias(value, fact) for fact in self.facts[value]}
             case (("magis.wait" | "magis.arrived"), _):
                 pass
             case _:
@@ -190,7 +197,7 @@ class _Undoing:
             return  # reported where it is made, or by the rules of loops
         looks = self.values[whole]
         for fact in self.facts[part]:
-            if fact.how == how and (fact.whole[0], fact.whole[2]) == (looks.shape, looks.dtype):
+            if fact.how == how and (fact.whole[0], merged_dtype(fact.whole[2], how)) == (looks.shape, looks.dtype):
                 self.results[self.wholes[whole]] = part, fact
                 return
         known = " or ".join(sorted({_words(fact.how) for fact in self.facts[part]}))
@@ -199,6 +206,9 @@ class _Undoing:
     def _operator(self, at: int, op: Op) -> None:
         """Record which unsplit tensors the outputs of an operator are parts of."""
         taken = dict.fromkeys(op.inputs())
+        if not self.sums.keys().isdisjoint(taken):
+            self._problem(op, "takes a float32 sum of an inner loop, which is to be rounded first")
+            return
         if any(value not in self.facts for value in taken):
             return  # reported where the input is made
         found: dict[int, dict[Placement, _Source | _Alias | None]] = {value: {} for value in op.made()}
@@ -241,7 +251,7 @@ class _Emitting:
         """Emit and return the unsplit calls that write memory or make the loop's outputs, which keep their outer
         ids."""
         for at, op in enumerate(self.undoing.ops):
-            if op.writes and op.target not in (JOIN, REDUCE):
+            if op.writes and op.target not in MERGES:
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
                 self._emit_call(op, _Source(at, facts, number))
         for value, (part, fact) in self.undoing.results.items():
@@ -290,12 +300,21 @@ def _words(how: int | str | Halo | Overlap) -> str:
 
 def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
     """Return digests of how each output, and each write, is computed from the inputs, independent of ids and order."""
-    ops, _ = _undo_loops(graph, likely)
+    ops, values = _undo_loops(graph, likely)
     known = {value: f"input {value}" for value in graph.inputs}
     writes: list[str] = []
+    exact: dict[int, tuple[str, str]] = {}
+    """Float32 accumulator of a sum -> digest and dtype of the sum in half precision."""
     for op in ops:
         if op.target == "magis.alias":
-            known[op.made()[0]] = known[op.inputs()[0]]
+            (value,), (whole,) = op.made(), op.inputs()
+            known[value] = known[whole]
+            if values[value].dtype != values[whole].dtype:
+                exact[value], known[value] = (known[whole], values[whole].dtype), f"float32 {known[whole]}"
+            continue
+        digest, dtype = exact.get(next(iter(op.inputs()), -1), ("", ""))
+        if is_rounding(op, dtype):
+            known[op.made()[0]] = digest
             continue
         inputs = iter([known[value] for value in op.inputs()])
         text = f"{op.target} {_plain(op.args, inputs)} {[(name, _plain(arg, inputs)) for name, arg in op.kwargs]}"

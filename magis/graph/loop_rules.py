@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.graph.nodes import Arg, Graph, Loop, Op, Ref, Storage, Value, side_by_side
+from magis.graph.nodes import HALF, Arg, Graph, Loop, Op, Ref, Storage, Value, side_by_side
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
+ADDMM, ADDSUM = "magis.addmm", "magis.addsum"
+MERGES = (JOIN, REDUCE, ADDMM, ADDSUM)
+"""Operators of a body that write a part, or the product or sum that is the part, into the whole, their first
+argument."""
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
@@ -130,7 +134,7 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
         if each.random:
             yield f"{inside}: draws random numbers, which would be others than those of the whole"
         values = [value for value in each.inputs() if value in body.values]
-        if each.target in (JOIN, REDUCE):
+        if each.target in MERGES:
             yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, loop.parts))
             finished += values[:1]
             values = values[1:]
@@ -209,7 +213,10 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
 
 
 def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
-    """Yield violated invariants of ``magis.join(%whole, %part, dim)``, with a halo or not, and ``magis.reduce``."""
+    """Yield violated invariants of ``magis.join(%whole, %part, dim)``, with a halo or not, and of sums."""
+    if op.target not in (JOIN, REDUCE):
+        yield from _sum_problems(body, op)
+        return
     match op.args:
         case (Ref(whole), Ref(part), how, *rows) if _are_rows(rows) and not (op.kwargs or op.outputs):
             if whole not in body.values or part not in body.values:
@@ -220,12 +227,39 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
             if op.target == JOIN and isinstance(how, int):
                 yield from _stretch_problems(theirs, ours, how, parts, sum(rows_around(op)))
             elif op.target == REDUCE and how in REDUCTIONS and not rows:
-                if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+                if (theirs.shape, theirs.dtype) != (ours.shape, merged_dtype(ours.dtype, how)):
                     yield f"merges {ours.dtype}{ours.shape} into {theirs.dtype}{theirs.shape}"
             else:
                 yield f"merges by {how!r}, which is no dimension, or none of {', '.join(REDUCTIONS)}"
         case _:
             yield "needs the whole, the part, and how to merge them, and makes nothing"
+
+
+def merged_dtype(part: str, how: object) -> str:
+    """Return the dtype in which parts of a dtype are merged: sums of half precision accumulate in float32."""
+    return "float32" if part in HALF and how in ("sum", "mean") else part
+
+
+def _sum_problems(body: Graph, op: Op) -> Iterator[str]:
+    """Yield violated invariants of ``magis.addmm(%whole, %left, %right)`` and ``magis.addsum(%whole, %x, dims, keep)``,
+    which add a part's matrix product, and its sum over dimensions."""
+    match op.target, op.args:
+        case "magis.addmm", (Ref(whole), Ref(factor), Ref(right)):
+            left, other = (body.values[each].shape if each in body.values else () for each in (factor, right))
+            fits, shape = len(left) == len(other) == 2 and left[1] == other[0], (*left[:1], *other[1:])
+        case "magis.addsum", (Ref(whole), Ref(factor), tuple(dims), bool(keep)):
+            sizes = enumerate(body.values[factor].shape if factor in body.values else ())
+            fits, shape = bool(dims), tuple(1 if at in dims else size for at, size in sizes if keep or at not in dims)
+        case _:
+            yield "needs the whole, and two matrices, or a tensor with dimensions and whether to keep them"
+            return
+    if not set(op.inputs()) <= set(body.values):
+        return
+    made, taken = body.values[whole], [body.values[value] for value in op.inputs()[1:]]
+    if op.kwargs or op.outputs or [storage for storage, _ in op.writes] != [made.storage]:
+        yield "writes the tensor that it merges into, and no other"
+    if not fits or made.shape != shape or {made.dtype} != {merged_dtype(each.dtype, "sum") for each in taken}:
+        yield f"adds {' and '.join(f'{each.dtype}{each.shape}' for each in taken)} to {made.dtype}{made.shape}"
 
 
 def _are_rows(rows: Sequence[Arg]) -> bool:

@@ -20,6 +20,9 @@ ITEM_SIZE = {
 }  # fmt: skip
 """Element size in bytes by dtype name (``torch.float32`` is ``"float32"``)."""
 
+HALF = ("bfloat16", "float16")
+"""Dtypes of half precision."""
+
 BITS = ("conj", "neg")
 """Lazy bits of torch's views (``x.conj()``, ``x.conj().imag``): the elements are the conjugates, or the negatives, of
 the stored numbers."""
@@ -193,6 +196,10 @@ class Loop:
         %p = magis.part(%x, dim)         the part's slice along a dimension: a view where that is dense, else a copy
         magis.join(%whole, %p, dim)      writes the part's slice
         magis.reduce(%whole, %p, "sum")  accumulates the part (or "mean", "max", "min"; "same": keeps the first)
+        magis.addmm(%whole, %a, %b)      accumulates the part ``a @ b`` without holding it
+        magis.addsum(%whole, %x, [0], True)  accumulates the part ``x.sum([0], True)`` without rounding it
+
+    Sums of half precision accumulate in a float32 tensor, which an operator behind the loop rounds once.
 
     Overlapping windows need halo rows:
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magis.errors import VerifyError
-from magis.graph.loop_rules import JOIN, PART, REDUCE, loop_problems
+from magis.graph.loop_rules import MERGES, PART, loop_problems
 from magis.graph.nodes import ARRIVED, BESIDE, BITS, ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 MOST_BYTES = 1 << 62
 """Limit on the bytes of one storage: byte counts are 64-bit."""
 _IN_BODY = ("outer", "temporary", "host")
-_OF_BODY = (PART, JOIN, REDUCE)
+_OF_BODY = (PART, *MERGES)
 _MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
 
 

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from magis.cost.shapes import describe
+from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
+from magis.fission.part_sums import ROUND, is_rounding
 from magis.fission.proof import Likely, whole_calls
 from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Storage, Value, every_op, verify
 from magis.graph.hazards import fills
-from magis.graph.loop_rules import JOIN, LOOP, PART, REDUCE
+from magis.graph.loop_rules import LOOP, MERGES, PART, merged_dtype
 from magis.ops.generators import DRAW_STATE, GET_STATE
 from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
@@ -35,7 +36,7 @@ Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str,
 """Shape, strides, dtype, storage offset, and conjugate/negative bits of a view."""
 Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 """Operator and literals of a call -> storages of generators that the call reads, and of those that it advances."""
-_BORDER = (PART, JOIN, REDUCE)
+_BORDER = (PART, *MERGES)
 _OF_PLANS = ("magis.store", "magis.load", "magis.wait", ARRIVED, "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 _WINDOW = "aten.as_strided.default"
 
@@ -72,7 +73,7 @@ def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
     known = Followed(step, terms, drawn=drawn)
     ours = {plain_form(op)[0].target for op in step.ops}
     for op, _ in every_op(graph):
-        if op.target not in (*_OF_PLANS, *_BORDER, LOOP, _WINDOW) and plain_form(op)[0].target not in ours:
+        if op.target not in (*_OF_PLANS, *_BORDER, LOOP, _WINDOW, ROUND) and plain_form(op)[0].target not in ours:
             raise VerifyError(f"it holds {op.target}, which its step has not")
     found = Followed(graph, terms, drawn=drawn, step=known)
     for number, (one, other) in enumerate(zip(found.results, known.results, strict=False)):
@@ -117,13 +118,15 @@ class Followed:
         # Generators that a call reads and advances, for all calls with equal operator and literals
         self.moves: Moves = self._generator_moves(graph) if step is None else step.moves
         self.own: dict[tuple[Arg, ...], int] = _own_generators(graph) if step is None else step.own
+        self._sums: dict[int, tuple[int, Layout, int]] = {}
+        """Term of a loop's float32 sum -> term, layout and bytes of the sum in half precision."""
         self._states: dict[int, int] = {}  # storage of a saved state -> term of the generator state
         for op in graph.ops:
             if op.body is not None:
                 self._follow_loop(op, op.body)
             elif op.target in _OF_PLANS:
                 self._follow_own(op)
-            elif not self._is_window(op):
+            elif not (self._is_window(op) or self._try_round(op)):
                 self._follow_call(op)
         self.results = [(self._contents_of(value), _layout(self._values[value])) for value in graph.outputs]
         self.left = {name: self._contents.get(storage) for name, storage in names.items()}
@@ -333,12 +336,34 @@ class Followed:
         for number, source in results.items():
             value, whole = self._values[number], self._values[source]
             storage, other = self._storages[value.storage], self._storages[whole.storage]
-            if _layout(value) != _layout(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
+            contents, dtype = self._contents[other.id], merged_dtype(whole.dtype, "sum")
+            looks, nbytes = _layout(whole), other.nbytes
+            if value.dtype == dtype != whole.dtype:
+                contents = self._terms("in float32", contents)
+                self._sums[contents] = self._contents[other.id], looks, nbytes
+                looks, nbytes = _layout(replace(whole, dtype=dtype)), bytes_of(whole.shape, dtype)
+            if _layout(value) != looks or storage.nbytes != nbytes or not fills(whole, other):
                 self._reject(op, f"makes value {number} with other sizes than the step")
-            left[storage.id] = self._contents[other.id]
+            left[storage.id] = contents
         for storage_id, _ in op.writes:  # the loop overwrites this memory
             self._contents[storage_id] = self._terms("used up", op.id)
         self._contents |= left
+
+    def _try_round(self, op: Op) -> bool:
+        """Round a loop's float32 sum to the dtype that it has in the step; return False for other operators."""
+        source = self._values[op.inputs()[0]] if len(op.inputs()) == 1 else None
+        term = None if source is None else self._contents.get(source.storage)
+        if source is None or term not in self._sums:
+            return False
+        contents, looks, nbytes = self._sums[term]
+        value = self._values[op.made()[0]] if len(op.made()) == 1 else source
+        storage, whole = self._storages[value.storage], _layout(replace(value, dtype=source.dtype)) == _layout(source)
+        if not (whole and is_rounding(op, looks[2])) or (_layout(value), storage.nbytes) != (looks, nbytes):
+            self._reject(op, "takes a loop's float32 sum, which is to be rounded first")
+        if storage.id in self._contents or storage.kind != "temporary":
+            self._reject(op, f"makes value {value.id} on storage {storage.id}, which holds something else")
+        self._contents[storage.id] = contents
+        return True
 
     def _with_sizes(self, op: Op) -> Op:
         """Return an operator after recording its outputs with the shapes that it computes."""
@@ -363,7 +388,7 @@ class Followed:
         for op in body.ops:
             if op.body is not None:
                 self._check_body(op.body.graph)
-            for value in op.inputs()[op.target in (JOIN, REDUCE) :]:
+            for value in op.inputs()[op.target in MERGES :]:
                 if writes.get(body.values[value].storage, 0) != opened.get(value, 0):
                     self._reject(op, f"takes value {value} of a loop, whose memory was written since")
             if op.body is None and op.target not in (*_OF_PLANS, *_BORDER):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar
 from magis.graph.hazards import last_uses
-from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
+from magis.graph.loop_rules import ADDMM, ADDSUM, JOIN, MERGES, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
 from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
 from magis.ops.collectives import arrived, followed_by_wait, is_collective, under_way
@@ -27,7 +27,7 @@ from magis.ops.fake_results import IN_TRAINING
 from magis.printable import printable
 from magis.runtime.swap_streams import AnyHost, make_host
 
-# Halo rows at run time: parts with surrounding rows, read from a whole tensor and added to one.
+# Merges at run time that are no single call of torch.
 
 
 def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -48,6 +48,26 @@ def add_rows(whole: Tensor, dim: int, first: int, part: Tensor, *, clear: bool) 
         whole.zero_()
     low, high = _rows_inside(whole, dim, first, part.shape[dim])
     whole.narrow(dim, low, high - low).add_(part.narrow(dim, low - first, high - low))
+
+
+def add_product(whole: Tensor, left: Tensor, right: Tensor, *, clear: bool) -> None:
+    """Add a matrix product to `whole`, or write it there with ``clear``; factors of half precision add to float32."""
+    beta = 0 if clear else 1
+    if left.dtype == whole.dtype:
+        whole.addmm_(left, right, beta=beta)
+    elif whole.is_cuda:
+        torch.ops.aten.addmm.dtype_out(whole, left, right, whole.dtype, beta=beta, out=whole)
+    else:  # torch has no such kernel
+        whole.addmm_(left.to(whole.dtype), right.to(whole.dtype), beta=beta)
+
+
+def add_sum(whole: Tensor, taken: Tensor, dims: tuple[int, ...], keep: bool, *, clear: bool) -> None:
+    """Add a tensor's sum over dimensions to `whole`, or write it there with ``clear``."""
+    total = torch.sum(taken, dims, keep, dtype=whole.dtype)
+    if clear:
+        whole.copy_(total)
+    else:
+        whole.add_(total)
 
 
 def _rows_inside(whole: Tensor, dim: int, first: int, count: int) -> tuple[int, int]:
@@ -147,13 +167,13 @@ def _block_lines(
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         begin()
         here = printable(f"{op.phase} {op.module}").rstrip()  # safe in a comment for any module name
-        if here != where and op.target not in (PART, JOIN, REDUCE):
+        if here != where and op.target not in (PART, *MERGES):
             yield f"{indent}# {here}"
             where = here
         yield from _ready_lines(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
         if op.body is not None:
             yield from _loop_lines(op, op.body, graph, numbered, name, indent, depth + 1)
-        elif op.target in (PART, JOIN, REDUCE):
+        elif op.target in (PART, *MERGES):
             yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts)}"
         else:
             yield f"{indent}{_call_line(op, numbered, name, beside)}"
@@ -199,6 +219,10 @@ def _loop_lines(
 
 def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
     """Return the line of an operator at the border of a loop: slice of a part, write of a part, reduction."""
+    if op.target in (ADDMM, ADDSUM):
+        given = (name(arg.value) if isinstance(arg, Ref) else repr(arg) for arg in op.args)
+        function = "add_product" if op.target == ADDMM else "add_sum"
+        return f"{function}({', '.join(given)}, clear={index} == 0)"
     whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
     if op.target == REDUCE:
         part_name = name(op.inputs()[1])
@@ -234,6 +258,7 @@ def compile_step(
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
+        "add_product": add_product, "add_sum": add_sum,
         "expect_shape": expect_shape,
     }  # fmt: skip
     trains = any(op.phase == "backward" for op in graph.ops)

@@ -19,6 +19,7 @@ from magis.errors import VerifyError
 from magis.fission.candidates import most_parts, numbers_of_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import FEW, Piece, pieces
+from magis.fission.part_sums import with_sums_apart
 from magis.fission.region import Region, ways
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split
@@ -163,8 +164,9 @@ def _with_loops_inside(
             if not (FEW // 2 <= cut.parts * inner <= 2 * FEW if few else cut.parts >= 4 and inner <= 4):
                 continue
             try:
-                cuts = {at: _alike(loop.graph, loop.graph.ops[at], split) for at, split in chosen.items()}
-                body = expand(loop.graph, Region(cuts, inner), in_place=True)
+                apart = with_sums_apart(loop.graph)
+                cuts = {at: _alike(apart, apart.ops[at], split) for at, split in chosen.items()}
+                body = expand(apart, Region(cuts, inner), in_place=True)
                 within = Loop(loop.parts, body)
                 yield replace(cut, inner=inner, choice=choice), other_parts(here, within, work.costs, reuse=work.reuse)
             except VerifyError:

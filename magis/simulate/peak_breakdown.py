@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from magis.graph import Graph, Op, Ref
 from magis.graph.hazards import is_pure_view, lifetimes
-from magis.graph.loop_rules import JOIN, REDUCE
+from magis.graph.loop_rules import MERGES
 from magis.results import ModuleBytes, Peak, collapsed
 from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
 
@@ -99,6 +99,8 @@ def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int,
             owner_of_part = found.get(graph.values[part].storage)
             if owner_of_part is not None:
                 wholes.setdefault(into, owner_of_part)
+        case (("magis.addmm" | "magis.addsum"), (Ref(into), *_)):
+            wholes.setdefault(into, _owner_of_outputs(graph, op))
 
 
 def _outputs_with_owners(
@@ -118,7 +120,7 @@ def _outputs_with_owners(
 
 def _owner_of_outputs(graph: Graph, op: Op) -> Owner:
     """Return the owner of an operator's outputs; a ``magis.`` operator without a module has its first reader's."""
-    if op.target.startswith("magis.") and not op.module and op.target not in (JOIN, REDUCE):
+    if op.target.startswith("magis.") and not op.module and op.target not in MERGES:
         made = set(op.made())
         reader = next((each for each in graph.ops if made & set(each.inputs()) and each.module), op)
         return Owner(KINDS.get(reader.phase, reader.phase), reader.module, reader.line)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from magis.graph import ITEM_SIZE, Graph, parse
+from magis.graph.loop_rules import merged_dtype
 
 Expected = Callable[..., Sequence[Tensor]]
 
@@ -110,20 +111,21 @@ output 2
 
 
 def reduction(how: str, call: str, rows: int, parts: int, dtype: str, expected: Callable[[Tensor], Tensor]) -> Written:
-    """Rows taken together, stretch by stretch, by ``call`` on each and ``how`` for all."""
-    size, part = ITEM_SIZE[dtype], rows // parts
+    """Rows taken together, stretch by stretch, by ``call`` on each and ``how`` for all; sums of half precision in
+    float32."""
+    size, part, whole = ITEM_SIZE[dtype], rows // parts, merged_dtype(dtype, how)
     graph = parse(f"""magis graph 1
 storage 1 batch {rows * 6 * size}
-storage 2 temporary {6 * size}
+storage 2 temporary {6 * ITEM_SIZE[whole]}
 value 1 @1 {dtype} [{rows}, 6] {{6, 1}} +0
-value 2 @2 {dtype} [6] {{1}} +0
+value 2 @2 {whole} [6] {{1}} +0
 input 1
 op 0 (%2) = magis.loop(%1) reads 1:0 phase forward parts {parts}
   storage 1 outer {rows * 6 * size}
-  storage 2 outer {6 * size}
+  storage 2 outer {6 * ITEM_SIZE[whole]}
   storage 3 temporary {6 * size}
   value 1 @1 {dtype} [{rows}, 6] {{6, 1}} +0
-  value 2 @2 {dtype} [6] {{1}} +0
+  value 2 @2 {whole} [6] {{1}} +0
   value 3 @1 {dtype} [{part}, 6] {{6, 1}} +0
   value 4 @3 {dtype} [6] {{1}} +0
   input 1
@@ -135,7 +137,7 @@ end
 output 2
 """)
     drawn = Looks((rows, 6), None, dtype)
-    return Written(graph, lambda: [drawn.random()], lambda x: [expected(x)])
+    return Written(graph, lambda: [drawn.random()], lambda x: [expected(x).to(getattr(torch, whole))])
 
 
 NESTED = """magis graph 1
