@@ -123,6 +123,8 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     given = {values[number].storage for number in op.inputs()}
     dtype = _arithmetic_dtype(inputs or outputs)
     known = op_info(op.target)
+    if known.adds and len(inputs) > 1:  # factors of half precision may add to float32
+        dtype = _arithmetic_dtype([values[number] for number in op.inputs()[1:]])
     if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)

@@ -15,7 +15,7 @@ from magis.cost.shapes import parse_with_outputs
 from magis.cost.signature import parse, signature
 from magis.errors import MagisError
 from magis.graph.loop_rules import ADDMM, MERGES, PART, rows_around
-from magis.graph.nodes import ARRIVED, Graph, Op, Ref, Value, every_op
+from magis.graph.nodes import ARRIVED, Const, Graph, Op, Ref, Value, every_op
 from magis.ops.collectives import is_message
 
 # Time of one operator from its work and the device constants: a roofline with penalties for small operators.
@@ -103,10 +103,13 @@ def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Va
             merged = replace(op, target=target, args=(Ref(whole), Ref(part)), outputs=(whole,))
             return merged, {**values, whole: window}
         case (("magis.addmm" | "magis.addsum"), (Ref(whole), Ref(taken), *rest)):
-            # tensor cores multiply in half precision, and sum in float32
-            values[whole] = replace(values[whole], dtype=values[taken].dtype)
-            if op.target == ADDMM:
+            dtype = values[whole].dtype
+            if op.target == ADDMM and values[taken].dtype == dtype:
                 return replace(op, target="aten.addmm_.default", outputs=(whole,)), values
+            if op.target == ADDMM:
+                return replace(
+                    op, target="aten.addmm.dtype", args=(*op.args, Const("dtype", dtype)), outputs=(whole,)
+                ), values
             return replace(op, target="aten.sum.dim_IntList", args=(Ref(taken), *rest), outputs=(whole,)), values
         case "magis.reduce", (Ref(whole), Ref(part), _):
             return replace(op, target="aten.add_.Tensor", args=(Ref(whole), Ref(part)), outputs=(whole,)), values

@@ -2,25 +2,26 @@
 
     for each part:  p = mm(a, b);  magis.reduce(w, p, "sum")      ->      for each part:  magis.addmm(w, a, b)
     for each part:  p = sum(x, 0);  magis.reduce(w, p, "sum")     ->      for each part:  magis.addsum(w, x, 0)
+    for each part:  (p) = loop(a);  magis.reduce(w, p, "sum")     ->      for each part:  loop(a, w)
 
 A sum in bfloat16 loses a part as soon as it is 256 times smaller than the whole: with 64 parts, weight gradients were
 4.8 times as far from float64 as eager's. So the whole is float32 while the loop runs, and is rounded once behind it,
-as eager's kernels do within one call. Products and sums in half precision add to it without being rounded before. A
-matrix product adds to its whole directly in any dtype, as GEMM's ``beta`` allows: a part of a weight's gradient is as
-large as the gradient.
+as eager's kernels do within one call; a loop inside of the loop adds to the same tensor. Products and sums in half
+precision add to it without being rounded before. A matrix product adds to its whole directly in any dtype, as GEMM's
+``beta`` allows: a part of a weight's gradient is as large as the gradient.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from magis.cost.shapes import bytes_of
 from magis.fission.region import Region, leavings, roots
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
 from magis.graph.hazards import is_pure_view, row_major
-from magis.graph.loop_rules import ADDMM, ADDSUM, REDUCE, merged_dtype
+from magis.graph.loop_rules import ADDMM, ADDSUM, REDUCE, merged_dtype, summed
 
 ROUND, PRODUCT, SUM = "aten._to_copy.default", "aten.mm.default", "aten.sum.dim_IntList"
 _DIRECT = {PRODUCT: ADDMM, SUM: ADDSUM, ROUND: REDUCE}
@@ -87,12 +88,67 @@ def with_direct_sums(body: Graph) -> Graph:
         gone.add(part)
         new = replace(before, target=_DIRECT[before.target], args=args, kwargs=(), outputs=(), reads=tuple(met.items()))
         ops.append(replace(new, writes=op.writes))
-    if not gone:
-        return body
+    if gone:
+        body = _without(replace(body, ops=tuple(ops)), gone)
+    return _with_sums_of_inner_loops(body)
+
+
+def _without(body: Graph, gone: set[int]) -> Graph:
+    """Return a body without values and their storages, with its operators numbered."""
     values = {number: value for number, value in body.values.items() if number not in gone}
     unused = {body.values[number].storage for number in gone}
     storages = {number: storage for number, storage in body.storages.items() if number not in unused}
-    return Graph(storages, values, tuple(replace(op, id=at) for at, op in enumerate(ops)), body.inputs, body.outputs)
+    ops = tuple(replace(op, id=at) for at, op in enumerate(body.ops))
+    return replace(body, storages=storages, values=values, ops=ops)
+
+
+def _with_sums_of_inner_loops(body: Graph) -> Graph:
+    """Return a body whose inner loops add to the wholes of the loop around them, in place of sums of their own."""
+    uses = Counter(value for op in body.ops for value in op.inputs())
+    merges = {op.inputs()[1]: op for op in body.ops if op.target == REDUCE and op.args[2] == "sum"}
+    ops, gone = list[Op](), set[int]()
+    for op in body.ops:
+        alone = (part for part in op.made() if op.body is not None and part in merges and uses[part] == 1)
+        sums = [part for part in alone if _is_sum_of(op, part, body.values, merges[part].inputs()[0])]
+        gone.update(sums)
+        if sums:
+            ops.append(_adding(op, sums, [merges[part] for part in sums], body.values))
+        elif not (op.target == REDUCE and op.inputs()[1] in gone):
+            ops.append(op)
+    return _without(replace(body, ops=tuple(ops)), gone) if gone else body
+
+
+def _is_sum_of(op: Op, part: int, values: Mapping[int, Value], whole: int) -> bool:
+    """Return True if a loop makes a tensor by sums over its parts, in the layout of the whole to which it is added."""
+    own, other = values[part], values[whole]
+    if op.body is None or (own.shape, own.stride, own.dtype) != (other.shape, other.stride, other.dtype):
+        return False
+    inside = op.body.graph.inputs[len(op.inputs()) + op.made().index(part)]
+    return all(
+        each.target in _APART or inside in summed(each) or (each.target == REDUCE and each.args[2] == "sum")
+        for each in op.body.graph.ops
+        if inside in each.inputs()
+    )
+
+
+def _adding(op: Op, sums: Sequence[int], merges: Sequence[Op], values: Mapping[int, Value]) -> Op:
+    """Return a loop that adds to the wholes to which its sums are merged."""
+    if op.body is None:
+        return op
+    inner = op.body.graph.inputs
+    moved = [inner[len(op.inputs()) + op.made().index(part)] for part in sums]
+    kept = [each for each in inner if each not in moved]
+    count = len(op.inputs())
+    wholes = [merge.inputs()[0] for merge in merges]
+    own = {values[whole].storage for whole in wholes}
+    return replace(
+        op,
+        args=(*op.args, *map(Ref, wholes)),
+        outputs=tuple(each for each in op.outputs if each not in sums),
+        reads=(*op.reads, *(pair for merge in merges for pair in merge.reads if pair[0] in own)),
+        writes=(*op.writes, *(pair for merge in merges for pair in merge.writes)),
+        body=replace(op.body, graph=replace(op.body.graph, inputs=(*kept[:count], *moved, *kept[count:]))),
+    )
 
 
 def _adds(maker: Op, merge: Op, values: Mapping[int, Value]) -> bool:
@@ -106,20 +162,45 @@ def _adds(maker: Op, merge: Op, values: Mapping[int, Value]) -> bool:
 
 
 def with_sums_apart(body: Graph) -> Graph:
-    """Return a loop's body with each ``magis.addmm`` and ``magis.addsum`` as a call of torch and a reduction."""
-    if not any(op.target in _APART for op in body.ops):
-        return body
+    """Return a loop's body with each ``magis.addmm`` and ``magis.addsum`` as a call of torch and a reduction, and with
+    inner loops that make the sums that they add to wholes."""
     values, storages, ops = dict(body.values), dict(body.storages), list[Op]()
     for op in body.ops:
-        if op.target not in _APART:
-            ops.append(op)
-            continue
-        whole, taken, memory = values[op.inputs()[0]], values[op.inputs()[1]], max(storages) + 1
-        part = Value(max(values) + 1, whole.shape, row_major(whole.shape), taken.dtype, memory)
-        values[part.id], storages[memory] = part, Storage(memory, part.nbytes, "temporary")
-        own = tuple(each for each in op.reads if each[0] == whole.storage)
-        others = tuple(each for each in op.reads if each[0] != whole.storage)
-        made = replace(op, target=_APART[op.target], args=op.args[1:], outputs=(part.id,), reads=others, writes=())
-        merge = replace(op, target=REDUCE, args=(op.args[0], Ref(part.id), "sum"), origin=None)
-        ops += [made, replace(merge, reads=(*own, (memory, 0)))]
-    return Graph(storages, values, tuple(replace(op, id=at) for at, op in enumerate(ops)), body.inputs, body.outputs)
+        into = summed(op) if op.body is not None else op.inputs()[:1] if op.target in _APART else ()
+        made = list[int]()
+        for value in into:
+            looks, memory = values[value], max(storages) + 1
+            dtype, stride = looks.dtype, looks.stride
+            if op.body is None:
+                dtype, stride = values[op.inputs()[1]].dtype, row_major(looks.shape)
+            part = Value(max(values) + 1, looks.shape, stride, dtype, memory)
+            values[part.id], storages[memory] = part, Storage(memory, part.nbytes, "temporary")
+            made.append(part.id)
+        ops.append(_making(op, into, made, values) if into else op)
+        for value, number in zip(into, made, strict=True):
+            own = values[value].storage
+            reads = (*(pair for pair in op.reads if pair[0] == own), (values[number].storage, 0))
+            merge = Op(0, REDUCE, (Ref(value), Ref(number), "sum"), (), (), reads=reads, phase=op.phase)
+            writes = tuple(pair for pair in op.writes if pair[0] == own)
+            ops.append(replace(merge, writes=writes, module=op.module, line=op.line))
+    return replace(body, storages=storages, values=values, ops=tuple(replace(op, id=at) for at, op in enumerate(ops)))
+
+
+def _making(op: Op, wholes: Sequence[int], made: Sequence[int], values: Mapping[int, Value]) -> Op:
+    """Return an operator that makes tensors in place of adding them to wholes."""
+    own = {values[whole].storage for whole in wholes}
+    reads, writes = (tuple(pair for pair in pairs if pair[0] not in own) for pairs in (op.reads, op.writes))
+    if op.body is None:
+        new = replace(op, target=_APART[op.target], args=op.args[1:], outputs=tuple(made))
+        return replace(new, reads=reads, writes=writes)
+    inner = dict(zip(op.inputs(), op.body.graph.inputs, strict=False))
+    moved = [inner[whole] for whole in wholes]
+    order = (*(each for each in op.body.graph.inputs if each not in moved), *moved)
+    return replace(
+        op,
+        args=tuple(Ref(value) for value in op.inputs() if value not in wholes),
+        outputs=(*op.outputs, *made),
+        reads=reads,
+        writes=writes,
+        body=replace(op.body, graph=replace(op.body.graph, inputs=order)),
+    )

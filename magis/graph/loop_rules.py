@@ -18,6 +18,17 @@ argument."""
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
 
 
+def summed(op: Op) -> list[int]:
+    """Return the tensors that a loop takes to add to them: sums that a loop around it makes."""
+    if op.body is None:
+        return []
+    added: set[int] = set()
+    for each in op.body.graph.ops:
+        adds = each.target in (ADDMM, ADDSUM) or (each.target == REDUCE and each.args[2:] == ("sum",))
+        added.update(each.inputs()[:1] if adds else summed(each))
+    return [outside for outside, inside in zip(op.inputs(), op.body.graph.inputs, strict=False) if inside in added]
+
+
 def rows_around(op: Op) -> tuple[int, int]:
     """Return the halo rows before and behind the slice of a ``magis.part`` or ``magis.join``; (0, 0) otherwise."""
     match op.args[1 if op.target == PART else 2 :]:
@@ -48,6 +59,9 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         return  # said by the rules of every graph, as are the next ones
     if not set(body.inputs) <= set(body.values) or any(graph.values[v].storage not in graph.storages for v in outside):
         return
+    for value in summed(op):
+        if graph.storages[graph.values[value].storage].kind != "outer":
+            yield f"{where}: adds to value {value}, which no loop around it makes"
     yield from _pairing_problems(graph, op, body, where)
     yield from _made_problems(graph, op, where)
     yield from _body_problems(op, op.body, where)
@@ -126,7 +140,7 @@ def _outer_writes(body: Graph) -> set[int]:
 def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
     """Yield operators of the body that draw random numbers, or slice or merge tensors in an illegal way."""
     body = loop.graph
-    wholes = set(body.inputs[len(op.inputs()) :])
+    wholes = {*body.inputs[len(op.inputs()) :], *_sums_of_others(op, body)}
     finished: list[int] = []
     known = {body.values[value].storage for value in body.inputs}
     for each in body.ops:
@@ -138,6 +152,9 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
             yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, loop.parts))
             finished += values[:1]
             values = values[1:]
+        elif each.body is not None:
+            finished += summed(each)
+            values = [value for value in values if value not in summed(each)]
         elif each.target == PART:
             yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, loop.parts, known))
         if any(value in wholes for value in values):
@@ -148,15 +165,21 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
     yield from _write_problems(op, body, where)
 
 
+def _sums_of_others(op: Op, body: Graph) -> list[int]:
+    """Return the inputs of a loop's body to which it adds for a loop around it."""
+    into = summed(op)
+    return [inside for outside, inside in zip(op.inputs(), body.inputs, strict=False) if outside in into]
+
+
 def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
     """Yield operators that read or write outer memory beyond their part's slice, if parts write that memory.
 
-    No part may read what another part has written or freed. Storages that the loop allocates are exempt.
+    No part may read what another part has written or freed. Storages that a loop allocates are exempt.
     """
     count = len(op.inputs())
     given = {body.values[value].storage for value in body.inputs[:count]}
     made = {body.values[value].storage for value in body.inputs[count:]}
-    written = _outer_writes(body) - (made - given)
+    written = _outer_writes(body) - (made - given) - {body.values[value].storage for value in _sums_of_others(op, body)}
     finished: set[int] = set()
     cuts: dict[int, set[object]] = {}
     stretches: set[int] = set()

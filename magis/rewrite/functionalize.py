@@ -93,16 +93,20 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 #     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
 #     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
 #     nll_loss_backward by sum  ->  the same with a weight of 0     a sum is not divided by the total weight
+#     mse_loss(x, t)            ->  mean((x - t)^2)                  on a storage of its own size
+#     mse_loss_backward by mean ->  (x - t) * (2 / count) * gradient      a part would count its own elements
 #     view(f(view(x)))          ->  f(x)                             f element-wise, the outer view as x was
 #
-# The second and the third rewrite let loss and gradient be split together: the number of targets depends on the targets
-# alone, and a sum needs none, so the backward of a part need not wait for the loss of other parts. The last one keeps
+# The rewrites of losses let loss and gradient be split together: the number of targets depends on the targets alone, a
+# sum needs none, and the number of elements is known, so the backward of a part need not wait for the loss of other
+# parts. The last one keeps
 # rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between
 # sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {"ones": 1, "zeros": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+_SQUARES, _SQUARES_BACK = "aten.mse_loss.default", "aten.mse_loss_backward.default"
 MEAN, SUM = 1, 2
 
 
@@ -118,10 +122,18 @@ def untangle(graph: Graph) -> Graph:
             found.loss(op)  # a mean without class weights
         elif op.target in _GRADIENTS and op.args[4] == SUM and len(op.args) == 7:
             found.gradient(op)
+        elif _splits_with_loss(op) and found.squares(op):
+            continue
         else:
             found.ops.append(op)
     ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
     return replace(graph, storages=found.storages, values=found.values, ops=ops)
+
+
+def _splits_with_loss(op: Op) -> bool:
+    """Return True for a mean or sum of squares, and for the gradient of a mean."""
+    reductions: dict[str, tuple[Arg, ...]] = {_SQUARES: (MEAN, SUM), _SQUARES_BACK: (MEAN,)}
+    return op.target in reductions and (op.args[-1] if len(op.args) > 2 else MEAN) in reductions[op.target]
 
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -263,6 +275,41 @@ class _Rewritten:
         self._emit(op, "aten.full.default", ((), 0), (weight,), (), kwargs)
         reads = {pair for pair in op.reads if pair[0] != total.storage} | {(self.values[weight].storage, 0)}
         self.ops.append(replace(op, args=(*op.args[:6], Ref(weight)), reads=tuple(sorted(reads))))
+
+    def squares(self, op: Op) -> bool:
+        """Emit a mean or sum of squares, or the gradient of a mean, in the order of torch's kernels; return False for
+        other layouts and types, whose kernels round otherwise.
+
+        The loss gets a storage of its own size: torch's is as large as the scores.
+        """
+        (made,) = op.made()
+        back = op.target == _SQUARES_BACK
+        *gradient, left, right = op.inputs()
+        looks = self.values[left]
+        alike = {(each.shape, each.stride, each.dtype) for each in (looks, self.values[right])}
+        if back:
+            alike.add((self.values[made].shape, self.values[made].stride, self.values[made].dtype))
+        plain = (
+            looks.numel and looks.stride == row_major(looks.shape) and not any(self.values[g].shape for g in gradient)
+        )
+        if not (len(alike) == 1 and plain and looks.dtype in ("float32", "float64")):
+            return False
+        apart, next_one = (self._fresh(looks.shape, looks.dtype) for _ in range(2))
+        storages = {self.values[value].storage for value in (left, right)}
+        reads = tuple(pair for pair in op.reads if pair[0] in storages)
+        self._emit(op, "aten.sub.Tensor", (Ref(left), Ref(right)), (apart,), reads)
+        met, then = ((self.values[apart].storage, 0),), ((self.values[next_one].storage, 0),)
+        if back:
+            self._emit(op, "aten.mul.Scalar", (Ref(apart), 2.0 / looks.numel), (next_one,), met)
+            own = tuple(pair for pair in op.reads if pair[0] == self.values[gradient[0]].storage)
+            self._emit(op, "aten.mul.Tensor", (Ref(next_one), Ref(gradient[0])), (made,), (*then, *own))
+        else:
+            self._emit(op, "aten.mul.Tensor", (Ref(apart), Ref(apart)), (next_one,), met)
+            reduced = "aten.sum.default" if op.args[2:] == (SUM,) else "aten.mean.default"
+            self._emit(op, reduced, (Ref(next_one),), (made,), then)
+            loss = self.values[made]
+            self.storages[loss.storage] = replace(self.storages[loss.storage], nbytes=loss.nbytes)
+        return True
 
     def _emit(
         self,

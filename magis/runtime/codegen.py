@@ -12,6 +12,7 @@ import keyword
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -154,9 +155,11 @@ def _block_lines(
     depth: int,
     parts: int = 1,
     begin: Callable[[], None] = lambda: None,
+    wholes: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Yield the lines of a graph's operators. ``outside`` names a loop body's values from the enclosing graph.
-    ``begin`` is called before the lines of each operator."""
+    """Yield the lines of a graph's operators. ``outside`` names a loop body's values from the enclosing graph;
+    ``wholes`` are those that loops make, with the depth of the loop. ``begin`` is called before the lines of each
+    operator."""
 
     def name(value: int) -> str:
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
@@ -172,9 +175,11 @@ def _block_lines(
             where = here
         yield from _ready_lines(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
         if op.body is not None:
-            yield from _loop_lines(op, op.body, graph, numbered, name, indent, depth + 1)
+            yield from _loop_lines(op, op.body, graph, numbered, name, indent, depth + 1, wholes)
         elif op.target in (PART, *MERGES):
-            yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts)}"
+            first = wholes.get(op.inputs()[0], depth)
+            later = " or ".join(f"i{each}" for each in range(first, depth + 1))  # not the whole's first part
+            yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts, later)}"
         else:
             yield f"{indent}{_call_line(op, numbered, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
@@ -201,7 +206,14 @@ def _ready_lines(arriving: dict[int, int], storages: Sequence[int], name: Name, 
 
 
 def _loop_lines(
-    op: Op, loop: Loop, graph: Graph, numbered: _ShortNames, name: Name, indent: str, depth: int
+    op: Op,
+    loop: Loop,
+    graph: Graph,
+    numbered: _ShortNames,
+    name: Name,
+    indent: str,
+    depth: int,
+    wholes: Mapping[int, int],
 ) -> Iterator[str]:
     """Yield the lines of a loop over parts: allocation of whole results, then the loop with its body."""
     victims = {graph.values[value].storage: value for value in op.inputs()}
@@ -212,21 +224,25 @@ def _loop_lines(
             continue
         dtype = numbered.constant(Const("dtype", whole.dtype))
         yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
-    outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))
+    around = (*op.inputs(), *op.made())
+    outside = dict(zip(loop.graph.inputs, map(name, around), strict=True))
+    known = {**wholes, **dict.fromkeys(op.made(), depth)}
+    inside = {own: known[value] for own, value in zip(loop.graph.inputs, around, strict=True) if value in known}
     yield f"{indent}for i{depth} in range({loop.parts}):"
-    yield from _block_lines(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts)
+    yield from _block_lines(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts, wholes=inside)
 
 
-def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
-    """Return the line of an operator at the border of a loop: slice of a part, write of a part, reduction."""
+def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int, later: str) -> str:
+    """Return the line of an operator at the border of a loop: slice of a part, write of a part, reduction. ``later`` is
+    false for the first part that is merged."""
     if op.target in (ADDMM, ADDSUM):
         given = (name(arg.value) if isinstance(arg, Ref) else repr(arg) for arg in op.args)
         function = "add_product" if op.target == ADDMM else "add_sum"
-        return f"{function}({', '.join(given)}, clear={index} == 0)"
+        return f"{function}({', '.join(given)}, clear=not ({later}))"
     whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
     if op.target == REDUCE:
         part_name = name(op.inputs()[1])
-        return _REDUCTION[str(how)].format(whole=name(whole), part=part_name, i=index, share=1 / parts)
+        return _REDUCTION[str(how)].format(whole=name(whole), part=part_name, i=later, share=1 / parts)
     part = graph.values[op.made()[0] if op.target == PART else op.inputs()[1]]
     around = rows_around(op)
     size = part.shape[how] - sum(around) if isinstance(how, int) else 0

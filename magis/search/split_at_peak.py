@@ -22,6 +22,7 @@ from magis.fission.part_sums import with_sums_apart
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
+from magis.graph.loop_rules import ADDMM, ADDSUM
 from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import PlanRequest
 from magis.search.driver import SearchResult, search
@@ -150,14 +151,15 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
 def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:
     """Return operators of a loop's body, with their splits, to run as a loop of so many parts inside: those that lower
     the body's peak most cheaply, and those that lower it most (of about equal ones the fastest); none if none does."""
-    lowered = _state(body, costs, reuse, {}).peak
-    body = with_sums_apart(body)
     before = _state(body, costs, reuse, {})
+    # products and sums are cut as calls of their own
+    at = before.at + sum(op.target in (ADDMM, ADDSUM) for op in body.ops[: before.at])
+    body = with_sums_apart(body)
     found: list[tuple[_PlannedStep, Mapping[int, Split]]] = []
-    for cuts in (*regions_around(body, before.at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
+    for cuts in (*regions_around(body, at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):
             after = _state(expand(body, Region(cuts, parts), in_place=True), costs, reuse, {})
-            found += [(after, cuts)] if after.peak < lowered else []
+            found += [(after, cuts)] if after.peak < before.peak else []
     if not found:
         return []
     lowest = min(after.peak for after, _ in found)

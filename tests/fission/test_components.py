@@ -185,5 +185,6 @@ def test_loops_in_loops_compute_the_step_in_the_bytes_that_are_simulated(name: s
             assert peak == replay(looped, workspaces().of(looped)).peak_bytes
             for their, ours in zip(expected, found, strict=True):
                 for key, tensor in their.items():
-                    torch.testing.assert_close(ours[key], tensor, rtol=1e-9, atol=1e-12)
+                    rtol = 1e-9 if tensor.dtype == torch.float64 else 1e-6
+                    torch.testing.assert_close(ours[key], tensor, rtol=rtol, atol=1e-12)
     assert nested or name == "cut_off"  # 33 rows of a part have no even parts

@@ -117,6 +117,18 @@ def test_features_of_data_by_constants_join_a_piece() -> None:
     assert "ne" not in names  # the number of targets, which the backward divides by
 
 
+def test_a_mean_of_squares_and_its_gradient_are_one_piece() -> None:
+    wide = {"dtype": torch.float32}
+    net = Net(
+        lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), rows(32, 8, **wide), rows(32, 8, **wide),
+        rule=ADAMW,
+    )  # fmt: skip
+    graph = untangle(functionalize(captured(net.build()).graph))
+    calls = [graph.ops[position] for position in pieces(graph)[0].cuts]
+    assert {"mse_loss", "gelu", "gelu_backward"} <= {op.target.split(".")[1] for op in calls}
+    assert {"0", "2"} <= {op.module for op in calls if op.target == "aten.mm.default" and op.phase == "backward"}
+
+
 def test_log_probabilities_of_one_sequence_and_their_gradient_are_one_piece() -> None:
     """The backward of `gather` begins with `new_zeros` of the gradient, which only lends its type."""
 

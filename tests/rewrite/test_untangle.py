@@ -124,6 +124,18 @@ class Reshaped(nn.Module):
         return (x.view(-1) / 3).view(2, 4, 6)
 
 
+MEANS: dict[str, Net] = {
+    "squares": Net(mlp(), rows(7, 12), rows(7, 5), F.mse_loss, ADAMW),
+    "squares in float64": Net(mlp(torch.float64), rows(7, 12, dtype=torch.float64), rows(7, 5, dtype=torch.float64)),
+    "squares in bfloat16": Net(
+        mlp(torch.bfloat16), rows(7, 12, dtype=torch.bfloat16), rows(7, 5, dtype=torch.bfloat16)
+    ),
+    "scaled squares": Net(mlp(), rows(7, 12), rows(7, 5), lambda x, t: F.mse_loss(x, t) * 0.3, ADAMW),
+    "squares of rows": Net(mlp(), rows(7, 12), rows(7, 5), lambda x, t: F.mse_loss(x.t(), t.t()), ADAMW),
+    "squares between two": Net(mlp(), rows(7, 12), tuple, lambda x: F.mse_loss(x, x.tanh()), ADAMW),
+}
+"""Means of squares."""
+
 VIEWS: dict[str, Net] = {
     "reshaped": Net(Reshaped, rows(2, 4, 6, dtype=torch.float32), rows(2, 4, 6, dtype=torch.float32), F.mse_loss),
     "many calls between views": Net(
@@ -137,12 +149,12 @@ VIEWS: dict[str, Net] = {
 
 @functools.cache
 def case(name: str) -> tuple[Built, Graph, Graph]:
-    net = {**NETS, **LOSSES, **SUMS, **VIEWS}[name].build()
+    net = {**NETS, **LOSSES, **SUMS, **MEANS, **VIEWS}[name].build()
     graph = functionalize(captured(net).graph)
     return net, graph, untangle(graph)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *SUMS, *VIEWS, *NETS])
+@pytest.mark.parametrize("name", [*LOSSES, *SUMS, *MEANS, *VIEWS, *NETS])
 def test_not_a_bit_changes(name: str) -> None:
     net, graph, after = case(name)
     verify(after)
@@ -183,6 +195,15 @@ def test_what_counts_depends_on_the_targets_alone(name: str) -> None:
             before = {total, *rx.ancestors(dag, total)}
             assert {value for at in before for value in after.ops[at].inputs() if value in after.inputs} == {target}
     assert [op.args[3] for op in after.ops if op.target in NLL] == [2]
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_gradient_of_a_mean_of_squares_counts_no_elements(name: str) -> None:
+    """So that a part, which has fewer, computes its rows of the same gradient."""
+    _, _, after = case(name)
+    assert any("mse_loss_backward" in op.target for op in after.ops) == (
+        name in ("squares in bfloat16", "squares of rows")
+    )
 
 
 @pytest.mark.parametrize("name", SUMS)
