@@ -8,6 +8,8 @@ these round differently, this module restores eager's path while a step is recor
 * `max_pool1d` of an input without gradient is one kernel, which keeps no indices;
 * a `cross_entropy` with label smoothing and weights sums the weights of counted labels only;
 * `one_hot` reads the smallest and largest class, to raise an error: bounds that become guards.
+
+One operator needs less memory where nothing watches: `linear` adds its bias in place to a product.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def formulas_as_eager() -> Iterator[None]:
                 library.impl(name, _either(plain, graded), "AutogradCPU")
             library.impl("cross_entropy_loss", _cross_entropy, "AutogradCPU")
             library.impl("one_hot", _one_hot, "AutogradCPU")
+            library.impl("linear", _linear, "AutogradCPU")
         Tensor.__new__ = _new_tensor  # type: ignore[method-assign, assignment]
         yield
     finally:
@@ -184,6 +187,14 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
         return plain(x, num_classes)  # type: ignore[no-any-return]
     made = torch.zeros((*x.shape, num_classes), dtype=x.dtype, device=x.device)
     return made.scatter_(-1, x.unsqueeze(-1), 1)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer. A matrix or a contiguous input takes its bias within `addmm`; any other input is
+    multiplied first, and the bias is added to the product."""
+    if bias is None or x.dim() == 2 or x.is_contiguous():
+        return _ATEN.linear.default.decompose(x, weight, bias)  # type: ignore[no-any-return]
+    return torch.matmul(x, weight.t()).add_(bias)
 
 
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")

@@ -1,4 +1,4 @@
-"""Eager's in-place additions of gradients, seen although somebody watches."""
+"""Eager's in-place additions of gradients and biases, seen although somebody watches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.ops.eager_only import Unwatched, unwatched
 from magis.runtime.measure import tensor_peak, window_peak
+from magis.simulate.simulator import replay
+from tests.nets import Block, Net
+from tests.oracles import captured, differences, eager_step, graph_step, observed, workspaces
 
 Scenario = Callable[[Tensor, Tensor], Tensor]
 
@@ -137,3 +140,43 @@ def test_it_asks_in_any_mode() -> None:
         assert unwatched() == expected
     with torch.inference_mode():
         assert unwatched() == expected
+
+
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+
+def linear(view: Callable[[Tensor], Tensor], **how: Any) -> nn.Module:
+    return Block(lambda m, x: m.layer(view(x)), layer=nn.Linear(16, 32, **how))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "transposed": (lambda: linear(lambda x: x.transpose(0, 1)), 1),
+    "every other row": (lambda: linear(lambda x: x[:, ::2]), 1),
+    "four dimensions": (lambda: linear(lambda x: x.unflatten(0, (2, 4)).transpose(0, 2)), 1),
+    "a column": (lambda: linear(lambda x: x.reshape(16, -1)[:, 1]), 1),
+    "attention": (
+        lambda: Block(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(16, 2, batch_first=True)), 1,
+    ),
+    "decoder": (
+        lambda: Block(lambda m, x: m.layer(x, x), layer=nn.TransformerDecoderLayer(16, 2, 8, batch_first=True)), 3,
+    ),
+    "contiguous": (lambda: linear(lambda x: x), 0),
+    "a matrix": (lambda: linear(lambda x: x[:, 0]), 0),
+    "no bias": (lambda: linear(lambda x: x.transpose(0, 1), bias=False), 0),
+}  # fmt: skip
+"""Layers by what a linear layer in them is given, and the number of biases that eager adds in place to a product."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_product_of_strided_rows_takes_its_bias_in_place(name: str) -> None:
+    make, count = LAYERS[name]
+    net = Net(make, lambda: (torch.randn(8, 6, 16),), loss_fn=torch.sum).build()
+    step = captured(net)
+    graph, persistent = step.graph, step.graph.persistent_bytes()
+    assert sum(op.target == "aten.add_.Tensor" and op.phase == "forward" for op in graph.ops) == count
+    expected, *counted = observed(eager_step(net), persistent)
+    numbers, *counted_of_graph = observed(graph_step(graph, net), persistent)
+    assert differences(expected, numbers) == []
+    for found, lifetimes in ((counted, {"deaths": step.deaths, "numbers": step.numbers}), (counted_of_graph, {})):
+        profile = replay(graph, workspaces().of(graph), **lifetimes)  # type: ignore[arg-type]
+        assert found == [profile.peak_bytes, profile.tensor_bytes]
