@@ -12,8 +12,9 @@ a loop nor the code that made it. Nested loops are undone from the innermost on.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import TypeAlias
 
@@ -32,6 +33,7 @@ from magis.fission.global_calls import (
 from magis.fission.part_sums import is_rounding, with_sums_apart
 from magis.graph import Arg, Graph, Loop, Op, Ref, Value
 from magis.graph.loop_rules import MERGES, merged_dtype, rows_around
+from magis.ops.plain_calls import commutes, plain_form
 from magis.ops.splits import Halo, Overlap
 
 Likely: TypeAlias = frozenset[tuple[tuple[int, ...], str]]
@@ -88,6 +90,30 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
     return _Emitting(undoing, values).everything()
 
 
+def _functional(body: Graph) -> Graph:
+    """Return a loop's body whose operators on temporary memory are functional ones: no value is read after its memory
+    was written, so where results lie does not matter."""
+    ops: list[Op] = []
+    for op in body.ops:
+        plain, over = plain_form(op)
+        own = over is not None and body.storages[body.values[over].storage].kind == "temporary"
+        ops.append(replace(plain, writes=()) if own else op)
+    return replace(body, ops=tuple(ops))
+
+
+def _stale_reads(body: Graph) -> Iterator[str]:
+    """Yield operators that take a value whose memory was written after the value was made."""
+    writes: Counter[int] = Counter()
+    opened: dict[int, int] = {}
+    """Value -> number of writes to its storage before it was made."""
+    for op in body.ops:
+        for value in op.inputs()[op.target in MERGES :]:
+            if writes[body.values[value].storage] != opened.get(value, 0):
+                yield f"operator {op.id} ({op.target}): takes value {value}, whose memory was written since"
+        writes.update(storage for storage, _ in op.writes)
+        opened |= {value: writes[body.values[value].storage] for value in op.made()}
+
+
 def _in_parts(likely: Likely, parts: int) -> Likely:
     """Return likely shapes, and those of their slices in a loop of so many parts, which inner loops work on."""
     return likely | {
@@ -135,7 +161,9 @@ class _Undoing:
         ]
         if self.problems:
             return  # an unsound inner loop gives no facts
-        self.ops, self.values = _undo_loops(with_sums_apart(loop.graph), _in_parts(likely, loop.parts))
+        apart = with_sums_apart(loop.graph)
+        self.problems += [f"{self.where}, {problem}" for problem in _stale_reads(apart)]
+        self.ops, self.values = _undo_loops(_functional(apart), _in_parts(likely, loop.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
@@ -316,8 +344,14 @@ def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
         if is_rounding(op, dtype):
             known[op.made()[0]] = digest
             continue
-        inputs = iter([known[value] for value in op.inputs()])
-        text = f"{op.target} {_plain(op.args, inputs)} {[(name, _plain(arg, inputs)) for name, arg in op.kwargs]}"
+        plain, _ = plain_form(op)  # several variants may share one in-place variant
+        if plain.inputs() != op.inputs():
+            plain = op
+        given = [known[value] for value in plain.inputs()]
+        inputs = iter(sorted(given) if commutes(plain, values) else given)
+        text = (
+            f"{plain.target} {_plain(plain.args, inputs)} {[(key, _plain(arg, inputs)) for key, arg in plain.kwargs]}"
+        )
         digest = hashlib.sha256(text.encode()).hexdigest()
         known |= {value: f"{digest} {at}" for at, value in enumerate(op.outputs) if value is not None}
         if op.writes:

@@ -47,8 +47,11 @@ class OpInfo:
     in_place: Mapping[str, str] = field(default_factory=dict)
     """Overload -> overload of the in-place variant with the same arguments and results, on the first argument."""
     out: str = ""
-    """Overload, and keyword, of the out variant whose output may be any input; only for point-wise operators without
-    in-place variant, built on TensorIterator, which allows an output that is exactly one of the inputs."""
+    """Overload, and keyword, of the out variant whose output may be any input; only for operators without in-place
+    variant: point-wise ones, built on TensorIterator, which allows an output that is exactly one of the inputs, and
+    softmaxes along the last dimension, whose kernels read a row whole before they write it element by element."""
+    keyword: str = ""
+    """Keyword of the out variant, where it is not the overload."""
     exact_for_complex: tuple[str, ...] = ()
     """Overloads whose in-place variant is bitwise equal for complex dtypes: add and sub without ``alpha``, mul by a
     real number. Others multiply complex numbers: if the loop fuses a product and a sum (one rounding) depends on
@@ -115,7 +118,7 @@ class OpInfo:
     def out_form(self, target: str) -> tuple[str, str] | None:
         """Return the out variant whose output may be any input, and its keyword; None without one."""
         known = self.out and target.endswith(".default")
-        return (target.replace(".default", f".{self.out}"), self.out) if known else None
+        return (target.replace(".default", f".{self.out}"), self.keyword or self.out) if known else None
 
     def may_change_place(
         self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], *, dtype: str

@@ -166,10 +166,13 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("logcumsumexp sort", "reduction", 3, "reductions.along"),
     **_rows("topk", "reduction", 3, "reductions.along", dim=2),
     **_rows("cummax cummin", split="reductions.along"),
-    **_rows("_softmax _log_softmax _safe_softmax", "softmax", 14, "reductions.along"),
+    **_rows("_softmax _log_softmax", "softmax", 14, "reductions.along", dim=1, out="out"),
+    **_rows("_safe_softmax", "softmax", 14, "reductions.along"),
     **_rows("_masked_softmax", "softmax", 14),
-    **_rows("_softmax_backward_data", "softmax", 4, "reductions.along", dim=2),
-    **_rows("_log_softmax_backward_data", "softmax", 4, "reductions.along", dim=2, layout="rows"),
+    **_rows("_softmax_backward_data", "softmax", 4, "reductions.along", dim=2, out="out", keyword="grad_input"),
+    **_rows(
+        "_log_softmax_backward_data", "softmax", 4, "reductions.along", dim=2, layout="rows", out="out"
+    ),
     **_rows("_fft_r2c _fft_c2r _fft_c2c", split="reductions.along"),
     **_rows("glu", split="reductions.along"),
     **_rows("glu_backward", split="reductions.along", dim=2, layout="rows"),

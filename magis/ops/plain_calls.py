@@ -23,10 +23,11 @@ def plain_form(op: Op) -> tuple[Op, int | None]:
     in_place = info.in_place_form(op.target)
     if in_place is not None:  # several functional variants may share one in-place variant
         return replace(op, target=info.functional_form(in_place) or op.target), None
-    over = dict(op.kwargs).get(info.out) if info.out and op.target.endswith(f".{info.out}") else None
+    keyword = info.keyword or info.out
+    over = dict(op.kwargs).get(keyword) if info.out and op.target.endswith(f".{info.out}") else None
     if isinstance(over, Ref):
         target = f"{op.target.removesuffix(info.out)}default"
-        return replace(op, target=target, kwargs=tuple(pair for pair in op.kwargs if pair[0] != info.out)), over.value
+        return replace(op, target=target, kwargs=tuple(pair for pair in op.kwargs if pair[0] != keyword)), over.value
     return op, None
 
 

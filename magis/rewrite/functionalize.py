@@ -9,13 +9,14 @@ does and in many other places. Weight updates and random in-place operators are 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import rustworkx as rx
 
-from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, with_inputs
+from magis.graph import Arg, Const, Graph, Op, Storage, with_inputs
 from magis.graph.hazards import fills, row_major
 from magis.ops.operators import op_info
+from magis.rewrite.losses import LossRewriter
 
 
 def functionalize(graph: Graph) -> Graph:
@@ -104,36 +105,19 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 # sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {"ones": 1, "zeros": 0}
-_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
-_GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
-_SQUARES, _SQUARES_BACK = "aten.mse_loss.default", "aten.mse_loss_backward.default"
-MEAN, SUM = 1, 2
 
 
 def untangle(graph: Graph) -> Graph:
     """Return the step without false dependences."""
     graph = _without_views_around(graph)
-    found = _Rewritten(dict(graph.storages), dict(graph.values))
+    found = LossRewriter(dict(graph.storages), dict(graph.values))
     for op in graph.ops:
         factory = _factory(graph, op)
         if factory is not None:
             found.ops.append(factory)
-        elif op.target in _LOSSES and op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2:
-            found.loss(op)  # a mean without class weights
-        elif op.target in _GRADIENTS and op.args[4] == SUM and len(op.args) == 7:
-            found.gradient(op)
-        elif _splits_with_loss(op) and found.squares(op):
-            continue
-        else:
+        elif not found.by_itself(op):
             found.ops.append(op)
-    ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
-    return replace(graph, storages=found.storages, values=found.values, ops=ops)
-
-
-def _splits_with_loss(op: Op) -> bool:
-    """Return True for a mean or sum of squares, and for the gradient of a mean."""
-    reductions: dict[str, tuple[Arg, ...]] = {_SQUARES: (MEAN, SUM), _SQUARES_BACK: (MEAN,)}
-    return op.target in reductions and (op.args[-1] if len(op.args) > 2 else MEAN) in reductions[op.target]
+    return found.step(graph)
 
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -222,113 +206,3 @@ def _factory(graph: Graph, op: Op) -> Op | None:
         return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=order)
     fill: Arg = op.args[2 if given else 1] if what == "full" else _FILL[what]
     return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
-
-
-@dataclass
-class _Rewritten:
-    """The step under construction."""
-
-    storages: dict[int, Storage]
-    values: dict[int, Value]
-    ops: list[Op] = field(default_factory=list)
-
-    def loss(self, op: Op) -> None:
-        """Emit the mean loss as a sum divided by the number of targets that are not ignored."""
-        loss, weight = (value for value in op.outputs if value is not None)
-        target = op.args[1]
-        ignored = op.args[4]
-        if not isinstance(target, Ref):
-            self.ops.append(op)
-            return
-        labels, total = self.values[target.value], self.values[weight]
-        counted = self._fresh(labels.shape, "bool")
-        reads = tuple(pair for pair in op.reads if pair[0] == labels.storage)
-        self._emit(op, "aten.ne.Scalar", (target, ignored), (counted,), reads)
-        met: tuple[tuple[int, int], ...] = ((self.values[counted].storage, 0),)
-        exact = total.dtype in ("float32", "float64")
-        count = weight if exact else self._fresh((), "float32")
-        dtype: tuple[tuple[str, Arg], ...] = (("dtype", Const("dtype", self.values[count].dtype)),)
-        self._emit(op, "aten.sum.default", (Ref(counted),), (count,), met, dtype)
-        if not exact:
-            met = ((self.values[count].storage, 0),)
-            dtype = (("dtype", Const("dtype", total.dtype)),)
-            self._emit(op, "aten._to_copy.default", (Ref(count),), (weight,), met, dtype)
-        looks = self.values[loss]
-        parts, unused = self._fresh(looks.shape, looks.dtype), self._fresh((), total.dtype)
-        args = (*op.args[:3], SUM, *op.args[4:])
-        self.ops.append(replace(op, args=args, outputs=(parts, unused)))
-        met = ((self.values[parts].storage, 0), (total.storage, 0))
-        self._emit(op, "aten.div.Tensor", (Ref(parts), Ref(weight)), (loss,), met)
-
-    def gradient(self, op: Op) -> None:
-        """Emit the gradient of a summed loss without the total weight, of which it only needs that there is one."""
-        taken = op.args[6]
-        if not isinstance(taken, Ref):
-            self.ops.append(op)
-            return
-        total = self.values[taken.value]
-        weight = self._fresh((), total.dtype)
-        kwargs: tuple[tuple[str, Arg], ...] = (
-            ("device", Const("device", "cpu")),
-            ("dtype", Const("dtype", total.dtype)),
-        )
-        self._emit(op, "aten.full.default", ((), 0), (weight,), (), kwargs)
-        reads = {pair for pair in op.reads if pair[0] != total.storage} | {(self.values[weight].storage, 0)}
-        self.ops.append(replace(op, args=(*op.args[:6], Ref(weight)), reads=tuple(sorted(reads))))
-
-    def squares(self, op: Op) -> bool:
-        """Emit a mean or sum of squares, or the gradient of a mean, in the order of torch's kernels; return False for
-        other layouts and types, whose kernels round otherwise.
-
-        The loss gets a storage of its own size: torch's is as large as the scores.
-        """
-        (made,) = op.made()
-        back = op.target == _SQUARES_BACK
-        *gradient, left, right = op.inputs()
-        looks = self.values[left]
-        alike = {(each.shape, each.stride, each.dtype) for each in (looks, self.values[right])}
-        if back:
-            alike.add((self.values[made].shape, self.values[made].stride, self.values[made].dtype))
-        plain = (
-            looks.numel and looks.stride == row_major(looks.shape) and not any(self.values[g].shape for g in gradient)
-        )
-        if not (len(alike) == 1 and plain and looks.dtype in ("float32", "float64")):
-            return False
-        apart, next_one = (self._fresh(looks.shape, looks.dtype) for _ in range(2))
-        storages = {self.values[value].storage for value in (left, right)}
-        reads = tuple(pair for pair in op.reads if pair[0] in storages)
-        self._emit(op, "aten.sub.Tensor", (Ref(left), Ref(right)), (apart,), reads)
-        met, then = ((self.values[apart].storage, 0),), ((self.values[next_one].storage, 0),)
-        if back:
-            self._emit(op, "aten.mul.Scalar", (Ref(apart), 2.0 / looks.numel), (next_one,), met)
-            own = tuple(pair for pair in op.reads if pair[0] == self.values[gradient[0]].storage)
-            self._emit(op, "aten.mul.Tensor", (Ref(next_one), Ref(gradient[0])), (made,), (*then, *own))
-        else:
-            self._emit(op, "aten.mul.Tensor", (Ref(apart), Ref(apart)), (next_one,), met)
-            reduced = "aten.sum.default" if op.args[2:] == (SUM,) else "aten.mean.default"
-            self._emit(op, reduced, (Ref(next_one),), (made,), then)
-            loss = self.values[made]
-            self.storages[loss.storage] = replace(self.storages[loss.storage], nbytes=loss.nbytes)
-        return True
-
-    def _emit(
-        self,
-        like: Op,
-        target: str,
-        args: tuple[Arg, ...],
-        outputs: tuple[int, ...],
-        reads: tuple[tuple[int, int], ...],
-        kwargs: tuple[tuple[str, Arg], ...] = (),
-    ) -> None:
-        self.ops.append(
-            Op(
-                0, target, args, kwargs, outputs,
-                reads=tuple(sorted(reads)), phase=like.phase, module=like.module, line=like.line,
-            )
-        )  # fmt: skip
-
-    def _fresh(self, shape: tuple[int, ...], dtype: str) -> int:
-        storage, value = max(self.storages) + 1, max(self.values) + 1
-        self.values[value] = Value(value, shape, row_major(shape), dtype, storage)
-        self.storages[storage] = Storage(storage, self.values[value].nbytes, "temporary")
-        return value

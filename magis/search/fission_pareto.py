@@ -26,7 +26,7 @@ from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
 from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
-from magis.search.split_at_peak import within_body
+from magis.search.split_at_peak import with_loop_inside, within_body
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem
 
@@ -166,7 +166,7 @@ def _with_loops_inside(
             try:
                 apart = with_sums_apart(loop.graph)
                 cuts = {at: _alike(apart, apart.ops[at], split) for at, split in chosen.items()}
-                body = expand(apart, Region(cuts, inner), in_place=True)
+                body = with_loop_inside(apart, Region(cuts, inner), work.costs, reuse=work.reuse)
                 within = Loop(loop.parts, body)
                 yield replace(cut, inner=inner, choice=choice), other_parts(here, within, work.costs, reuse=work.reuse)
             except VerifyError:

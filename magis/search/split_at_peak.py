@@ -20,14 +20,16 @@ from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import with_sums_apart
 from magis.fission.region import Region
-from magis.graph import Graph
+from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.graph.loop_rules import ADDMM, ADDSUM
 from magis.ops.splits import Split
+from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import PlanRequest
 from magis.search.driver import SearchResult, search
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
+from magis.simulate.evaluator import expand as schedule
 from magis.simulate.problem import DROP, Int8s
 
 CANDIDATES = 8
@@ -158,7 +160,7 @@ def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[M
     found: list[tuple[_PlannedStep, Mapping[int, Split]]] = []
     for cuts in (*regions_around(body, at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):
-            after = _state(expand(body, Region(cuts, parts), in_place=True), costs, reuse, {})
+            after = _state(with_loop_inside(body, Region(cuts, parts), costs, reuse=reuse), costs, reuse, {})
             found += [(after, cuts)] if after.peak < before.peak else []
     if not found:
         return []
@@ -167,6 +169,23 @@ def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[M
     _, cheap = min(found, key=lambda each: _ns_per_byte(before, each[0]))
     _, low = min(close, key=lambda each: each[0].latency_ns)
     return [cheap] if low == cheap else [cheap, low]
+
+
+def with_loop_inside(body: Graph, region: Region, costs: Costs, *, reuse: bool) -> Graph:
+    """Return a loop's body with a region as a loop. That loop is not planned: with ``reuse``, its operators run in
+    place wherever an input dies. Raises VerifyError if the region cannot be expanded."""
+    graph = expand(body, region, in_place=True)
+    return replace(graph, ops=tuple(_in_place(op, costs) if reuse else op for op in graph.ops))
+
+
+def _in_place(op: Op, costs: Costs) -> Op:
+    """Return a loop whose operators write over inputs that they are the last to use; other operators unchanged."""
+    if op.body is None:
+        return op
+    compiled = compile_problem(op.body.graph, costs)
+    order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
+    events = schedule(compiled.problem, order, np.full(len(compiled.storages), DROP, dtype=np.int8))
+    return replace(op, body=replace(op.body, graph=realize(compiled, events)))
 
 
 def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _PlannedStep:

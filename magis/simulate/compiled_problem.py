@@ -15,7 +15,7 @@ import rustworkx as rx
 
 from magis.cost.machines import Times
 from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
-from magis.graph.hazards import fills, is_pure_view, order_edges
+from magis.graph.hazards import fills, is_pure_view, order_edges, row_major
 from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
 from magis.simulate.error_order import update_behind_errors
@@ -361,6 +361,10 @@ def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
     elif info.out_form(op.target) is not None:
         candidates.extend(inputs)
     output = graph.values[made[0]]
+    if info.kind == "softmax":
+        last = len(output.shape) - 1
+        if op.args[info.dim] not in (last, -1) or output.stride != row_major(output.shape):
+            return ()
     fresh = graph.storages[output.storage]
     storage_uses = [graph.values[value].storage for value in inputs]
     found: list[int] = []

@@ -50,6 +50,10 @@ def arguments(target: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int
             made.append(drawn())
         elif kind == "bool":
             made.append(False)
+        elif argument.name == "dim":
+            made.append(-1)
+        elif argument.name == "input_dtype":
+            made.append(dtype)
         else:
             made.append(NUMBERS.get(target.split(".")[1].partition("_")[0], 0.3137) * (1 + seed))
     return [*made, 0.25] if target == "aten.clamp.default" else made
