@@ -165,6 +165,7 @@ def with_sums_apart(body: Graph) -> Graph:
     """Return a loop's body with each ``magis.addmm`` and ``magis.addsum`` as a call of torch and a reduction, and with
     inner loops that make the sums that they add to wholes."""
     values, storages, ops = dict(body.values), dict(body.storages), list[Op]()
+    free = max((op.id for op in body.ops), default=0) + 1
     for op in body.ops:
         into = summed(op) if op.body is not None else op.inputs()[:1] if op.target in _APART else ()
         made = list[int]()
@@ -180,10 +181,11 @@ def with_sums_apart(body: Graph) -> Graph:
         for value, number in zip(into, made, strict=True):
             own = values[value].storage
             reads = (*(pair for pair in op.reads if pair[0] == own), (values[number].storage, 0))
-            merge = Op(0, REDUCE, (Ref(value), Ref(number), "sum"), (), (), reads=reads, phase=op.phase)
+            merge = Op(free, REDUCE, (Ref(value), Ref(number), "sum"), (), (), reads=reads, phase=op.phase)
+            free += 1
             writes = tuple(pair for pair in op.writes if pair[0] == own)
             ops.append(replace(merge, writes=writes, module=op.module, line=op.line))
-    return replace(body, storages=storages, values=values, ops=tuple(replace(op, id=at) for at, op in enumerate(ops)))
+    return replace(body, storages=storages, values=values, ops=tuple(ops))
 
 
 def _making(op: Op, wholes: Sequence[int], made: Sequence[int], values: Mapping[int, Value]) -> Op:

@@ -90,28 +90,31 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
     return _Emitting(undoing, values).everything()
 
 
-def _functional(body: Graph) -> Graph:
-    """Return a loop's body whose operators on temporary memory are functional ones: no value is read after its memory
-    was written, so where results lie does not matter."""
+def _functional(graph: Graph) -> Graph:
+    """Return a graph whose operators on temporary memory are functional ones, where no value is read after its memory
+    was written: then it does not matter where results lie."""
+    stale = {storage for storage, _ in _stale_reads(graph)}
     ops: list[Op] = []
-    for op in body.ops:
+    for op in graph.ops:
         plain, over = plain_form(op)
-        own = over is not None and body.storages[body.values[over].storage].kind == "temporary"
+        storage = None if over is None else graph.storages[graph.values[over].storage]
+        own = storage is not None and storage.kind == "temporary" and storage.id not in stale
         ops.append(replace(plain, writes=()) if own else op)
-    return replace(body, ops=tuple(ops))
+    return replace(graph, ops=tuple(ops))
 
 
-def _stale_reads(body: Graph) -> Iterator[str]:
-    """Yield operators that take a value whose memory was written after the value was made."""
+def _stale_reads(graph: Graph) -> Iterator[tuple[int, str]]:
+    """Yield storages, and operators that take a value there whose memory was written after the value was made."""
     writes: Counter[int] = Counter()
     opened: dict[int, int] = {}
     """Value -> number of writes to its storage before it was made."""
-    for op in body.ops:
+    for op in graph.ops:
         for value in op.inputs()[op.target in MERGES :]:
-            if writes[body.values[value].storage] != opened.get(value, 0):
-                yield f"operator {op.id} ({op.target}): takes value {value}, whose memory was written since"
+            storage = graph.values[value].storage
+            if writes[storage] != opened.get(value, 0):
+                yield storage, f"operator {op.id} ({op.target}): takes value {value}, whose memory was written since"
         writes.update(storage for storage, _ in op.writes)
-        opened |= {value: writes[body.values[value].storage] for value in op.made()}
+        opened |= {value: writes[graph.values[value].storage] for value in op.made()}
 
 
 def _in_parts(likely: Likely, parts: int) -> Likely:
@@ -162,7 +165,7 @@ class _Undoing:
         if self.problems:
             return  # an unsound inner loop gives no facts
         apart = with_sums_apart(loop.graph)
-        self.problems += [f"{self.where}, {problem}" for problem in _stale_reads(apart)]
+        self.problems += [f"{self.where}, {problem}" for _, problem in _stale_reads(apart)]
         self.ops, self.values = _undo_loops(_functional(apart), _in_parts(likely, loop.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
@@ -328,7 +331,7 @@ def _words(how: int | str | Halo | Overlap) -> str:
 
 def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
     """Return digests of how each output, and each write, is computed from the inputs, independent of ids and order."""
-    ops, values = _undo_loops(graph, likely)
+    ops, values = _undo_loops(_functional(graph), likely)
     known = {value: f"input {value}" for value in graph.inputs}
     writes: list[str] = []
     exact: dict[int, tuple[str, str]] = {}

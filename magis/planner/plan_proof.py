@@ -30,6 +30,7 @@ from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND
+from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import aggregated
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
@@ -51,7 +52,8 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     looped = any(op.body is not None for op in graph.ops)
     forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
     if looped:
-        forms = [lambda: subject.aggregated, lambda: aggregated(subject.untangled)[0], *forms]
+        lean = with_lean_cross_entropy(subject.untangled)
+        forms = [lambda: subject.aggregated, lambda: aggregated(lean)[0], lambda: lean, *forms]
     else:
         forms.reverse()
     first: VerifyError | None = None

@@ -26,6 +26,7 @@ from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
+from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import quickest
 from magis.runtime.behind_step import BehindStep
 from magis.runtime.measure import free_device_memory, tensor_peak, trim, window_peak
@@ -142,8 +143,8 @@ class Subject(TracedModel):
 
     @cached_property
     def aggregated(self) -> Graph:
-        """Untangled graph with small calls merged where that saves time: the graph that fission splits."""
-        graph = quickest(self.untangled, self.latency_ns)
+        """The graph that fission splits: untangled, with lean cross-entropies, and small calls merged if that pays."""
+        graph = quickest(with_lean_cross_entropy(self.untangled), self.latency_ns)
         verify(graph)
         return graph
 

@@ -1,7 +1,15 @@
-"""Losses and their gradients in other operators, so that a part of a step needs nothing of other parts."""
+"""Losses and their gradients in other operators, so that a part needs less memory and nothing of other parts.
+
+    log_softmax_backward(nll_loss_backward(g, x, t), x)  ->  g exp(x), less g at t       (`with_lean_cross_entropy`)
+
+Torch makes the gradient of a cross-entropy by its scores from another tensor of their size, which is zero but for one
+number a row. Here it is one tensor, which overwrites the log-softmax. Its numbers differ in the last digits, as `exp`
+is another kernel: only steps in parts use it. All else is bitwise exact.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
@@ -11,6 +19,51 @@ _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _GRADIENTS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 _SQUARES, _SQUARES_BACK = "aten.mse_loss.default", "aten.mse_loss_backward.default"
 MEAN, SUM = 1, 2
+
+
+def with_lean_cross_entropy(graph: Graph) -> Graph:
+    """Return the step with each gradient of a cross-entropy by its scores in one tensor of their size."""
+    leans = _gradients_of_scores(graph)
+    if not leans:
+        return graph
+    found = LossRewriter(dict(graph.storages), dict(graph.values))
+    later: set[int] = set()
+    """Storages that are written once more than in the graph."""
+    for at, op in enumerate(graph.ops):
+        if op.id in leans:
+            found.scores(op, graph.ops[leans[op.id]])
+            later.update(graph.values[value].storage for value in op.made())
+        elif at not in leans.values():
+            reads, writes = (
+                tuple((storage, version + (storage in later)) for storage, version in pairs)
+                for pairs in (op.reads, op.writes)
+            )
+            found.ops.append(replace(op, reads=reads, writes=writes))
+    for at in leans.values():
+        value = found.values.pop(graph.ops[at].made()[0])
+        del found.storages[value.storage]
+    return found.step(graph)
+
+
+def _gradients_of_scores(graph: Graph) -> dict[int, int]:
+    """Map the gradients of log-softmaxes (by id) to the gradients of losses by class numbers (by position) that they
+    alone take."""
+    uses = Counter(value for op in graph.ops for value in op.inputs())
+    losses = {op.made()[0]: at for at, op in enumerate(graph.ops) if op.target == "aten.nll_loss_backward.default"}
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.target != "aten._log_softmax_backward_data.default" or op.inputs()[0] not in losses:
+            continue
+        (gradient, log), (made,) = op.inputs(), op.made()
+        loss, looks = graph.ops[losses[gradient]], graph.values[made]
+        # rows of scores in a type in which the kernels round alike, without class weights
+        layouts = {(graph.values[value].shape, graph.values[value].stride) for value in (gradient, log, made)}
+        rows = len(looks.shape) == 2 and layouts == {(looks.shape, row_major(looks.shape))} and op.args[2] in (1, -1)
+        exact = looks.dtype in ("float32", "float64") and {graph.values[v].dtype for v in op.inputs()} == {looks.dtype}
+        plain = loss.args[3] is None and uses[gradient] == 1 and loss.inputs()[1] == log
+        if rows and exact and plain and gradient not in graph.outputs:
+            found[op.id] = losses[gradient]
+    return found
 
 
 def _splits_with_loss(op: Op) -> bool:
@@ -85,6 +138,44 @@ class LossRewriter:
         self._emit(op, "aten.full.default", ((), 0), (weight,), (), kwargs)
         reads = {pair for pair in op.reads if pair[0] != total.storage} | {(self.values[weight].storage, 0)}
         self.ops.append(replace(op, args=(*op.args[:6], Ref(weight)), reads=tuple(sorted(reads))))
+
+    def scores(self, op: Op, loss: Op) -> None:
+        """Emit the gradient of a cross-entropy by its scores: g exp(x), less g at the target, in place."""
+        (made,) = op.made()
+        gradient, log, target, total = loss.inputs()
+        labels, looks = self.values[target], self.values[log]
+        rows, dtype, known = labels.shape, looks.dtype, dict((*loss.reads, *op.reads))
+
+        def emit(name: str, args: tuple[Arg, ...], shape: tuple[int, ...], kind: str, base: int | None = None) -> int:
+            """Emit an operator; ``base``: the value of which it opens a view."""
+            number = self._fresh(shape, kind)
+            taken = {self.values[arg.value].storage for arg in args if isinstance(arg, Ref)}
+            reads = tuple((storage, known.get(storage, 0)) for storage in taken)
+            if base is not None:
+                del self.storages[self.values[number].storage]
+                self.values[number] = replace(self.values[number], storage=self.values[base].storage)
+            self._emit(op, f"aten.{name}", args, (number,), reads if base is None else ())
+            return number
+
+        if loss.args[4] == MEAN:
+            gradient = emit("div.Tensor", (Ref(gradient), Ref(total)), (), dtype)
+        counted = emit("ne.Scalar", (Ref(target), loss.args[5]), rows, "bool")
+        factor = emit("where.ScalarOther", (Ref(counted), Ref(gradient), 0), rows, dtype)
+        place = emit("where.ScalarOther", (Ref(counted), Ref(target), 0), rows, labels.dtype)
+        less = emit("neg.default", (Ref(factor),), rows, dtype)
+        column = (*rows, 1)
+        factor = emit("unsqueeze.default", (Ref(factor), 1), column, dtype, factor)
+        less = emit("unsqueeze.default", (Ref(less), 1), column, dtype, less)
+        place = emit("unsqueeze.default", (Ref(place), 1), column, labels.dtype, place)
+        shares = emit("exp.default", (Ref(log),), looks.shape, dtype)
+        shares = emit("mul.Tensor", (Ref(shares), Ref(factor)), looks.shape, dtype)
+        # in place, which is one write more: the kernel that copies first takes ten times as long
+        storage = self.values[made].storage
+        del self.storages[self.values[shares].storage]
+        self.values[shares] = replace(self.values[shares], storage=storage)
+        reads = tuple((self.values[value].storage, 0) for value in (shares, place, less))
+        self._emit(op, "aten.scatter_add_.default", (Ref(shares), 1, Ref(place), Ref(less)), (made,), reads)
+        self.ops[-1] = replace(self.ops[-1], writes=((storage, 1),))
 
     def squares(self, op: Op) -> bool:
         """Emit a mean or sum of squares, or the gradient of a mean, in the order of torch's kernels; return False for

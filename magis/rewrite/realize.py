@@ -83,13 +83,13 @@ class _Builder:
     def group(self, group: Group, renewed: set[int] | None, taken: int | None) -> None:
         """Emit the operators of a node; operators of a recomputed node read each other's recomputed outputs."""
         if renewed is None or len(group) == 1:
-            for op in group:
-                self.node(op, renewed, taken)
+            for number, op in enumerate(group):
+                self.node(op, renewed, None if number else taken)
             return
         made = {self._source.values[value].storage for op in group for value in op.made()}
         others = {storage: self._copy.pop(storage, None) for storage in made - renewed}
-        for op in group:
-            self.node(op, made, None)
+        for number, op in enumerate(group):
+            self.node(op, made, None if number else taken)
         for storage, copy in others.items():
             self._copy.pop(storage, None)
             if copy is not None:

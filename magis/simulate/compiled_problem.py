@@ -243,11 +243,25 @@ class _Facts:
         return written or storage in self.partial
 
 
+def _victims(graph: Graph, group: Group) -> list[int]:
+    """List storages in whose memory a node may make its one storage: those that its first operator may write over, if
+    the others only go on in place."""
+    first, *rest = group
+    found = [graph.values[value].storage for value in reusable(graph, first)]
+    own = {graph.values[value].storage for value in first.made()}
+    touched: set[int] = set()
+    for op in rest:
+        if not own.issuperset((*(graph.values[value].storage for value in op.made()), *(s for s, _ in op.writes))):
+            return []
+        touched.update(graph.values[value].storage for value in op.inputs())
+    return [storage for storage in found if storage not in touched]
+
+
 def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
     made = sorted({s for op in group for s in _fresh_storages(graph, op)})
     taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
     redo = tuple(redo_form(op, graph) for op in group)
-    victims = [graph.values[v].storage for v in reusable(graph, group[0])] if reuse and len(group) == 1 else []
+    victims = _victims(graph, group) if reuse else []
     ws, tensor = _workspace(graph, group, costs)
     ns = sum(costs.nanoseconds(op, graph.values) for op in group)
     redo_ns, redo_ws, redo_tensor = ns, ws, tensor

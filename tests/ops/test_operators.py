@@ -46,6 +46,8 @@ def arguments(target: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int
             made.append(drawn() > 0.5)
         elif argument.name == "value" and kind == "Tensor":
             made.append(torch.tensor(0.3137, dtype=dtype))
+        elif argument.name == "index":
+            made.append(torch.zeros(shape, dtype=torch.int64))
         elif kind in ("Tensor", "Optional[Tensor]"):
             made.append(drawn())
         elif kind == "bool":
@@ -111,6 +113,7 @@ OF_OTHERS = {
     "magis.capture.schemas": "comparisons, as words",
     "magis.capture.traced_numbers": "arguments of which autograd computes further numbers",
     "magis.cost.devices": "measured constants of one device",
+    "magis.fission.part_sums": "how parts combine",
     "magis.fission.loss_suffix": "where the head of a loss may begin",
     "magis.graph.loop_rules": "how parts combine",
     "magis.ops.eager_only": "calls that autograd's engine makes in place while nobody watches",
