@@ -19,9 +19,10 @@ from dataclasses import replace
 
 from magis.cost.shapes import bytes_of
 from magis.fission.region import Region, leavings, roots
-from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
+from magis.graph import Const, Graph, Op, Ref, Storage, Value
 from magis.graph.hazards import is_pure_view, row_major
 from magis.graph.loop_rules import ADDMM, ADDSUM, REDUCE, merged_dtype, summed
+from magis.graph.nodes import HALF
 
 ROUND, PRODUCT, SUM = "aten._to_copy.default", "aten.mm.default", "aten.sum.dim_IntList"
 _DIRECT = {PRODUCT: ADDMM, SUM: ADDSUM, ROUND: REDUCE}
@@ -81,8 +82,7 @@ def with_direct_sums(body: Graph) -> Graph:
             ops.append(op)
             continue
         before = ops.pop()
-        rest: list[Arg] = ["sum"] if before.target == ROUND else [False] if before.target == SUM else []
-        args = (op.args[0], *before.args, *rest)[:4]
+        args = (op.args[0], *before.args, *(["sum"] if before.target == ROUND else []))
         met = dict((*before.reads, *op.reads))
         del met[body.values[part].storage]
         gone.add(part)
@@ -157,7 +157,7 @@ def _adds(maker: Op, merge: Op, values: Mapping[int, Value]) -> bool:
     if maker.target == ROUND:
         return taken == whole
     if maker.target == SUM:  # others are summed in their own dtype anyway
-        return taken != whole and not maker.kwargs and len(maker.args) > 1 and bool(maker.args[1])
+        return taken in HALF and whole == "float32" and not maker.kwargs and len(maker.args) > 1 and bool(maker.args[1])
     return maker.target == PRODUCT
 
 

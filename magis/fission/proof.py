@@ -115,6 +115,10 @@ def _stale_reads(graph: Graph) -> Iterator[tuple[int, str]]:
                 yield storage, f"operator {op.id} ({op.target}): takes value {value}, whose memory was written since"
         writes.update(storage for storage, _ in op.writes)
         opened |= {value: writes[graph.values[value].storage] for value in op.made()}
+    for value in graph.outputs:
+        storage = graph.values[value].storage
+        if writes[storage] != opened.get(value, 0):
+            yield storage, f"returns value {value}, whose memory was written since"
 
 
 def _in_parts(likely: Likely, parts: int) -> Likely:
@@ -202,7 +206,9 @@ class _Undoing:
             case (("magis.store" | "magis.load" | "magis.alias"), (Ref(value),)):
                 for made in op.made():
                     self.facts[made] = {fact: _Alias(value, fact) for fact in self.facts.get(value, ())}
-                    if self.values[made].dtype != self.values[value].dtype:
+                    if value in self.sums:
+                        self.sums[made] = self.sums[value]
+                    elif self.values[made].dtype != self.values[value].dtype:
                         self.sums[made] = self.values[value].dtype
             case _, (Ref(value),) if is_rounding(op, self.sums.get(value, "")):
                 self.facts[op.made()[0]] = {fact: _Alias(value, fact) for fact in self.facts[value]}
@@ -216,7 +222,7 @@ class _Undoing:
 
     def _part(self, op: Op, whole: int, cut: int | Halo) -> None:
         """Record a slice of a tensor that every part has whole."""
-        known = [fact for fact in self.facts.get(whole, ()) if fact.how == "same"]
+        known = [fact for fact in self.facts.get(whole, ()) if fact.how == "same" and whole not in self.sums]
         if not known:
             self._problem(op, f"takes a stretch of value {whole}, which is no whole tensor")
         for value in op.made():

@@ -270,9 +270,11 @@ def _sum_problems(body: Graph, op: Op) -> Iterator[str]:
         case "magis.addmm", (Ref(whole), Ref(factor), Ref(right)):
             left, other = (body.values[each].shape if each in body.values else () for each in (factor, right))
             fits, shape = len(left) == len(other) == 2 and left[1] == other[0], (*left[:1], *other[1:])
-        case "magis.addsum", (Ref(whole), Ref(factor), tuple(dims), bool(keep)):
-            sizes = enumerate(body.values[factor].shape if factor in body.values else ())
-            fits, shape = bool(dims), tuple(1 if at in dims else size for at, size in sizes if keep or at not in dims)
+        case "magis.addsum", (Ref(whole), Ref(factor), tuple(dims), *rest) if rest in ([], [False], [True]):
+            sizes = body.values[factor].shape if factor in body.values else ()
+            gone = {dim % len(sizes) for dim in dims if isinstance(dim, int) and -len(sizes) <= dim < len(sizes)}
+            kept = ((at, size) for at, size in enumerate(sizes) if rest == [True] or at not in gone)
+            fits, shape = 0 < len(gone) == len(dims), tuple(1 if at in gone else size for at, size in kept)
         case _:
             yield "needs the whole, and two matrices, or a tensor with dimensions and whether to keep them"
             return

@@ -195,7 +195,7 @@ class Subject(TracedModel):
         behind, limit = self.captured.behind, None if self.runs else self.free_bytes
         if behind is not None:
             self.scratches.add(behind.graph, limit, None)
-            graph = before_update(graph)
+            graph = without_state(before_update(graph))
         step = partial(self.stopped, graph) if self.runs and runs else None
         self.scratches.add(graph, limit, step)
         return self.scratches.known

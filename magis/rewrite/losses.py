@@ -61,6 +61,7 @@ def _gradients_of_scores(graph: Graph) -> dict[int, int]:
         rows = len(looks.shape) == 2 and layouts == {(looks.shape, row_major(looks.shape))} and op.args[2] in (1, -1)
         exact = looks.dtype in ("float32", "float64") and {graph.values[v].dtype for v in op.inputs()} == {looks.dtype}
         plain = loss.args[3] is None and uses[gradient] == 1 and loss.inputs()[1] == log
+        plain &= graph.values[loss.inputs()[2]].dtype == "int64"  # the index of a scatter; a loss takes uint8 as well
         if rows and exact and plain and gradient not in graph.outputs:
             found[op.id] = losses[gradient]
     return found

@@ -62,7 +62,7 @@ def add_product(whole: Tensor, left: Tensor, right: Tensor, *, clear: bool) -> N
         whole.addmm_(left.to(whole.dtype), right.to(whole.dtype), beta=beta)
 
 
-def add_sum(whole: Tensor, taken: Tensor, dims: tuple[int, ...], keep: bool, *, clear: bool) -> None:
+def add_sum(whole: Tensor, taken: Tensor, dims: tuple[int, ...], keep: bool = False, *, clear: bool) -> None:
     """Add a tensor's sum over dimensions to `whole`, or write it there with ``clear``."""
     total = torch.sum(taken, dims, keep, dtype=whole.dtype)
     if clear:

@@ -65,7 +65,7 @@ def test_an_operator_that_nobody_declared_runs(gate, workers):
 @pytest.mark.parametrize("name", ["in_bfloat16", "wide_buffer", "reads_data"])
 def test_a_model_is_gated_in_the_data_type_that_it_was_built_with(gate, name):
     gate.use_real_core()
-    arguments = (f"--magis-models=own_nets:{name}", "--magis-memory-ratios=0.9", "--magis-budget=300", *ON_CPU)
+    arguments = (f"--magis-models=own_nets:{name}", "--magis-memory-ratios=0.95", "--magis-budget=300", *ON_CPU)
     gate(*arguments, "--magis-csv-full").assert_outcomes(passed=2)
     assert {row["dtype"] for row in gate.rows()} == {"bfloat16" if name == "in_bfloat16" else "float32"}
     assert gate.rows()[1]["numbers"] == "bit-identical"

@@ -28,8 +28,12 @@ WIDE = Net(
     lambda: nn.Linear(4, 4000), rows(8, 4, dtype=torch.float32), with_ignored(8, 4000, -100, 3),
     nn.functional.cross_entropy, SGD,
 )  # fmt: skip
-NETS = {**LOSSES, **SUMS, "many classes": WIDE}
-KEPT = ("bfloat16", "float16", "pixels", "one row", "smoothed", "class weights")
+SMALL = Net(
+    lambda: nn.Linear(4, 40), rows(8, 4, dtype=torch.float32), lambda: (torch.arange(8, dtype=torch.uint8),),
+    nn.functional.cross_entropy, SGD,
+)  # fmt: skip
+NETS = {**LOSSES, **SUMS, "many classes": WIDE, "class numbers of a byte": SMALL}
+KEPT = ("of a byte", "bfloat16", "float16", "pixels", "one row", "smoothed", "class weights")
 """Losses whose gradient stays torch's: other types, layouts and formulas."""
 SCORES = "aten._log_softmax_backward_data.default"
 
