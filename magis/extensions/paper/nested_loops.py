@@ -17,6 +17,7 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.extensions.paper.ftree import FTree, Node
 from magis.fission.expand import expand as as_loop
+from magis.fission.part_sums import with_direct_sums, with_sums_apart
 from magis.fission.region import Region
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split, splits
@@ -228,7 +229,8 @@ def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside:
     known = {id(op.body) for op in graph.ops}
     at, op, loop = next((a, op, op.body) for a, op in enumerate(looped.ops) if op.body and id(op.body) not in known)
     named = [replace(each, origin=None if each.origin is None else stands[each.origin]) for each in loop.graph.ops]
-    filled = _loops(replace(loop.graph, ops=tuple(named)), original, tree, index)
+    # operators by themselves, as the nested loops cut them
+    filled = with_direct_sums(_loops(with_sums_apart(replace(loop.graph, ops=tuple(named))), original, tree, index))
     return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(loop.parts, filled)), *looped.ops[at + 1 :]))
 
 
