@@ -93,7 +93,7 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
 def _functional(graph: Graph) -> Graph:
     """Return a graph whose operators on temporary memory are functional ones, where no value is read after its memory
     was written: then it does not matter where results lie."""
-    stale = {storage for storage, _ in _stale_reads(graph)}
+    stale = set(_stale_reads(graph))
     ops: list[Op] = []
     for op in graph.ops:
         plain, over = plain_form(op)
@@ -103,8 +103,8 @@ def _functional(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _stale_reads(graph: Graph) -> Iterator[tuple[int, str]]:
-    """Yield storages, and operators that take a value there whose memory was written after the value was made."""
+def _stale_reads(graph: Graph) -> Iterator[int]:
+    """Yield storages on which a value is taken, or returned, whose memory was written after the value was made."""
     writes: Counter[int] = Counter()
     opened: dict[int, int] = {}
     """Value -> number of writes to its storage before it was made."""
@@ -112,13 +112,13 @@ def _stale_reads(graph: Graph) -> Iterator[tuple[int, str]]:
         for value in op.inputs()[op.target in MERGES :]:
             storage = graph.values[value].storage
             if writes[storage] != opened.get(value, 0):
-                yield storage, f"operator {op.id} ({op.target}): takes value {value}, whose memory was written since"
+                yield storage
         writes.update(storage for storage, _ in op.writes)
         opened |= {value: writes[graph.values[value].storage] for value in op.made()}
     for value in graph.outputs:
         storage = graph.values[value].storage
         if writes[storage] != opened.get(value, 0):
-            yield storage, f"returns value {value}, whose memory was written since"
+            yield storage
 
 
 def _in_parts(likely: Likely, parts: int) -> Likely:
@@ -168,9 +168,8 @@ class _Undoing:
         ]
         if self.problems:
             return  # an unsound inner loop gives no facts
-        apart = with_sums_apart(loop.graph)
-        self.problems += [f"{self.where}, {problem}" for _, problem in _stale_reads(apart)]
-        self.ops, self.values = _undo_loops(_functional(apart), _in_parts(likely, loop.parts))
+        body = _functional(with_sums_apart(loop.graph))
+        self.ops, self.values = _undo_loops(body, _in_parts(likely, loop.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
