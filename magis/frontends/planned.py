@@ -263,9 +263,9 @@ class ComparedStep:
         original = self.original_bytes
         limit = limits.bytes_of(original)
         apart = behind.state_bytes + _kept_bytes(subject.captured.graph)
-        found = plan(
+        search = partial(
+            plan,
             subject,
-            memory_limit=None if limit is None else max(1, limit - apart),
             latency_limit_ns=share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph)),
             budget=limits.budget,
             seconds=limits.seconds,
@@ -273,10 +273,13 @@ class ComparedStep:
             stored=None,
             known=decided,
         )
+        found = search(memory_limit=None if limit is None else max(1, limit - apart))
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
         kept = limit is None or (found.feasible and peak <= limit)
-        if not kept and peak <= limits.granted:
-            kept, limit = True, limits.granted
+        if not kept and peak <= limits.granted:  # a smaller batch may use what a larger one was allowed
+            found, limit = search(memory_limit=max(1, limits.granted - apart)), limits.granted
+            peak = behind.peak(found.peak + _kept_bytes(found.graph))
+            kept = found.feasible and peak <= limit
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
         if limit is not None and not kept:
             raise UsageError(
