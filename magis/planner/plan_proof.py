@@ -52,8 +52,11 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     looped = any(op.body is not None for op in graph.ops)
     forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
     if looped:
-        lean = with_lean_cross_entropy(subject.untangled)
-        forms = [lambda: subject.aggregated, lambda: aggregated(lean)[0], lambda: lean, *forms]
+
+        def lean() -> Graph:
+            return with_lean_cross_entropy(subject.untangled)
+
+        forms = [lambda: subject.aggregated, lambda: aggregated(lean())[0], lean, *forms]
     else:
         forms.reverse()
     first: VerifyError | None = None

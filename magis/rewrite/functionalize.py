@@ -100,9 +100,8 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 #
 # The rewrites of losses let loss and gradient be split together: the number of targets depends on the targets alone, a
 # sum needs none, and the number of elements is known, so the backward of a part need not wait for the loss of other
-# parts. The last one keeps
-# rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut anywhere, not only between
-# sequences. All are bitwise exact.
+# parts. The last one keeps rows of batch and length merged (`logits.float().view(-1, n)`), which can then be cut
+# anywhere, not only between sequences. All are bitwise exact.
 
 _FILL: dict[str, float] = {"ones": 1, "zeros": 0}
 

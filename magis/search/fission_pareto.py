@@ -155,16 +155,16 @@ def _with_loops_inside(
     """Yield the levels with a second loop around the peak of the first one's body, of equal operators in each."""
     bodies = [group[0].body for _, here in levels for group in here.compiled.nodes if group[0].body is not None]
     choices = within_body(bodies[len(bodies) // 2].graph, INNER[0], work.costs, reuse=work.reuse)
+    aparts = [with_sums_apart(loop.graph) for loop in bodies]
     most = max(cut.parts for cut, _ in levels)
     for choice, inner in itertools.product(range(len(choices)), INNER):
         chosen = choices[choice]
-        for (cut, here), loop in zip(levels, bodies, strict=True):
+        for (cut, here), loop, apart in zip(levels, bodies, aparts, strict=True):
             # a few sequences are cut into many parts by the second loop alone
             few = cut.parts == most < FEW // 2
             if not (FEW // 2 <= cut.parts * inner <= 2 * FEW if few else cut.parts >= 4 and inner <= 4):
                 continue
             try:
-                apart = with_sums_apart(loop.graph)
                 cuts = {at: _alike(apart, apart.ops[at], split) for at, split in chosen.items()}
                 body = with_loop_inside(apart, Region(cuts, inner), work.costs, reuse=work.reuse)
                 within = Loop(loop.parts, body)
