@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TypeAlias
 
 from magis.cost.shapes import bytes_of, describe
@@ -49,13 +50,9 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
         if any(storage.nbytes > largest for storage in storages.values()):
             raise VerifyError("it needs more memory for one tensor than the original for all")
-    looped = any(op.body is not None for op in graph.ops)
     forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
-    if looped:
-
-        def lean() -> Graph:
-            return with_lean_cross_entropy(subject.untangled)
-
+    if any(op.body is not None for op in graph.ops):
+        lean = cache(lambda: with_lean_cross_entropy(subject.untangled))
         forms = [lambda: subject.aggregated, lambda: aggregated(lean())[0], lean, *forms]
     else:
         forms.reverse()
