@@ -148,7 +148,7 @@ class _Body:
                 if self.graph.values[theirs].storage in wrote
             }
         )
-        view = is_pure_view(self.graph, op)
+        view = is_pure_view(self.graph.values, op)
         self._append(replace(new, outputs=tuple(outputs)), hit, reads=not view)
 
     def _append(self, op: Op, written: Sequence[int], *, reads: bool) -> None:
@@ -246,7 +246,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
     for leaving in left:
         value = graph.values[leaving.value]
         storages[value.storage] = replace(storages[value.storage], nbytes=bytes_of(value.shape, value.dtype))
-    views = [p for p in inside if is_pure_view(graph, graph.ops[p])]
+    views = [p for p in inside if is_pure_view(graph.values, graph.ops[p])]
     order = _order(graph, set(inside) - set(_needed_views(graph, region, views)), set(inside), loop)
     # Storages that the region writes several times, the loop makes once.
     made = {graph.values[value].storage for value in loop.made()}

@@ -150,7 +150,7 @@ def _described(value: Value, nbytes: int) -> Needed:
 def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[int, dict[int, int]]:
     """Return the workspace bytes that the operator needs, and the temporary tensors that it needs whole (value ->
     bytes, one per storage)."""
-    if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
+    if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph.values, op):
         return 0, {}
     ways = splits(op, graph.values)
     whole = dict.fromkeys(op.inputs())

@@ -53,7 +53,7 @@ def with_float32_sums(graph: Graph, region: Region) -> tuple[Graph, Region]:
     root, free = roots(graph), max(op.id for op in graph.ops) + 1
     ops, cuts = list[Op](), {}
     for position, op in enumerate(graph.ops):
-        viewed = root.get(next(iter(op.made()), -1)) in narrow and is_pure_view(graph, op)
+        viewed = root.get(next(iter(op.made()), -1)) in narrow and is_pure_view(graph.values, op)
         if position in region.cuts and not viewed:
             cuts[len(ops)] = region.cuts[position]
         ops.append(replace(op, outputs=tuple(each if each is None else wide.get(each, each) for each in op.outputs)))

@@ -51,7 +51,7 @@ def region_problems(graph: Graph, region: Region) -> Iterator[str]:
             yield problem
     if impossible:
         return  # further checks need valid splits
-    if all(is_pure_view(graph, graph.ops[position]) for position in region.cuts):
+    if all(is_pure_view(graph.values, graph.ops[position]) for position in region.cuts):
         yield "the region computes nothing: its operators are views"
         return
     yield from _edge_problems(graph, region)
@@ -90,7 +90,12 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
                 if isinstance(wanted, Halo):
                     cut = f"cut along {wanted.dim} with rows of other parts"
                 yield f"{_where(op)}: takes value {value} {cut}, which its maker gives by {by}"
-            elif value not in given and wanted is not None and graph.values[value].bits and is_pure_view(graph, op):
+            elif (
+                value not in given
+                and wanted is not None
+                and graph.values[value].bits
+                and is_pure_view(graph.values, op)
+            ):
                 # A copied stretch has no lazy bits but its conjugate has one, which kernels resolve, unlike in eager.
                 bits = " ".join(graph.values[value].bits)
                 yield f"{_where(op)}: opens a view in parts of value {value}, which has the bits {bits}"
@@ -196,7 +201,7 @@ def roots(graph: Graph) -> dict[int, int]:
     """Map every value to the base of which it is a view, or to itself."""
     found = {value: value for value in graph.inputs}
     for op in graph.ops:
-        view = is_pure_view(graph, op)
+        view = is_pure_view(graph.values, op)
         for value in op.made():
             storage = graph.values[value].storage
             bases = [taken for taken in op.inputs() if graph.values[taken].storage == storage] if view else []

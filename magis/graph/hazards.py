@@ -16,12 +16,12 @@ from magis.graph import Graph, Op, Storage, Value
 from magis.graph.nodes import side_by_side
 
 
-def is_pure_view(graph: Graph, op: Op) -> bool:
+def is_pure_view(values: Mapping[int, Value], op: Op) -> bool:
     """Return True if the operator only returns views of its inputs: it computes and writes nothing."""
     if op.writes or op.random or not op.made():
         return False
-    taken = {graph.values[value].storage for value in op.inputs()}
-    return all(graph.values[value].storage in taken for value in op.made())
+    taken = {values[value].storage for value in op.inputs()}
+    return all(values[value].storage in taken for value in op.made())
 
 
 def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:

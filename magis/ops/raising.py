@@ -81,7 +81,9 @@ def torn_by(graph: Graph) -> str:
     """Name operators that may raise after some weights but not all are updated, with "running out of memory"; "" if
     none."""
     updates = [position for position, op in enumerate(graph.ops) if op.phase == "update" and op.writes]
-    others = [position for position, op in enumerate(graph.ops) if op.phase != "update" and not is_pure_view(graph, op)]
+    others = [
+        position for position, op in enumerate(graph.ops) if op.phase != "update" and not is_pure_view(graph.values, op)
+    ]
     if not updates or not others or updates[0] > others[-1]:
         return ""
     raising = may_raise(graph)

@@ -189,5 +189,5 @@ def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
 def _timed_operators(graph: Graph) -> Iterator[Op]:
     """Yield the operators that take compute time: not views, host copies, waits or generator states."""
     for op in graph.ops:
-        if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
+        if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph.values, op)):
             yield op

@@ -200,7 +200,7 @@ class _Builder:
             if known is not None:
                 return known
         op = self._maker[source]
-        if not is_pure_view(self._source, op):
+        if not is_pure_view(self._source.values, op):
             return self._loaded_as(source, op)
         mapping = {value: self._current_value(value) for value in op.inputs()}
         outputs = tuple(None if value is None else self._output_value(value, {}) for value in op.outputs)

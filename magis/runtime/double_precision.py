@@ -74,7 +74,7 @@ def gradient_values(graph: Graph) -> dict[str, int]:
     # an update makes views (of complex tensors as pairs of real numbers): map each to its base
     shown: dict[int, int] = {}
     for op in graph.ops:
-        if op.phase == "update" and is_pure_view(graph, op):
+        if op.phase == "update" and is_pure_view(graph.values, op):
             shown |= {value: shown.get(op.inputs()[0], op.inputs()[0]) for value in op.made()}
     inputs = (graph.values[value] for value in graph.inputs)
     parameters = {_where_it_lies(each): each.name for each in inputs if each.name.startswith("parameter:")}

@@ -32,7 +32,7 @@ Group = tuple[Op, ...]
 
 def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
     """Group the operators into nodes, in program order, and update blocks; pure views are in neither."""
-    views = {op.id for op in graph.ops if is_pure_view(graph, op)}
+    views = {op.id for op in graph.ops if is_pure_view(graph.values, op)}
     sinks = _sinks(graph, views)
     if len(views) + len(sinks) == len(graph.ops):
         sinks.clear()  # blocks run after nodes: without nodes, no operator floats

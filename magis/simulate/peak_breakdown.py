@@ -114,7 +114,7 @@ def _outputs_with_owners(
         (taken,) = op.inputs()
         owner = known.get(graph.values[taken].storage) or _owner_of_outputs(graph, op)
         yield from ((value, owner) for value in op.made())
-    elif not is_pure_view(graph, op):
+    elif not is_pure_view(graph.values, op):
         yield from ((value, _owner_of_outputs(graph, op)) for value in op.made())
 
 
@@ -204,7 +204,7 @@ def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
         if op.body is not None:
             inner = op.body.graph
             for each in inner.ops:
-                if not each.target.startswith("magis.") and not is_pure_view(inner, each):
+                if not each.target.startswith("magis.") and not is_pure_view(inner.values, each):
                     yield Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each)
             yield from _changes(inner, times * op.body.parts)
         elif op.target == "magis.store":
@@ -212,7 +212,7 @@ def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
             storage = graph.storages[graph.values[value].storage]
             owner = known.get(storage.id, Owner("", ""))
             yield from [(Owner("swapped", owner.module, owner.line), storage.nbytes)] * times
-        elif op.origin is not None and not is_pure_view(graph, op):
+        elif op.origin is not None and not is_pure_view(graph.values, op):
             before[op.origin] += 1
             if before[op.origin] > 1:
                 yield from [(Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op))] * times

@@ -97,7 +97,7 @@ def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
             clock.send(storage_of[op.made()[0]], times.nanoseconds(op, graph.values))
         elif is_message(op.target):
             clock.exchange(times.nanoseconds(op, graph.values))
-        elif op.target not in UNTIMED and not is_pure_view(graph, op):
+        elif op.target not in UNTIMED and not is_pure_view(graph.values, op):
             clock.run(times.nanoseconds(op, graph.values))
 
 
@@ -162,7 +162,7 @@ class _Walk:
                 stream = COPIES[op.target]
                 start, spent = clock.copy(stream, source.nbytes, target.id, self.times)
                 yield _span(op, start, spent, level, own, stream=stream)
-            elif op.target not in UNTIMED and not is_pure_view(graph, op):
+            elif op.target not in UNTIMED and not is_pure_view(graph.values, op):
                 again = op.origin is not None and seen[op.origin] > 0
                 seen[-1 if op.origin is None else op.origin] += 1
                 spent = self.times.nanoseconds(op, graph.values)

@@ -23,6 +23,9 @@ from tests.strategies import random_flags
 
 __all__ = ["write_adversarial_plan"]
 
+ANY = {"memory_limit": 2**30}
+"""A limit that every plan keeps."""
+
 
 class _MadeUp:
     """Costs that make swaps and recomputations take as long as each other."""
@@ -53,5 +56,5 @@ def write_adversarial_plan(path: Path, graph: Graph, seed: int) -> tuple[int, in
     judged = evaluator.evaluate(random_flags(problem, rng))
     planned = realize(compiled, evaluator.events())
     verify(planned)
-    write_plan(path, replace(read_plan(path), graph=planned))  # with the checksum of its own
+    write_plan(path, replace(read_plan(path), graph=planned, limit=ANY))  # with the checksum of its own
     return int(judged.redos), int(judged.swaps)

@@ -151,14 +151,14 @@ GRAPH = Graph(STORAGES, VALUES, (), (1,), ())
 
 def test_a_pure_view_opens_a_window_and_nothing_else() -> None:
     view = Op(0, "aten.view.default", (Ref(1),), (), (2,))
-    assert is_pure_view(GRAPH, view)
-    assert is_pure_view(GRAPH, replace(view, outputs=(2, None, 2), many=True))
-    assert not is_pure_view(GRAPH, replace(view, writes=((1, 1),)))
-    assert not is_pure_view(GRAPH, replace(view, random=True))
-    assert not is_pure_view(GRAPH, replace(view, outputs=(3,)))  # a fresh storage
-    assert not is_pure_view(GRAPH, replace(view, outputs=(2, 3), many=True))
-    assert not is_pure_view(GRAPH, replace(view, outputs=()))  # nothing made: magis.wait
-    assert not is_pure_view(GRAPH, replace(view, args=()))  # made from nothing
+    assert is_pure_view(GRAPH.values, view)
+    assert is_pure_view(GRAPH.values, replace(view, outputs=(2, None, 2), many=True))
+    assert not is_pure_view(GRAPH.values, replace(view, writes=((1, 1),)))
+    assert not is_pure_view(GRAPH.values, replace(view, random=True))
+    assert not is_pure_view(GRAPH.values, replace(view, outputs=(3,)))  # a fresh storage
+    assert not is_pure_view(GRAPH.values, replace(view, outputs=(2, 3), many=True))
+    assert not is_pure_view(GRAPH.values, replace(view, outputs=()))  # nothing made: magis.wait
+    assert not is_pure_view(GRAPH.values, replace(view, args=()))  # made from nothing
 
 
 def test_constraints_are_listed_once_in_order() -> None:

@@ -114,7 +114,7 @@ def expected(graph: Graph, times: Uneven) -> Iterator[tuple[str, str, float, flo
     for at, op in enumerate(graph.ops):
         storages = [graph.values[value].storage for value in op.inputs()]
         ends["compute"].append(max([ends["compute"][-1], *(there.get(storage, 0) for storage in storages)]))
-        if op.target in UNTIMED or is_pure_view(graph, op):
+        if op.target in UNTIMED or is_pure_view(graph.values, op):
             continue
         stream = {"magis.store": "to host", "magis.load": "from host"}.get(op.target, "compute")
         nbytes = graph.storages[storages[0]].nbytes if storages else 0
@@ -123,7 +123,7 @@ def expected(graph: Graph, times: Uneven) -> Iterator[tuple[str, str, float, flo
         ends[stream].append(start + ns)
         if stream != "compute":
             there[graph.values[op.made()[0]].storage] = start + ns
-        earlier = [each for each in graph.ops[:at] if each.origin == op.origin and not is_pure_view(graph, each)]
+        earlier = [each for each in graph.ops[:at] if each.origin == op.origin and not is_pure_view(graph.values, each)]
         again = stream == "compute" and op.origin is not None and bool(earlier)
         yield op.target, stream, start / 1e6, ns / 1e6, again
 

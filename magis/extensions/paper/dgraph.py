@@ -97,7 +97,7 @@ def _with_storages(graph: Graph, positions: tuple[int, ...], parents: tuple[int,
         op = graph.ops[position]
         for value in op.inputs():
             users.setdefault(graph.values[value].storage, []).append(node)
-        if not is_pure_view(graph, op):
+        if not is_pure_view(graph.values, op):
             for value in op.made():
                 made.setdefault(graph.values[value].storage, node)
     made = {storage: node for storage, node in made.items() if graph.storages[storage].kind == "temporary"}
