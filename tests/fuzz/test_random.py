@@ -82,6 +82,23 @@ def test_what_fails_is_shortened_to_what_makes_it_fail() -> None:
 
 
 @pytest.mark.parametrize(
+    "forward",
+    [
+        ("v1 = F.dropout(x0 * self.w0, 0.5)", "v5 = v1 * self.w1"),
+        ("v1 = x0.t()", "x0[:, 1:].mul_(0.5)", "v2 = torch.tanh(v1.t() * self.w0)", "v5 = torch.tanh(v2) * self.w1"),
+    ],
+    ids=["a generator state larger than the step", "views opened before a write or behind it"],
+)
+def test_random_plans_of_a_step_are_taken_up_and_have_its_very_numbers(forward: tuple[str, ...]) -> None:
+    script = plain(*forward)
+    expected = eager(script)
+    outcomes = [in_loop(script, expected, plan_seed=seed) for seed in range(12)]
+    assert {outcome.kind for outcome in outcomes} == {"equal"}, [outcome.detail for outcome in outcomes]
+    assert sum(outcome.recomputed > 0 for outcome in outcomes) > 6
+    assert not any(outcome.parts for outcome in outcomes), "they were compared bit by bit"
+
+
+@pytest.mark.parametrize(
     ("event", "difference"),
     [
         ("model.register_forward_hook(lambda m, a, o: o)", ""),
