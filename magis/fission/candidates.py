@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import rustworkx as rx
 
@@ -167,14 +166,6 @@ def _same(given: How, wanted: Cut, *, outside: bool) -> bool:
     if isinstance(wanted, Halo):
         return outside and given == wanted.dim
     return given == (wanted if wanted is not None else "same")
-
-
-def most_parts(cuts: Mapping[int, Split]) -> int:
-    """Return the greatest common divisor of all cut dimensions: the number of parts must divide it."""
-    found = 0
-    for split in cuts.values():
-        found = gcd(found, split.extent)
-    return found
 
 
 PARTS = (2, 4, 8, 16, 32)

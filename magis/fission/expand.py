@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from math import ceil
 
 import rustworkx as rx
 
@@ -19,9 +20,10 @@ from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.global_calls import with_literals
 from magis.fission.part_sums import with_direct_sums, with_float32_sums
+from magis.fission.proof import last_part
 from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
 from magis.graph import Graph, Loop, Op, Ref, Storage, Value
-from magis.graph.hazards import dependency_graph, is_dense, is_pure_view
+from magis.graph.hazards import dependency_graph, is_dense, is_pure_view, packed
 from magis.graph.loop_rules import JOIN, LOOP, PART, REDUCE
 from magis.ops.splits import Cut, Halo, Overlap, part
 
@@ -36,7 +38,10 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
         raise VerifyError(problem)
     graph, region = with_float32_sums(graph, region)
     left = leavings(graph, region)
-    return with_direct_sums(_spliced(graph, region, _body(graph, region, left, in_place), left))
+    looped = with_direct_sums(_spliced(graph, region, _body(graph, region, left, in_place), left))
+    for op in looped.ops if region.uneven else ():
+        last_part(op, looped.values)  # kernels may reject its size
+    return looped
 
 
 def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
@@ -45,7 +50,7 @@ def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
     Raises VerifyError if the number does not divide the cut dimensions, or a kernel rejects parts of that size.
     """
     for split in region.cuts.values():
-        if split.extent % region.parts:
+        if split.extent % region.scale:
             raise VerifyError(f"{region.parts} parts do not divide {split.extent}")
     graph, region = with_float32_sums(graph, region)
     return _body(graph, region, leavings(graph, region), in_place).loop()
@@ -109,7 +114,7 @@ class _Body:
             self.inside[value] if value in self.inside else self._from_outside(value, dim)
             for value, dim in zip(op.inputs(), split.inputs, strict=True)
         ]
-        new = with_literals(part(op, split, self.region.parts), (), taken, op.outputs)
+        new = with_literals(part(op, split, self.region.scale), (), taken, op.outputs)
         new = replace(new, id=len(self.ops), origin=op.id, random=False)
         self._emit(new, op)
 
@@ -187,18 +192,14 @@ class _Body:
         looks = self.values[whole]
         dim, around = (cut.dim, (cut.before, cut.after)) if isinstance(cut, Halo) else (cut, ())
         shape = list(looks.shape)
-        shape[dim] = shape[dim] // self.region.parts + sum(around)
+        shape[dim] = shape[dim] // self.region.scale + sum(around)
         window = replace(looks, id=len(self.values), shape=tuple(shape))
         # A stretch is a view if it is dense, or the whole has expanded dimensions.
         expanded = any(stride == 0 and size > 1 for stride, size in zip(looks.stride, shape, strict=True))
         if around or not (expanded or is_dense(window)):
-            # A dense copy with the same order of dimensions in memory.
-            dense, step = [0] * len(shape), 1
-            for each in sorted(range(len(shape)), key=lambda each: (looks.stride[each], -each)):
-                dense[each] = step
-                step *= max(1, shape[each])
+            dense = packed(tuple(shape), looks.stride)  # a copy
             storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
-            window = replace(window, stride=tuple(dense), storage=storage, offset=0, bits=())
+            window = replace(window, stride=dense, storage=storage, offset=0, bits=())
         self.values[window.id] = window
         self.stretches[value, cut] = window.id
         copies = window.storage != looks.storage
@@ -217,7 +218,7 @@ class _Body:
     def loop(self) -> Loop:
         inputs = (*self.given.values(), *self.wholes.values())
         body = Graph(self.storages, self.values, tuple(self.ops), inputs, ())
-        return Loop(self.region.parts, with_direct_sums(body))
+        return Loop(ceil(self.region.scale), with_direct_sums(body))
 
     def written(self) -> list[int]:
         """Return the outer storages that the body writes, except those of the loop's outputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations
 from typing import TypeAlias
 
@@ -44,8 +45,11 @@ class GlobalCall:
 
 
 @functools.lru_cache(maxsize=65536)
-def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
-    """Return the unsplit calls of which a call (by signature) is one of ``parts`` parts, given facts on its inputs.
+def global_calls(
+    text: str, facts: tuple[Placement, ...], parts: Fraction, rows: tuple[int, ...]
+) -> tuple[GlobalCall, ...]:
+    """Return the unsplit calls of which a call (by signature) is a part, ``parts`` times smaller, given facts on its
+    inputs.
 
     If every part takes equal tensors, the call may be unsplit itself, or split by larger literals (a factory, an
     `expand`). Otherwise the split labels decide; an ambiguous call ([1, 4] as part of [2, 4] or of [1, 8]) has several
@@ -70,17 +74,18 @@ def global_calls(text: str, facts: tuple[Placement, ...], parts: int, rows: tupl
     return tuple(dict.fromkeys(found))
 
 
-def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator[Literals]:
+def _candidates(op: Op, count: int, parts: Fraction, rows: Sequence[int]) -> Iterator[Literals]:
     """Yield choices of ``count`` literals that differ in the unsplit call, with their values."""
     numbers = list(_literals(_arguments(op), ()))
-    larger = [(path, number * parts) for path, number in numbers if number > 0]
+    scaled = [(path, number * parts) for path, number in numbers if number > 0]
+    larger = [(path, int(number)) for path, number in scaled if number.denominator == 1]
     yield from combinations(larger, count)
     for padding in ((path, before) for path, number in numbers if number == 0 for before in rows if count):
         yield from ((*literals, padding) for literals in combinations(larger, count - 1))
 
 
 def _call_with_literals(
-    small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
+    small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: Fraction
 ) -> GlobalCall | None:
     """Return the unsplit call with these literals, if one of its splits cuts the inputs as ``facts`` say and gives this
     part; else None."""
@@ -149,7 +154,7 @@ def layout_of(value: Value) -> TensorLayout:
     return value.shape, value.stride, value.dtype, value.bits
 
 
-def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
+def part_shape(fact: Placement, parts: Fraction) -> tuple[int, ...] | None:
     """Return the shape of a part; None if the parts would have unequal sizes."""
     shape, cut = fact.whole[0], dimension(fact.how)
     if cut is None:

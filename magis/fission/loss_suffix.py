@@ -19,8 +19,8 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, components, connected, factories, follow, grow, most_parts, numbers_of_parts
-from magis.fission.region import Region, region_problems
+from magis.fission.candidates import Axis, components, connected, factories, follow, grow, numbers_of_parts
+from magis.fission.region import Region, most_parts, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not

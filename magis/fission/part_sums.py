@@ -63,7 +63,7 @@ def with_float32_sums(graph: Graph, region: Region) -> tuple[Graph, Region]:
             rounding = Op(free, ROUND, (Ref(wide[number]),), kwargs, (number,), reads=reads)
             ops.append(replace(rounding, phase=op.phase, module=op.module, line=op.line))
             free += 1
-    return replace(graph, values=values, storages=storages, ops=tuple(ops)), Region(cuts, region.parts)
+    return replace(graph, values=values, storages=storages, ops=tuple(ops)), replace(region, cuts=cuts)
 
 
 def is_rounding(op: Op, dtype: str) -> bool:

@@ -15,6 +15,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import islice, product
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from magis.cost.signature import signature
 from magis.errors import VerifyError
 from magis.fission.global_calls import (
     GlobalCall,
+    Literals,
     Placement,
     TensorLayout,
     global_calls,
@@ -30,9 +32,10 @@ from magis.fission.global_calls import (
     value_of,
     with_literals,
 )
+from magis.fission.last_part import resized
 from magis.fission.part_sums import is_rounding, with_sums_apart
 from magis.graph import Arg, Graph, Loop, Op, Ref, Value
-from magis.graph.loop_rules import MERGES, merged_dtype, rows_around
+from magis.graph.loop_rules import MERGES, merged_dtype, rows_around, scale
 from magis.ops.plain_calls import commutes, plain_form
 from magis.ops.splits import Halo, Overlap
 
@@ -67,7 +70,12 @@ def verify_fission(graph: Graph, original: Graph | None = None) -> None:
 def loop_proof_problems(graph: Graph, op: Op) -> Iterator[str]:
     """Yield the errors of an operator's loop as lines; none for other operators."""
     if op.body is not None:
-        yield from _Undoing(graph.values, op, op.body).problems
+        yield from (problems := _Undoing(graph.values, op, op.body).problems)
+        if not problems and scale(op.body) != op.body.parts:
+            try:
+                whole_calls(op, dict(graph.values))
+            except VerifyError as error:
+                yield str(error)
 
 
 def _undo_loops(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[int, Value]]:
@@ -84,10 +92,41 @@ def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) 
 
     Values of these calls are added to ``values``. Raises VerifyError if there are no such calls.
     """
-    undoing = None if op.body is None else _Undoing(values, op, op.body, likely)
-    if undoing is None or undoing.problems:
-        raise VerifyError("no loop" if undoing is None else undoing.problems[0])
-    return _Emitting(undoing, values).everything()
+    if op.body is None:
+        raise VerifyError("no loop")
+    last, outside = last_part(op, values), dict(values)
+    calls = _Emitting(_undone(values, op, op.body, likely), values).everything()
+    if last is not None:
+        smaller = _undone(outside, op, Loop(op.body.parts, last), likely, of=op.body)
+        if _Emitting(smaller, outside).everything() != calls:
+            raise VerifyError(f"{smaller.where}: its last part is one of other calls")
+    return calls
+
+
+def last_part(op: Op, values: Mapping[int, Value]) -> Graph | None:
+    """Return the body of a loop's last part if that is smaller than the others, else None.
+
+    ``values``: those around the loop. Raises VerifyError where no operator makes a part of that size.
+    """
+    if op.body is None or scale(op.body) == op.body.parts:
+        return None
+    emitting = _Emitting(_undone(values, op, op.body), dict(values))
+    emitting.everything()
+    cut: dict[int, Literals] = {}
+    for source, literals in emitting.literals.items():
+        small = emitting.undoing.ops[source.at]
+        if cut.setdefault(small.id, literals) != literals:
+            raise VerifyError(f"{emitting.undoing.where}: operator {small.id} is a part of several calls")
+    return resized(op.body.graph, scale(op.body) - (op.body.parts - 1), cut)
+
+
+def _undone(
+    values: Mapping[int, Value], op: Op, loop: Loop, likely: Likely = frozenset(), of: Loop | None = None
+) -> _Undoing:
+    undoing = _Undoing(values, op, loop, likely, of)
+    for problem in undoing.problems:
+        raise VerifyError(problem)
+    return undoing
 
 
 def _functional(graph: Graph) -> Graph:
@@ -121,7 +160,7 @@ def _stale_reads(graph: Graph) -> Iterator[int]:
             yield storage
 
 
-def _in_parts(likely: Likely, parts: int) -> Likely:
+def _in_parts(likely: Likely, parts: Fraction) -> Likely:
     """Return likely shapes, and those of their slices in a loop of so many parts, which inner loops work on."""
     return likely | {
         ((*shape[:dim], size // parts, *shape[dim + 1 :]), dtype)
@@ -151,9 +190,14 @@ class _Alias:
 class _Undoing:
     """A loop to undo, with the facts (Placements) known of its body's values."""
 
-    def __init__(self, outside: Mapping[int, Value], op: Op, loop: Loop, likely: Likely = frozenset()) -> None:
+    def __init__(
+        self, outside: Mapping[int, Value], op: Op, loop: Loop, likely: Likely = frozenset(), of: Loop | None = None
+    ) -> None:
+        """``of``: the loop of which ``loop`` is the last, smaller part."""
         self.likely = likely
-        self.parts = loop.parts
+        self.parts = scale(loop)
+        if of is not None:
+            self.parts = scale(of) / (scale(of) - (of.parts - 1))
         self.rows = tuple(sorted({rows_around(each)[0] for each in loop.graph.ops} - {0}))
         self.where = f"operator {op.id} ({op.target})"
         self.facts: dict[int, dict[Placement, _Source | _Alias | None]] = {}
@@ -169,7 +213,7 @@ class _Undoing:
         if self.problems:
             return  # an unsound inner loop gives no facts
         body = _functional(with_sums_apart(loop.graph))
-        self.ops, self.values = _undo_loops(body, _in_parts(likely, loop.parts))
+        self.ops, self.values = _undo_loops(body, _in_parts(likely, self.parts))
         count = len(op.inputs())
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
@@ -282,6 +326,8 @@ class _Emitting:
     values: dict[int, Value]
     ops: list[Op] = field(default_factory=list)
     emitted: dict[_Source, tuple[int | None, ...]] = field(default_factory=dict)
+    literals: dict[_Source, Literals] = field(default_factory=dict)
+    """Size literals of an operator of the body that are others in the unsplit call, with their values in the body."""
 
     def everything(self) -> list[Op]:
         """Emit and return the unsplit calls that write memory or make the loop's outputs, which keep their outer
@@ -313,6 +359,7 @@ class _Emitting:
             way = every[source.way]
             outputs = tuple(None if fact is None else self._fresh(fact.whole) for fact in way.outputs)
             self.emitted[source] = outputs
+            self.literals[source] = tuple((path, int(size / undoing.parts)) for path, size in way.literals)
             self.ops.append(with_literals(op, way.literals, inputs, outputs))
         return self.emitted[source]
 

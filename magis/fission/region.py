@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import gcd
 
 import rustworkx as rx
 
@@ -25,6 +27,19 @@ class Region:
 
     cuts: Mapping[int, Split]
     parts: int
+    uneven: bool = False
+    """True if the number of parts need not divide the cut dimensions: the last part is then smaller."""
+
+    @property
+    def scale(self) -> Fraction:
+        """Sizes of cut dimensions as multiples of those in a part: the number of parts, if these are equal."""
+        most = most_parts(self.cuts)
+        return Fraction(most, -(-most // self.parts)) if self.uneven else Fraction(self.parts)
+
+
+def most_parts(cuts: Mapping[int, Split]) -> int:
+    """Return the greatest common divisor of all cut dimensions: the number of equal parts must divide it."""
+    return gcd(*(split.extent for split in cuts.values()))
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ def region_problems(graph: Graph, region: Region) -> Iterator[str]:
         return
     impossible = False
     for position, split in sorted(region.cuts.items()):
-        for problem in _operator_problems(graph, graph.ops[position], split, region.parts):
+        for problem in _operator_problems(graph, graph.ops[position], split, region):
             impossible = True
             yield problem
     if impossible:
@@ -64,7 +79,7 @@ def _where(op: Op) -> str:
     return f"operator {op.id} ({op.target})"
 
 
-def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterator[str]:
+def _operator_problems(graph: Graph, op: Op, split: Split, region: Region) -> Iterator[str]:
     """Yield reasons why the operator cannot be split that way into so many parts."""
     if op.random:
         yield f"{_where(op)}: draws random numbers, which would be others in parts"
@@ -73,8 +88,12 @@ def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterat
     elif split not in (known := ways(op, graph.values)):
         reason = "not in that way" if known else why_opaque(op, graph.values)
         yield f"{_where(op)}: cannot be cut: {reason}"
-    elif split.extent % parts:
-        yield f"{_where(op)}: {parts} parts do not divide {split.extent}"
+    elif split.extent % region.scale:
+        yield f"{_where(op)}: {region.parts} parts do not divide {split.extent}"
+    elif region.uneven and any(
+        isinstance(how, Halo | Overlap) or how == "mean" for how in (*split.inputs, *split.outputs)
+    ):
+        yield f"{_where(op)}: needs parts of equal sizes"
 
 
 def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:

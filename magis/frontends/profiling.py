@@ -16,10 +16,10 @@ from magis.cost.profile_store import Entry, Profile, load, merge, save
 from magis.cost.signature import signature
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, VerifyError
-from magis.fission.candidates import most_parts, numbers_of_parts
+from magis.fission.candidates import numbers_of_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
-from magis.fission.region import Region
+from magis.fission.region import Region, most_parts
 from magis.graph import Graph
 from magis.models.model_specs import PRESETS
 from magis.planner.bench import Bench, products_of

@@ -70,6 +70,15 @@ def is_dense(value: Value) -> bool:
     return side_by_side(value.shape, value.stride)
 
 
+def packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dimensions lie in the order of the given strides."""
+    dense, step = [0] * len(shape), 1
+    for each in sorted(range(len(shape)), key=lambda each: (stride[each], -each)):
+        dense[each] = step
+        step *= max(1, shape[each])
+    return tuple(dense)
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of that shape, in elements."""
     stride, step = [0] * len(shape), 1

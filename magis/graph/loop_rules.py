@@ -7,6 +7,7 @@ dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from magis.graph.nodes import HALF, Arg, Graph, Loop, Op, Ref, Storage, Value, side_by_side
 
@@ -35,6 +36,21 @@ def rows_around(op: Op) -> tuple[int, int]:
         case (int(), int(before), int(after)) if op.target in (PART, JOIN):
             return before, after
     return 0, 0
+
+
+def scale(loop: Loop) -> Fraction:
+    """Return the sizes of cut dimensions as multiples of those in the body: the number of parts, if these are equal."""
+    for op in loop.graph.ops:
+        if op.target in (PART, JOIN) and op.inputs() and isinstance(op.args[-1], int) and not any(rows_around(op)):
+            taken, other = op.inputs()[0], (op.made() if op.target == PART else op.inputs()[1:])
+            whole, part = (loop.graph.values.get(value) for value in (taken, *other[:1]))
+            dim = op.args[-1]
+            if whole and part and 0 <= dim < min(len(whole.shape), len(part.shape)):
+                size, each = whole.shape[dim], part.shape[dim]
+                if (loop.parts - 1) * each < size < loop.parts * each:
+                    return Fraction(size, each)
+                break
+    return Fraction(loop.parts)
 
 
 def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
@@ -143,22 +159,26 @@ def _body_problems(op: Op, loop: Loop, where: str) -> Iterator[str]:
     wholes = {*body.inputs[len(op.inputs()) :], *_sums_of_others(op, body)}
     finished: list[int] = []
     known = {body.values[value].storage for value in body.inputs}
+    sizes = scale(loop)
+    even = sizes == loop.parts
     for each in body.ops:
         inside = f"{where}, operator {each.id} ({each.target})"
         if each.random:
             yield f"{inside}: draws random numbers, which would be others than those of the whole"
         values = [value for value in each.inputs() if value in body.values]
         if each.target in MERGES:
-            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, loop.parts))
+            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, sizes))
             finished += values[:1]
             values = values[1:]
         elif each.body is not None:
             finished += summed(each)
             values = [value for value in values if value not in summed(each)]
         elif each.target == PART:
-            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, loop.parts, known))
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, sizes, known))
         if any(value in wholes for value in values):
             yield f"{inside}: takes a tensor that the loop is still making"
+        if not even and (any(rows_around(each)) or each.body is not None or each.args[2:] == ("mean",)):
+            yield f"{inside}: needs parts of equal sizes"
         known.update(body.values[value].storage for value in each.made() if value in body.values)
     if sorted(finished) != sorted(wholes):
         yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
@@ -217,7 +237,7 @@ def _write_problems(op: Op, body: Graph, where: str) -> Iterator[str]:
             yield f"{where}: storage {storage} of the body is written, and cut in several ways"
 
 
-def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator[str]:
+def _part_problems(body: Graph, op: Op, parts: Fraction, known: set[int]) -> Iterator[str]:
     """Yield violated invariants of ``magis.part(%whole, dim)`` and ``magis.part(%whole, dim, before, after)``."""
     match op.args, op.made():
         case (Ref(whole), int(dim), *rows), (made,) if _are_rows(rows) and not (op.kwargs or op.writes or op.many):
@@ -235,7 +255,7 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
             yield "needs a tensor and a dimension, makes one tensor, writes nothing"
 
 
-def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
+def _merge_problems(body: Graph, op: Op, parts: Fraction) -> Iterator[str]:
     """Yield violated invariants of ``magis.join(%whole, %part, dim)``, with a halo or not, and of sums."""
     if op.target not in (JOIN, REDUCE):
         yield from _sum_problems(body, op)
@@ -293,7 +313,7 @@ def _are_rows(rows: Sequence[Arg]) -> bool:
     return not rows or (len(counts) == len(rows) == 2 and any(counts))
 
 
-def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
+def _stretch_problems(whole: Value, part: Value, dim: int, parts: Fraction, around: int) -> Iterator[str]:
     """Yield why ``part`` is not one of ``parts`` slices of ``whole`` along ``dim``, plus ``around`` halo rows."""
     if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
         yield f"dimension {dim} of a tensor with {len(whole.shape)}"

@@ -190,8 +190,10 @@ class Graph:
 class Loop:
     """The body of a ``magis.loop``, run ``parts`` times, on one slice of its inputs after another (paper, F-Trans).
 
+    Where the parts do not divide the cut dimensions, the last one is smaller; the body has the sizes of the others.
+
     The inputs of ``graph`` correspond to the loop's inputs, then to the loop's outputs, which are allocated before the
-    first part runs. Operators of our own cut tensors into equal slices, and merge slices:
+    first part runs. Operators of our own cut tensors into slices, and merge slices:
 
         %p = magis.part(%x, dim)         the part's slice along a dimension: a view where that is dense, else a copy
         magis.join(%whole, %p, dim)      writes the part's slice

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from magis.fission.proof import last_part
 from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar
 from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import ADDMM, ADDSUM, JOIN, MERGES, PART, REDUCE, rows_around
@@ -154,6 +155,7 @@ def _block_lines(
     indent: str,
     depth: int,
     parts: int = 1,
+    last: bool = False,
     begin: Callable[[], None] = lambda: None,
     wholes: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[str]:
@@ -179,7 +181,7 @@ def _block_lines(
         elif op.target in (PART, *MERGES):
             first = wholes.get(op.inputs()[0], depth)
             later = " or ".join(f"i{each}" for each in range(first, depth + 1))  # not the whole's first part
-            yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts, later)}"
+            yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts, later, last=last)}"
         else:
             yield f"{indent}{_call_line(op, numbered, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
@@ -228,13 +230,17 @@ def _loop_lines(
     outside = dict(zip(loop.graph.inputs, map(name, around), strict=True))
     known = {**wholes, **dict.fromkeys(op.made(), depth)}
     inside = {own: known[value] for own, value in zip(loop.graph.inputs, around, strict=True) if value in known}
-    yield f"{indent}for i{depth} in range({loop.parts}):"
+    smaller = last_part(op, graph.values)
+    yield f"{indent}for i{depth} in range({loop.parts - (smaller is not None)}):"
     yield from _block_lines(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts, wholes=inside)
+    if smaller is not None:
+        yield f"{indent}i{depth} = {loop.parts - 1}"
+        yield from _block_lines(smaller, numbered, outside, indent, depth, loop.parts, last=True, wholes=inside)
 
 
-def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int, later: str) -> str:
+def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int, later: str, *, last: bool) -> str:
     """Return the line of an operator at the border of a loop: slice of a part, write of a part, reduction. ``later`` is
-    false for the first part that is merged."""
+    false for the first part that is merged; ``last``: in a last part that is smaller."""
     if op.target in (ADDMM, ADDSUM):
         given = (name(arg.value) if isinstance(arg, Ref) else repr(arg) for arg in op.args)
         function = "add_product" if op.target == ADDMM else "add_sum"
@@ -251,7 +257,8 @@ def _merge_line(op: Op, graph: Graph, name: Name, index: str, parts: int, later:
         if op.target == JOIN:
             return f"add_rows({first}, {name(part.id)}, clear={index} == 0)"
         return f"{name(part.id)} = take_rows({first}, {part.shape}, {part.stride})"
-    stretch = f"{name(whole)}.narrow({how}, {index} * {size}, {size})"
+    start = graph.values[whole].shape[how] - size if last and isinstance(how, int) else f"{index} * {size}"
+    stretch = f"{name(whole)}.narrow({how}, {start}, {size})"
     if op.target == JOIN:
         return f"{stretch}.copy_({name(part.id)})"
     if part.storage != graph.values[whole].storage:

@@ -28,6 +28,7 @@ from torch.autograd.profiler import record_function
 
 from magis.cost.shapes import reach
 from magis.cost.signature import parse, signature
+from magis.fission.proof import last_part
 from magis.graph import Graph
 from magis.graph.nodes import ITEM_SIZE, Op, Value
 from magis.ops.call import CallError, call, resolve, shaped_by_contents
@@ -238,8 +239,9 @@ def _calls_in_order(graph: Graph) -> Iterator[tuple[Op, Graph]]:
     """Yield the calls of torch's operators with their graph, in the order of generated code."""
     for op in graph.ops:
         if op.body is not None:
-            for _ in range(op.body.parts):
+            for _ in range(op.body.parts - 1):
                 yield from _calls_in_order(op.body.graph)
+            yield from _calls_in_order(last_part(op, graph.values) or op.body.graph)
         elif not op.target.startswith("magis."):
             yield op, graph
 

@@ -16,11 +16,11 @@ from typing import TypeAlias
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts, numbers_of_parts
+from magis.fission.candidates import numbers_of_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import FEW, Piece, pieces
 from magis.fission.part_sums import with_sums_apart
-from magis.fission.region import Region, ways
+from magis.fission.region import Region, most_parts, ways
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts
+from magis.fission.region import most_parts
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import JudgedPlan, Over, PlanRequest, never
 from magis.search.fission_pareto import (

@@ -15,11 +15,11 @@ import numpy as np
 import rustworkx as rx
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts, numbers_of_parts, regions_around
+from magis.fission.candidates import numbers_of_parts, regions_around
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import with_sums_apart
-from magis.fission.region import Region
+from magis.fission.region import Region, most_parts
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.graph.loop_rules import ADDMM, ADDSUM

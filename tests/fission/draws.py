@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import rustworkx as rx
 
 from magis.errors import VerifyError
-from magis.fission.candidates import connected, grow, most_parts
+from magis.fission.candidates import connected, grow
 from magis.fission.expand import expand
-from magis.fission.region import Region, region_problems
+from magis.fission.region import Region, most_parts, region_problems
 from magis.graph import Graph, Loop
 from magis.graph.hazards import dependency_graph
 from magis.models import resolve
@@ -62,8 +62,11 @@ def footprint(graph: Graph, region: Region) -> int:
     return sum(graph.storages[storage].nbytes for storage in touched)
 
 
-def regions(graph: Graph, dag: rx.PyDiGraph[int, None], chosen: random.Random, tries: int) -> Iterator[Region]:
-    """Regions that grow from a random dimension of a random tensor, within a random window; legal or not."""
+def regions(
+    graph: Graph, dag: rx.PyDiGraph[int, None], chosen: random.Random, tries: int, *, uneven: bool = False
+) -> Iterator[Region]:
+    """Regions that grow from a random dimension of a random tensor, within a random window; legal or not. ``uneven``:
+    in parts that do not divide the dimension."""
     first: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         for value in op.inputs():
@@ -76,16 +79,16 @@ def regions(graph: Graph, dag: rx.PyDiGraph[int, None], chosen: random.Random, t
         cuts = grow(graph, {value: dim}, range(begin, end), dag)
         piece = connected(graph, cuts)[0] if cuts else {}
         most = most_parts(piece)
-        counts = [n for n in range(2, min(most, MOST) + 1) if most % n == 0]
+        counts = [n for n in range(2, min(most, MOST) + 1) if (most % n != 0) == uneven]
         if counts:
-            yield Region(piece, chosen.choice(counts))
+            yield Region(piece, chosen.choice(counts), uneven=uneven)
 
 
-def drawn(name: str, seed: int, *, most_bytes: int) -> Fission:
+def drawn(name: str, seed: int, *, most_bytes: int, uneven: bool = False) -> Fission:
     """A legal fission of a network; those drawn before it are refused for the reason that was given ahead."""
     graph, dag = normal(name)
     chosen = random.Random(f"{name} {seed}")
-    for region in regions(graph, dag, chosen, 10_000):
+    for region in regions(graph, dag, chosen, 10_000, uneven=uneven):
         looped = expanded(graph, region) if footprint(graph, region) <= most_bytes else None
         if looped is not None:
             return Fission(graph, region, looped, position_of_loop(looped))

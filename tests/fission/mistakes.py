@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import rustworkx as rx
 
-from magis.fission.candidates import grow, most_parts
-from magis.fission.region import Region
+from magis.fission.candidates import grow
+from magis.fission.region import Region, most_parts
 from magis.graph import Graph
 from magis.ops.splits import Split, splits
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
-from magis.fission.candidates import components, most_parts
+from magis.fission.candidates import components
 from magis.fission.loss_suffix import pieces
 from magis.fission.proof import verify_fission
-from magis.fission.region import ways
+from magis.fission.region import most_parts, ways
 from magis.graph import Graph, every_op, verify
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search.fission_pareto import levels_at, work_of

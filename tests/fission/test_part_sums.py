@@ -18,12 +18,12 @@ from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts, regions_around
+from magis.fission.candidates import regions_around
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import ROUND, with_direct_sums, with_sums_apart
 from magis.fission.proof import verify_fission
-from magis.fission.region import Region
+from magis.fission.region import Region, most_parts
 from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Value, every_op, parse, verify
 from magis.graph.hazards import row_major
 from magis.graph.loop_rules import ADDMM, ADDSUM, MERGES, REDUCE, summed

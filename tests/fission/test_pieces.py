@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.fission.candidates import connected, most_parts, numbers_of_parts
+from magis.fission.candidates import connected, numbers_of_parts
 from magis.fission.loss_suffix import axes, heaviest, own_bytes, pieces, places, suffix
+from magis.fission.region import most_parts
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import functionalize, untangle

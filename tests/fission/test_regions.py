@@ -15,10 +15,10 @@ PER_BATCH = 24
 BATCHES = 6
 
 
-def check_seed(name: str, seed: int, most_bytes: int) -> int:
+def check_seed(name: str, seed: int, most_bytes: int, *, uneven: bool = False) -> int:
     """One fission of a network; with an odd seed nested, if its body can be split. Returns the number of loops."""
-    fission = drawn(name, seed, most_bytes=most_bytes)
-    fission = (nested(fission, seed) if seed % 2 else None) or fission
+    fission = drawn(name, seed, most_bytes=most_bytes, uneven=uneven)
+    fission = (nested(fission, seed) if seed % 2 and not uneven else None) or fission
     verify(fission.looped)
     verify_fission(fission.looped, fission.graph)
     whole, looped = fission.pair
@@ -31,6 +31,12 @@ def check_seed(name: str, seed: int, most_bytes: int) -> int:
 def test_regions_compute_the_same_in_the_bytes_said(name: str) -> None:
     found = [check_seed(name, seed, 8 * MIB) for seed in range(QUICK)]
     assert len(found) == QUICK
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_regions_with_a_smaller_last_part_compute_the_same_in_the_bytes_said(name: str) -> None:
+    for seed in range(QUICK):
+        check_seed(name, seed, 8 * MIB, uneven=True)
 
 
 @pytest.mark.soak

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from magis.errors import VerifyError
-from magis.fission.candidates import most_parts, numbers_of_parts
+from magis.fission.candidates import numbers_of_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.proof import verify_fission
-from magis.fission.region import Region
+from magis.fission.region import Region, most_parts
 from magis.graph import Graph, verify
 from magis.planner.plan_proof import prove
 from magis.rewrite.functionalize import functionalize, untangle

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from magis.extensions.paper.dgraph import Component, Dominators, components, depends_on_inputs, dominators, scores
-from magis.fission.candidates import most_parts
-from magis.fission.region import Region, region_problems
+from magis.fission.region import Region, most_parts, region_problems
 from magis.graph import Graph
 from magis.ops.splits import Split
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import gcd
 from typing import Any, TypeAlias
 
@@ -83,8 +84,9 @@ def dimension(how: Cut | How) -> int | None:
     return how if isinstance(how, int) else None
 
 
-def part(op: Op, split: Split, n: int) -> Op:
-    """Return one of `n` parts of a call: the operator with a part's literals; ids, reads and writes are unchanged.
+def part(op: Op, split: Split, n: int | Fraction) -> Op:
+    """Return one of `n` parts of a call: the operator with a part's literals; ids, reads and writes are unchanged. No
+    integer: the part that is that many times in the whole.
 
     Raises MagisError if `n` does not divide the split's extent.
     """
