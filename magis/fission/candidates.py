@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import rustworkx as rx
 
-from magis.fission.region import ways
+from magis.fission.region import Region, most_parts, ways
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension
@@ -175,6 +175,17 @@ def numbers_of_parts(most: int) -> list[int]:
     """List the divisors of ``most`` to try as numbers of parts, increasing: powers of two, else all up to 32."""
     even = [parts for parts in PARTS if most % parts == 0]
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
+
+
+def regions_in_parts(cuts: Mapping[int, Split]) -> list[Region]:
+    """Return the regions of these operators to try, in ever more parts: equal ones, if several numbers divide the cut
+    dimensions; else the last part is smaller, but where windows overlap or means are merged."""
+    most = most_parts(cuts)
+    even = [Region(cuts, parts) for parts in numbers_of_parts(most)]
+    hows = {how for split in cuts.values() for how in (*split.inputs, *split.outputs)}
+    if most <= PARTS[1] or len(even) > 2 or any(how == "mean" or isinstance(how, Halo | Overlap) for how in hows):
+        return even
+    return [Region(cuts, parts, uneven=True) for parts in PARTS if parts < most]
 
 
 def connected(

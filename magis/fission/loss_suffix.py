@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, components, connected, factories, follow, grow, numbers_of_parts
+from magis.fission.candidates import Axis, components, connected, factories, follow, grow, regions_in_parts
 from magis.fission.region import Region, most_parts, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
@@ -43,7 +43,7 @@ def axes(graph: Graph) -> Iterator[Axis]:
     if all(most_parts(axis.cuts) < FEW for axis in inputs):
         yield from components(graph, FEW)[:COMPONENTS]
         odd = (axis for axis in components(graph, 1)[:COMPONENTS] if most_parts(axis.cuts) % FEW)  # 99 rows of 100
-        yield from (axis for axis in odd if max(numbers_of_parts(most_parts(axis.cuts)), default=0) >= FEW // 2)
+        yield from (axis for axis in odd if any(each.parts >= FEW // 2 for each in regions_in_parts(axis.cuts)))
 
 
 FEW = 16

@@ -16,10 +16,9 @@ from magis.cost.profile_store import Entry, Profile, load, merge, save
 from magis.cost.signature import signature
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, VerifyError
-from magis.fission.candidates import numbers_of_parts
+from magis.fission.candidates import regions_in_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
-from magis.fission.region import Region, most_parts
 from magis.graph import Graph
 from magis.models.model_specs import PRESETS
 from magis.planner.bench import Bench, products_of
@@ -84,9 +83,9 @@ def _levels(graph: Graph) -> Iterator[Graph]:
 def _loops(graph: Graph) -> Iterator[Graph]:
     """Yield the graph with each region that may run in parts as a loop, for all numbers of parts."""
     for piece in pieces(graph):
-        for parts in numbers_of_parts(most_parts(piece.cuts)):
+        for region in regions_in_parts(piece.cuts):
             try:
-                yield expand(graph, Region(piece.cuts, parts), in_place=True)
+                yield expand(graph, region, in_place=True)
             except VerifyError:  # no legal region, or a kernel refuses the size of a part: no plan has it
                 break
 

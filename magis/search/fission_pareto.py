@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TypeAlias
 
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.fission.candidates import numbers_of_parts
+from magis.fission.candidates import regions_in_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import FEW, Piece, pieces
 from magis.fission.part_sums import with_sums_apart
@@ -130,9 +131,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
     """Yield the step with a place's region as a loop in every number of parts; only the first once ``over`` is True."""
     place = work.places[number]
     found: list[tuple[LoopPlace, LoopNest]] = []
-    numbers = numbers_of_parts(most_parts(place.cuts))
-    for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
-        region = Region(place.cuts, parts)
+    regions = regions_in_parts(place.cuts)
+    for region in regions[len(regions) // 2 :][:1] if work.efforts.middling else regions:
         if found and over():
             return
         try:
@@ -143,9 +143,10 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
                 here = other_parts(found[0][1], loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
-        found.append((LoopPlace(place.at, parts, number), here))
+        found.append((LoopPlace(place.at, ceil(region.scale), number), here))
         yield found[-1]
-    if found and (place.closed or most_parts(place.cuts) < FEW) and not over():
+    uneven = any(region.uneven for region in regions)  # a second loop needs bodies of one size
+    if found and not uneven and (place.closed or most_parts(place.cuts) < FEW) and not over():
         yield from _with_loops_inside(work, found)
 
 

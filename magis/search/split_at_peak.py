@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 import rustworkx as rx
 
 from magis.errors import VerifyError
-from magis.fission.candidates import numbers_of_parts, regions_around
+from magis.fission.candidates import regions_around, regions_in_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import with_sums_apart
-from magis.fission.region import Region, most_parts
+from magis.fission.region import Region
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.graph.loop_rules import ADDMM, ADDSUM
@@ -135,11 +136,11 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
     if op.body is not None or op.random:
         return
     for cuts in regions_around(state.graph, state.at, most=CANDIDATES):
-        for parts in numbers_of_parts(most_parts(cuts)):
-            if parts > MOST_PARTS:
+        for region in regions_in_parts(cuts):
+            if region.parts > MOST_PARTS:
                 break
             try:
-                graph = expand(state.graph, Region(cuts, parts), in_place=True)
+                graph = expand(state.graph, region, in_place=True)
             except VerifyError:
                 break
             child = _state(graph, costs, reuse, state.flags)
@@ -147,7 +148,7 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
                 break
             if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
                 break
-            yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
+            yield child, f"{op.module or op.target}: {len(cuts)} operators in {ceil(region.scale)} parts"
 
 
 def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:
