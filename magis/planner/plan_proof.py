@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TypeAlias
 
 from magis.cost.shapes import bytes_of, describe
@@ -31,7 +30,6 @@ from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND
-from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import aggregated
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
@@ -52,8 +50,7 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
             raise VerifyError("it needs more memory for one tensor than the original for all")
     forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
     if any(op.body is not None for op in graph.ops):
-        lean = cache(lambda: with_lean_cross_entropy(subject.untangled))
-        forms = [lambda: subject.aggregated, lambda: aggregated(lean())[0], lean, *forms]
+        forms = [lambda: subject.aggregated, lambda: aggregated(subject.lean)[0], lambda: subject.lean, *forms]
     else:
         forms.reverse()
     errors: list[VerifyError] = []

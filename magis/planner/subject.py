@@ -28,6 +28,7 @@ from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import quickest
+from magis.rewrite.short_rows import with_short_rows
 from magis.runtime.behind_step import BehindStep
 from magis.runtime.measure import free_device_memory, tensor_peak, trim, window_peak
 from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
@@ -142,10 +143,14 @@ class Subject(TracedModel):
         return graph
 
     @cached_property
+    def lean(self) -> Graph:
+        """The untangled graph without rows that a slice drops, and with lean cross-entropies."""
+        return with_lean_cross_entropy(with_short_rows(self.untangled))
+
+    @cached_property
     def aggregated(self) -> Graph:
-        """The graph that fission splits: untangled, with lean cross-entropies, and small calls merged if that pays."""
-        graph = quickest(with_lean_cross_entropy(self.untangled), self.latency_ns)
-        verify(graph)
+        """The graph that fission splits: the lean one, with small calls merged if that pays."""
+        verify(graph := quickest(self.lean, self.latency_ns))
         return graph
 
     @cached_property
@@ -153,8 +158,6 @@ class Subject(TracedModel):
         """Digest of the captured step, including an unplanned optimizer (its own `step()` runs after the plan)."""
         captured = self.captured if self.captured.behind is None else self.captured.original
         return digest(captured.graph)
-
-    # -- costs --------------------------------------------------------------------------------------------------
 
     @cached_property
     def roofline(self) -> RooflineCosts:
