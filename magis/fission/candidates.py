@@ -185,7 +185,8 @@ def regions_in_parts(cuts: Mapping[int, Split]) -> list[Region]:
     hows = {how for split in cuts.values() for how in (*split.inputs, *split.outputs)}
     if most <= PARTS[1] or len(even) > 2 or any(how == "mean" or isinstance(how, Halo | Overlap) for how in hows):
         return even
-    return [Region(cuts, parts, uneven=True) for parts in PARTS if parts < most]
+    sizes = [-(-most // parts) for parts in PARTS if parts < most]
+    return [Region(cuts, -(-most // size), uneven=most % size != 0) for size in sizes]
 
 
 def connected(

@@ -39,7 +39,7 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
     graph, region = with_float32_sums(graph, region)
     left = leavings(graph, region)
     looped = with_direct_sums(_spliced(graph, region, _body(graph, region, left, in_place), left))
-    for op in looped.ops if region.uneven else ():
+    for op in looped.ops:
         last_part(op, looped.values)  # kernels may reject its size
     return looped
 
@@ -53,7 +53,10 @@ def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
         if split.extent % region.scale:
             raise VerifyError(f"{region.parts} parts do not divide {split.extent}")
     graph, region = with_float32_sums(graph, region)
-    return _body(graph, region, leavings(graph, region), in_place).loop()
+    body = _body(graph, region, leavings(graph, region), in_place)
+    loop = Op(0, LOOP, tuple(map(Ref, body.given)), (), tuple(body.wholes), many=True, body=(own := body.loop()))
+    last_part(loop, graph.values)  # kernels may reject its size
+    return own
 
 
 def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> _Body:

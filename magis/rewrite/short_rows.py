@@ -54,7 +54,7 @@ def _moved(graph: Graph, at: int) -> Graph:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Dropped:
     """A slice of the rows of a product, and all operators that work on these rows or on their gradients."""
 
     slice: Op
@@ -73,7 +73,7 @@ class _Rows:
     """Positions of the operators that take gradients padded with rows of zeros."""
 
 
-def _found(graph: Graph, at: int) -> _Rows | None:
+def _found(graph: Graph, at: int) -> _Dropped | None:
     """Return what works on the rows that a slice takes; None unless all of that can do without the other rows."""
     op = graph.ops[at]
     (taken,), (made,) = op.inputs(), op.made()
@@ -97,7 +97,7 @@ def _found(graph: Graph, at: int) -> _Rows | None:
     if touched or inside & outer:
         return None
     back = backs[0] if backs else -1
-    return _Rows(op, shape[:-2], shape[-2], left[-2], first, frozenset(between), back, padded)
+    return _Dropped(op, shape[:-2], shape[-2], left[-2], first, frozenset(between), back, padded)
 
 
 def _ends(op: Op) -> tuple[Arg, ...]:
@@ -161,7 +161,7 @@ class _Moving:
     """A step under construction, in which operators work on fewer rows."""
 
     graph: Graph
-    found: _Rows
+    found: _Dropped
     storages: dict[int, Storage]
     values: dict[int, Value]
     ops: list[Op] = field(default_factory=list)
@@ -178,7 +178,7 @@ class _Moving:
             if at == found.first:
                 self._product(op)
             elif op is found.slice or at == found.back:
-                self._emit(op, _VIEWS[0], (Ref(op.inputs()[0]), self._shape(op.inputs()[0])), op.made()[0])
+                self._call(op, _VIEWS[0], (Ref(op.inputs()[0]), self._shape(op.inputs()[0])), op.made()[0])
             elif at in found.chain or (at in found.padded and not _ends_there(op)):
                 self._resized(op)
             elif at in found.padded:
@@ -199,20 +199,20 @@ class _Moving:
         """Return the rows of a matrix that the slice leaves, as a matrix."""
         if value not in self.short:
             found, width = self.found, self.values[value].shape[1]
-            folded = self._emit(like, _VIEWS[0], (Ref(value), (*found.lead, found.rows, width)))
-            left = self._emit(like, _SLICE, (Ref(folded), len(found.lead), *_ends(found.slice)[1:]))
+            folded = self._call(like, _VIEWS[0], (Ref(value), (*found.lead, found.rows, width)))
+            left = self._call(like, _SLICE, (Ref(folded), len(found.lead), *_ends(found.slice)[1:]))
             if prod(found.lead) > 1:
                 kwargs = (("memory_format", Const("memory_format", "contiguous_format")),)
-                left = self._emit(like, "aten.clone.default", (Ref(left),), kwargs=kwargs)
+                left = self._call(like, "aten.clone.default", (Ref(left),), kwargs=kwargs)
             rows = prod(found.lead) * found.left
-            self.short[value] = self._emit(like, _VIEWS[0], (Ref(left), (rows, width)))
+            self.short[value] = self._call(like, _VIEWS[0], (Ref(left), (rows, width)))
         return self.short[value]
 
     def _product(self, op: Op) -> None:
         position = _PRODUCTS[op.target]
         rows = self._rows_of(op.inputs()[position], op)
         args = tuple(Ref(rows) if at == position else arg for at, arg in enumerate(op.args))
-        self._emit(op, op.target, args, op.made()[0], op.kwargs)
+        self._call(op, op.target, args, op.made()[0], op.kwargs)
 
     def _resized(self, op: Op) -> None:
         """Emit an operator on fewer rows."""
@@ -221,24 +221,24 @@ class _Moving:
             flat = len(self.graph.values[op.made()[0]].shape) == 2
             shape = self._shape(op.inputs()[0])
             args = (args[0], (prod(shape[:-1]), shape[-1]) if flat else shape)
-        self._emit(op, op.target, args, op.made()[0], op.kwargs)
+        self._call(op, op.target, args, op.made()[0], op.kwargs)
 
     def _gradient(self, op: Op) -> None:
         """Emit a gradient of the product from fewer rows; that of the rows is padded with zeros."""
         found, (value, *others) = self.found, op.inputs()
         if op.target == _SUM or self.values[value].shape[0] == self.graph.values[value].shape[0]:
             args = op.args if op.target == _SUM else (op.args[0], Ref(self._rows_of(others[0], op)))
-            self._emit(op, op.target, args, op.made()[0], op.kwargs)
+            self._call(op, op.target, args, op.made()[0], op.kwargs)
             return
-        narrow = self._emit(op, op.target, op.args)
-        folded = self._emit(op, _VIEWS[0], (Ref(narrow), self._shape(narrow)))
+        narrow = self._call(op, op.target, op.args)
+        folded = self._call(op, _VIEWS[0], (Ref(narrow), self._shape(narrow)))
         width = self.values[narrow].shape[-1]
         sizes = (*found.lead, found.rows, width)
-        padded = self._emit(op, _BACK, (Ref(folded), sizes, len(found.lead), *_ends(found.slice)[1:], 1))
+        padded = self._call(op, _BACK, (Ref(folded), sizes, len(found.lead), *_ends(found.slice)[1:], 1))
         storage = self.graph.values[op.made()[0]].storage  # whose readers stay as they are
         del self.storages[self.values[padded].storage]
         self.values[padded] = replace(self.values[padded], storage=storage)
-        self._emit(op, _VIEWS[0], (Ref(padded), (prod(found.lead) * found.rows, width)), op.made()[0])
+        self._call(op, _VIEWS[0], (Ref(padded), (prod(found.lead) * found.rows, width)), op.made()[0])
 
     def _as_it_is(self, op: Op) -> None:
         """Append an operator that works on all that it did, with the strides of its results."""
@@ -247,7 +247,7 @@ class _Moving:
         if op.body is None and not self.changed.isdisjoint(op.inputs()):
             self._lay_out(op)
 
-    def _emit(
+    def _call(
         self, like: Op, target: str, args: tuple[Arg, ...], made: int | None = None,
         kwargs: tuple[tuple[str, Arg], ...] = (),
     ) -> int:  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import TypeAlias
 
 import numpy as np
@@ -132,7 +131,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
     place = work.places[number]
     found: list[tuple[LoopPlace, LoopNest]] = []
     regions = regions_in_parts(place.cuts)
-    for region in regions[len(regions) // 2 :][:1] if work.efforts.middling else regions:
+    regions = regions[len(regions) // 2 :][:1] if work.efforts.middling else regions
+    for region in regions:
         if found and over():
             return
         try:
@@ -143,11 +143,12 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
                 here = other_parts(found[0][1], loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
-        found.append((LoopPlace(place.at, ceil(region.scale), number), here))
+        found.append((LoopPlace(place.at, region.parts, number), here))
         yield found[-1]
-    uneven = any(region.uneven for region in regions)  # a second loop needs bodies of one size
-    if found and not uneven and (place.closed or most_parts(place.cuts) < FEW) and not over():
-        yield from _with_loops_inside(work, found)
+    # A second loop needs bodies of one size
+    even = [each for each, region in zip(found, regions, strict=True) if not region.uneven]
+    if even and (place.closed or most_parts(place.cuts) < FEW) and not over():
+        yield from _with_loops_inside(work, even)
 
 
 def _with_loops_inside(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
 import rustworkx as rx
@@ -148,7 +147,7 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
                 break
             if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
                 break
-            yield child, f"{op.module or op.target}: {len(cuts)} operators in {ceil(region.scale)} parts"
+            yield child, f"{op.module or op.target}: {len(cuts)} operators in {region.parts} parts"
 
 
 def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:

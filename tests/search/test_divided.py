@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from magis.fission.candidates import numbers_of_parts, regions_in_parts
 from magis.fission.loss_suffix import pieces
 from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
+from magis.ops.splits import Halo, Split
 from magis.planner.fission_plan import Divided, divide, improve_body, replan
 from magis.runtime.swap_streams import HostMemory, Stored
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
-from magis.search.fission_pareto import DivisibleStep, least_ns_at, numbers_of_parts, work_of
+from magis.search.fission_pareto import DivisibleStep, least_ns_at, work_of
 from magis.search.loop_nest import LoopNest, LoopNestPlan, realize_level, solution, with_body
 from magis.search.loop_places import TriedPlaces, places_front, sketch
 from magis.simulate.evaluator import evaluate
@@ -222,6 +225,21 @@ def test_planned_again_for_another_limit() -> None:
 )
 def test_numbers_of_parts_divide_every_size(most: int, tried: list[int]) -> None:
     assert numbers_of_parts(most) == tried
+
+
+@pytest.mark.parametrize(
+    ("most", "how", "tried"),
+    [
+        (8191, 0, [2, 4, 8, 16, 32]), (37, 0, [2, 4, 8, 13, 19]), (7, 0, [2, 4]), (32, 0, [2, 4, 8, 16, 32]),
+        (4095, 0, [3, 5, 7, 9, 13, 15, 21]), (12, 0, [2, 4, 6]), (2, 0, [2]), (37, "mean", []),
+        (21, Halo(0, 1, 1), [3, 7, 21]),
+    ],
+)  # fmt: skip
+def test_sizes_with_few_divisors_have_a_smaller_last_part(most: int, how: Any, tried: list[int]) -> None:
+    cuts = {0: Split((how if isinstance(how, Halo) else 0,), (how if isinstance(how, str) else 0,), (), most)}
+    regions = regions_in_parts(cuts)
+    assert [region.parts for region in regions] == [ceil(region.scale) for region in regions] == tried
+    assert [region.uneven for region in regions] == [most % parts != 0 for parts in tried]
 
 
 class Calls(TorchDispatchMode):
