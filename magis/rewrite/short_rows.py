@@ -10,6 +10,7 @@ infinities, eager's gradient by the weight is no number (zero times infinity), w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -35,11 +36,17 @@ _MM, _SUM = "aten.mm.default", "aten.sum.dim_IntList"
 
 def with_short_rows(graph: Graph) -> Graph:
     """Return the step with slices of the rows of wide products ahead of these."""
-    for op in graph.ops:
-        if op.target == _SLICE:
-            at = next(at for at, each in enumerate(graph.ops) if each.outputs == op.outputs)
-            graph = _moved(graph, at)
+    for number in [op.made()[0] for op in graph.ops if op.target == _SLICE and _takes_rows(op, graph.values)]:
+        at = next(at for at, op in enumerate(graph.ops) if number in op.made())
+        graph = _moved(graph, at)
     return graph
+
+
+def _takes_rows(op: Op, values: Mapping[int, Value]) -> bool:
+    """Return True for a slice of the last dimension but one."""
+    shape, left = values[op.inputs()[0]].shape, values[op.made()[0]].shape
+    dim = op.args[1] if len(op.args) > 1 else 0
+    return len(shape) >= 2 and dim == len(shape) - 2 and left != shape and op.args[4:] in ((), (1,))
 
 
 def _moved(graph: Graph, at: int) -> Graph:
@@ -47,10 +54,12 @@ def _moved(graph: Graph, at: int) -> Graph:
     found = _found(graph, at)
     if found is None:
         return graph
+    moving = _Moving(graph, found, dict(graph.storages), dict(graph.values))
     try:
-        return _Moving(graph, found, dict(graph.storages), dict(graph.values)).step()
+        moved = moving.step()
     except VerifyError:  # a view of other strides
         return graph
+    return graph if moving.changed.intersection(graph.outputs) else moved
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,7 @@ def _found(graph: Graph, at: int) -> _Dropped | None:
     op = graph.ops[at]
     (taken,), (made,) = op.inputs(), op.made()
     shape, left = graph.values[taken].shape, graph.values[made].shape
-    dim = op.args[1] if len(op.args) > 1 else 0
-    whole = len(shape) >= 2 and dim == len(shape) - 2 and left != shape and op.args[4:] in ((), (1,))
-    chain = _chain(graph, taken, shape) if whole else None
+    chain = _chain(graph, taken, shape)
     if chain is None:
         return None
     first, between = chain

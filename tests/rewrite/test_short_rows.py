@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,3 +99,15 @@ def test_a_slice_of_rows_moves_ahead_of_the_product(loss: Callable[..., Tensor],
 def test_rows_that_another_operator_needs_stay(loss: Callable[..., Tensor], batch: int) -> None:
     _, graph, short = case(loss, batch, True)
     assert short == graph
+
+
+def test_strides_of_results_stay() -> None:
+    _, graph, short = case(shifted, 2, False)
+    assert short != graph
+    (rows,) = [
+        op.made()[0]
+        for op in graph.ops
+        if op.target == "aten.slice.Tensor" and len(graph.values[op.made()[0]].shape) == 3
+    ]
+    seen = replace(graph, outputs=(*graph.outputs, rows))
+    assert with_short_rows(seen) == seen
