@@ -41,12 +41,11 @@ def rows_around(op: Op) -> tuple[int, int]:
 def scale(loop: Loop) -> Fraction:
     """Return the sizes of cut dimensions as multiples of those in the body: the number of parts, if these are equal."""
     for op in loop.graph.ops:
-        if op.target in (PART, JOIN) and op.inputs() and isinstance(op.args[-1], int) and not any(rows_around(op)):
-            taken, other = op.inputs()[0], (op.made() if op.target == PART else op.inputs()[1:])
-            whole, part = (loop.graph.values.get(value) for value in (taken, *other[:1]))
-            dim = op.args[-1]
-            if whole and part and 0 <= dim < min(len(whole.shape), len(part.shape)):
-                size, each = whole.shape[dim], part.shape[dim]
+        if op.target in (PART, JOIN) and not any(rows_around(op)):
+            looks = [loop.graph.values[value] for value in (*op.inputs(), *op.made()) if value in loop.graph.values]
+            dim = op.args[-1] if op.args else None
+            if len(looks) == 2 and isinstance(dim, int) and 0 <= dim < min(len(each.shape) for each in looks):
+                size, each = (value.shape[dim] for value in looks)
                 if (loop.parts - 1) * each < size < loop.parts * each:
                     return Fraction(size, each)
                 break

@@ -120,6 +120,7 @@ OF_OTHERS = {
     "magis.ops.raising": "kernels that look at the contents of their tensors, and find them wrong",
     "magis.ops.splits.products": "how parts combine",
     "magis.ops.splits.labels": "how parts combine",
+    "magis.rewrite.short_rows": "where a slice of rows may pass",
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
     "magis.runtime.scratch": "kinds of operators",
