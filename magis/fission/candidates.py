@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import rustworkx as rx
 
-from magis.fission.region import Region, most_parts, ways
+from magis.fission.region import Region, most_parts, needs_equal_parts, ways
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension
@@ -182,8 +182,7 @@ def regions_in_parts(cuts: Mapping[int, Split]) -> list[Region]:
     dimensions; else the last part is smaller, but where windows overlap or means are merged."""
     most = most_parts(cuts)
     even = [Region(cuts, parts) for parts in numbers_of_parts(most)]
-    hows = {how for split in cuts.values() for how in (*split.inputs, *split.outputs)}
-    if most <= PARTS[1] or len(even) > 2 or any(how == "mean" or isinstance(how, Halo | Overlap) for how in hows):
+    if most <= PARTS[1] or len(even) > 2 or any(needs_equal_parts(split) for split in cuts.values()):
         return even
     sizes = [-(-most // parts) for parts in PARTS if parts < most]
     return [Region(cuts, -(-most // size), uneven=most % size != 0) for size in sizes]

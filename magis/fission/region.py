@@ -42,6 +42,11 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
     return gcd(*(split.extent for split in cuts.values()))
 
 
+def needs_equal_parts(split: Split) -> bool:
+    """Return True for a split in which windows overlap, or means are merged."""
+    return any(how == "mean" or isinstance(how, Halo | Overlap) for how in (*split.inputs, *split.outputs))
+
+
 @dataclass(frozen=True)
 class Leaving:
     """An output of a region, which operators outside or the step use; ``how``: merge of its parts."""
@@ -90,9 +95,7 @@ def _operator_problems(graph: Graph, op: Op, split: Split, region: Region) -> It
         yield f"{_where(op)}: cannot be cut: {reason}"
     elif split.extent % region.scale:
         yield f"{_where(op)}: {region.parts} parts do not divide {split.extent}"
-    elif region.uneven and any(
-        isinstance(how, Halo | Overlap) or how == "mean" for how in (*split.inputs, *split.outputs)
-    ):
+    elif region.uneven and needs_equal_parts(split):
         yield f"{_where(op)}: needs parts of equal sizes"
 
 
