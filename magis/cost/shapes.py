@@ -42,6 +42,17 @@ class Made:
         return base.offset * ITEM_SIZE[base.dtype] // ITEM_SIZE[self.dtype] + self.offset
 
 
+def results(op: Op, values: Mapping[int, Value]) -> Iterator[tuple[Value, int | None]]:
+    """Yield the results of a call, which are among the values, with the sizes that it makes, and the bytes of their
+    storages; None for a result on the storage of an input."""
+    for number, each in zip(op.outputs, describe(op, values), strict=True):
+        if number is not None and each is not None:
+            base = None if each.base is None else values[op.inputs()[each.base]]
+            lies = (values[number].storage, each.offset) if base is None else (base.storage, each.offset_on(base))
+            looks = replace(values[number], shape=each.shape, stride=each.stride, dtype=each.dtype)
+            yield replace(looks, storage=lies[0], offset=lies[1]), each.nbytes if base is None else None
+
+
 def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
     """Return the call of a signature with its outputs, unlike `parse`, which returns inputs only.
 

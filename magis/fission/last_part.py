@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from magis.cost.shapes import bytes_of, describe
+from magis.cost.shapes import bytes_of, results
 from magis.fission.global_calls import Literals, with_literals
 from magis.graph import Graph, Op, Storage, Value
 from magis.graph.hazards import packed
@@ -44,12 +44,8 @@ class _Resized:
             (taken,), (made,) = op.inputs(), op.made()
             self._put(made, self.values[taken], self.storages[self.values[taken].storage].nbytes)
         elif not op.target.startswith("magis."):
-            for value, each in zip(op.outputs, describe(op, self.values), strict=True):
-                if value is not None and each is not None:
-                    base = None if each.base is None else self.values[op.inputs()[each.base]]
-                    offset = each.offset if base is None else each.offset_on(base)
-                    looks = replace(self.values[value], shape=each.shape, stride=each.stride, offset=offset)
-                    self._put(value, looks, each.nbytes if base is None else None)
+            for looks, nbytes in results(op, self.values):
+                self._put(looks.id, looks, nbytes)
         return op
 
     def _slice(self, op: Op, share: Fraction) -> None:

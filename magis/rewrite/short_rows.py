@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from magis.cost.shapes import describe
+from magis.cost.shapes import results
 from magis.errors import VerifyError
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
 from magis.graph.hazards import is_pure_view
@@ -275,16 +275,9 @@ class _Moving:
 
     def _lay_out(self, op: Op) -> None:
         """Give the results of an operator the sizes and strides that it makes."""
-        for value, each in zip(op.outputs, describe(op, self.values), strict=True):
-            if value is None or each is None:
-                continue
-            own = self.values[value]
-            base = None if each.base is None else self.values[op.inputs()[each.base]]
-            offset = each.offset if base is None else each.offset_on(base)
-            storage = own.storage if base is None else base.storage
-            looks = replace(own, shape=each.shape, stride=each.stride, dtype=each.dtype, offset=offset, storage=storage)
-            if looks != own:
-                self.values[value] = looks
-                self.changed.add(value)
-            if base is None:
-                self.storages[storage] = replace(self.storages[storage], nbytes=each.nbytes)
+        for looks, nbytes in results(op, self.values):
+            if looks != self.values[looks.id]:
+                self.values[looks.id] = looks
+                self.changed.add(looks.id)
+            if nbytes is not None:
+                self.storages[looks.storage] = replace(self.storages[looks.storage], nbytes=nbytes)
