@@ -111,7 +111,8 @@ def deep_copy(module: nn.Module) -> nn.Module:
             # torch copies a parameter's elements, but any other tensor's whole storage.
             twin = copy.deepcopy(parameter.detach(), made)
             made[id(parameter)] = nn.Parameter(twin, parameter.requires_grad)
-    return copy.deepcopy(module, made)
+    with generators_kept():  # a `__deepcopy__` of the user's may build a module, which draws its weights
+        return copy.deepcopy(module, made)
 
 
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:

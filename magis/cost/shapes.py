@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
 from magis.graph import ITEM_SIZE, Op, Value
-from magis.ops.call import call
+from magis.ops.call import call, registered
 from magis.ops.fake_results import as_made, bits_of, with_bits
 from magis.ops.operators import op_info
 
@@ -62,7 +63,7 @@ def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
     op, values = parse(text)
     inputs = op.inputs()
     outputs: list[int | None] = []
-    for found in _describe(text):
+    for found in _describe(text, registered(op.target)):
         if found is None:
             outputs.append(None)
             continue
@@ -76,12 +77,12 @@ def parse_with_outputs(text: str) -> tuple[Op, dict[int, Value]]:
 def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:
     """Return the output tensors of ``op`` for its inputs in ``values``. Raises VerifyError if the operator rejects
     those."""
-    return _describe(signature(op, values))
+    return _describe(signature(op, values), registered(op.target))
 
 
 @functools.lru_cache(maxsize=65536)
-def _describe(text: str) -> tuple[Made | None, ...]:
-    """Return the output tensors of a signature, cached."""
+def _describe(text: str, _overload: OpOverload | None) -> tuple[Made | None, ...]:
+    """Return the output tensors of a signature, cached for the operator that is registered."""
     op, values = parse(text)
     with _unlogged(), FakeTensorMode(), torch.no_grad():
         try:

@@ -9,10 +9,13 @@ from fractions import Fraction
 from itertools import combinations
 from typing import TypeAlias
 
+from torch._ops import OpOverload
+
 from magis.cost.shapes import describe
-from magis.cost.signature import parse
+from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
 from magis.graph import Arg, Op, Ref, Value
+from magis.ops.call import registered
 from magis.ops.splits import Halo, How, Overlap, Path, dimension, part, splits
 
 MOST_LITERALS = 2
@@ -44,18 +47,23 @@ class GlobalCall:
     outputs: tuple[Placement | None, ...]
 
 
-@functools.lru_cache(maxsize=65536)
 def global_calls(
-    text: str, facts: tuple[Placement, ...], parts: Fraction, rows: tuple[int, ...]
+    op: Op, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: Fraction, rows: tuple[int, ...]
 ) -> tuple[GlobalCall, ...]:
-    """Return the unsplit calls of which a call (by signature) is a part, ``parts`` times smaller, given facts on its
-    inputs.
+    """Return the unsplit calls of which a call is a part, ``parts`` times smaller, given facts on its inputs.
 
     If every part takes equal tensors, the call may be unsplit itself, or split by larger literals (a factory, an
     `expand`). Otherwise the split labels decide; an ambiguous call ([1, 4] as part of [2, 4] or of [1, 8]) has several
     unsplit calls. With overlapping windows, a part has no padding; the unsplit call has the padding of the halo (one of
     ``rows``).
     """
+    return _global_calls(signature(op, values), registered(op.target), facts, parts, rows)
+
+
+@functools.lru_cache(maxsize=65536)
+def _global_calls(
+    text: str, _overload: OpOverload | None, facts: tuple[Placement, ...], parts: Fraction, rows: tuple[int, ...]
+) -> tuple[GlobalCall, ...]:
     op, small = parse(text)
     values = {number: value_of(number, fact.whole) for number, fact in enumerate(facts)}
     if any(part_shape(fact, parts) != small[number].shape for number, fact in enumerate(facts)):

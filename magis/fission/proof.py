@@ -19,7 +19,6 @@ from fractions import Fraction
 from itertools import islice, product
 from typing import TypeAlias
 
-from magis.cost.signature import signature
 from magis.errors import VerifyError
 from magis.fission.global_calls import (
     GlobalCall,
@@ -227,7 +226,7 @@ class _Undoing:
 
     def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
         """Return (index, unsplit call) for each call of which the operator may be a part, likely shapes first."""
-        every = global_calls(signature(op, self.values), facts, self.parts, self.rows)
+        every = global_calls(op, self.values, facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
         looks = {way: [(fact.whole[0], fact.whole[2]) for fact in way.outputs if fact is not None] for _, way in found}
         return sorted(found, key=lambda each: sum(look not in self.likely for look in looks[each[1]]))
@@ -355,7 +354,7 @@ class _Emitting:
         if source not in self.emitted:
             inputs = [self._need(value, fact) for value, fact in zip(op.inputs(), source.inputs, strict=True)]
             undoing = self.undoing
-            every = global_calls(signature(op, undoing.values), source.inputs, undoing.parts, undoing.rows)
+            every = global_calls(op, undoing.values, source.inputs, undoing.parts, undoing.rows)
             way = every[source.way]
             outputs = tuple(None if fact is None else self._fresh(fact.whole) for fact in way.outputs)
             self.emitted[source] = outputs

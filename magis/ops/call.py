@@ -46,7 +46,6 @@ class CallError(MagisError):
     """An operator or an argument does not exist in the installed torch."""
 
 
-@functools.lru_cache(maxsize=4096)
 def resolve(target: str) -> OpOverload:
     """Return the OpOverload named `target`: "aten.mm.default" is `torch.ops.aten.mm.default`.
 
@@ -57,19 +56,28 @@ def resolve(target: str) -> OpOverload:
         raise CallError(
             f"not an operator: {target!r}", hint="write namespace.operator.overload, such as aten.mm.default"
         )
-    found: Any = torch.ops
-    for part in parts:
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            found = None
-            break
-    if not isinstance(found, OpOverload):
+    found = registered(target)
+    if found is None:
         raise CallError(
             f"torch {torch.__version__} has no operator {target}",
             hint="import the library that registers it, or capture again under this torch version",
         )
     return found
+
+
+def registered(target: str) -> OpOverload | None:
+    """Return the OpOverload that torch has under a name now, or None.
+
+    A user may register an operator again (a notebook's cell), and torch then frees the one before: a cache of what an
+    operator does takes the OpOverload into its key, and none finds an OpOverload by its name.
+    """
+    found: Any = torch.ops
+    for part in target.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            return None
+    return found if isinstance(found, OpOverload) else None
 
 
 def constant(const: Const, device: torch.device | str, generators: Mapping[str, torch.Generator] | None = None) -> Any:
@@ -184,7 +192,6 @@ _SILENT = ("profiler", "debug_mode_ops")
 _TORCHS = ("aten", "prims", "c10d", "_c10d_functional", *_SILENT)
 
 
-@functools.lru_cache(maxsize=4096)
 def only_acts(target: str) -> bool:
     """Return True for an operator that returns and writes no tensor: it is called to check or to print something.
 
@@ -193,7 +200,12 @@ def only_acts(target: str) -> bool:
     namespace = target.partition(".")[0]
     if namespace in _SILENT or (namespace == "magis" and target != EXPECT):
         return False
-    schema = resolve(target)._schema
+    return _only_acts(resolve(target), namespace)
+
+
+@functools.lru_cache(maxsize=4096)
+def _only_acts(overload: OpOverload, namespace: str) -> bool:
+    schema = overload._schema
     given = any("Tensor" in str(result.type) for result in schema.returns)
     return not (schema.is_mutable or given) and (not schema.returns or namespace not in _TORCHS)
 

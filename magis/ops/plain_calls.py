@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
+from torch._ops import OpOverload
+
 from magis.graph import Arg, Op, Ref, Value
 from magis.ops.call import resolve
 from magis.ops.operators import op_info
@@ -43,16 +45,16 @@ def written(op: Op) -> list[int]:
     """Return the value ids that a call writes, by its operator's schema."""
     spared, kwargs = op_info(op.target).spared(dict(op.kwargs)), dict(op.kwargs)
     found: list[int] = []
-    for position, name in _written_arguments(op.target):
+    for position, name in _written_arguments(resolve(op.target)):
         if position != spared:
             found += refs(op.args[position] if position < len(op.args) else kwargs.get(name))
     return found
 
 
 @cache
-def _written_arguments(target: str) -> tuple[tuple[int, str], ...]:
+def _written_arguments(overload: OpOverload) -> tuple[tuple[int, str], ...]:
     """Return position and name of the arguments that the operator's schema marks as written."""
-    arguments = enumerate(resolve(target)._schema.arguments)
+    arguments = enumerate(overload._schema.arguments)
     return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 

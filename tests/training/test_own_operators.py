@@ -1,17 +1,21 @@
-"""Operators that return nothing, as they check something or tell somebody, run as in eager mode."""
+"""Operators of the user's own: those that return nothing, as they check something, and those registered again."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
+from tests.training.loops import Loops
 
 TOLD: list[float] = []
 
@@ -119,3 +123,44 @@ def test_operators_without_results_run_as_in_eager_mode(name: str) -> None:
     assert any("no number" in each or "not" in each or "singular" in each for each in told[0] if isinstance(each, str))
     for ours, theirs in zip(*told, strict=True):
         assert (ours == theirs) if isinstance(ours, str) else torch.equal(ours, theirs), (ours, theirs)
+
+
+def bend(scale: float, copies: int) -> Callable[[Tensor], Tensor]:
+    """Register an operator, again if it is there: torch then frees the one before, as when a notebook's cell runs."""
+
+    @torch.library.custom_op("magis_tests::bend", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return (x * scale).repeat(1, copies)
+
+    operator.register_fake(lambda x: x.new_empty(x.shape[0], x.shape[1] * copies))
+    operator.register_autograd(lambda _, grad: grad.reshape(grad.shape[0], copies, -1).sum(1) * scale)
+    return operator
+
+
+class Bent(nn.Module):
+    def __init__(self, operator: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.layers, self.operator = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), operator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bent:
+        twin = Bent(self.operator)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = (self.operator or torch.ops.magis_tests.bend)(torch.tanh(layer(x)))[:, -32:]
+        return x
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_operator_that_is_registered_again_is_the_new_one(*, by_name: bool) -> None:
+    """Of other contents and of other shapes; in new steps, and in one that was planned with the operator before."""
+    before: Loops | None = None
+    for scale, copies in ((1.0, 1), (2.0, 1), (0.5, 2), (0.5, 1)):
+        operator = bend(scale, copies)
+        gc.collect()
+        if before is not None and by_name:
+            before.agree(2)
+        before = Loops(Bent(None if by_name else operator), partial(SGD, lr=0.1))
+        before.agree(2)
