@@ -8,7 +8,7 @@ wherever they begin: tokens of one sequence behind a `view(-1, features)`, heads
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import rustworkx as rx
@@ -73,25 +73,46 @@ def components(graph: Graph, least: int) -> list[Axis]:
         number = owner[tied[0]]
         if all(value in dims[number] for value, _ in tied) and not any(isinstance(how, Halo) for how in split.inputs):
             cuts[number].setdefault(position, split)
-    nbytes = [sum(_weight(graph, value) for value in its) for its in dims]
+    nbytes = [held_bytes(graph, its) for its in dims]
     order = sorted(range(len(parts)), key=lambda number: (-nbytes[number], number))
     return [Axis(dims[n], cuts[n], closed=True) for n in order if cuts[n]]
 
 
+def held_bytes(graph: Graph, values: Iterable[int]) -> int:
+    """Return the bytes of the storages of values; none for persistent ones."""
+    return sum(_weight(graph, value) for value in values)
+
+
 def factories(graph: Graph, cuts: Mapping[int, Split]) -> dict[int, Split]:
-    """Return the splits of operators that cut no input, as the operators of ``cuts`` cut what they make."""
+    """Return the splits of operators that cut no input, as the operators of ``cuts`` cut what they make, and of those
+    in between: zeros, and a sum of other tensors into them."""
     wanted: dict[int, set[Cut]] = {}
     for position, split in cuts.items():
         for value, cut in zip(graph.ops[position].inputs(), split.inputs, strict=True):
             wanted.setdefault(value, set()).add(cut)
-    found: dict[int, Split] = {}
-    for position, op in enumerate(graph.ops):
-        if op.random or op.phase == "update" or wanted.keys().isdisjoint(op.made()):
+    first = min(cuts, default=0)
+    between: dict[int, set[Cut]] = {}  # the same of operators in between
+    makers: dict[int, Split] = {}
+    for position in reversed(range(len(graph.ops))):
+        op = graph.ops[position]
+        asked = {value: wanted.get(value) or between.get(value) for value in op.made()}
+        if position in cuts or op.random or op.phase == "update" or not any(asked.values()):
             continue
         for split in ways(op, graph.values):
-            makes = zip(op.outputs, split.outputs, strict=True)
-            if set(split.inputs) <= {None} and all(wanted[v] == {how} for v, how in makes if v in wanted):
-                found[position] = split
+            makes = [(asked[v], how) for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None]
+            alone = set(split.inputs) <= {None}
+            if (alone or position > first) and all(not cut or cut == {how} for cut, how in makes):
+                makers[position] = split
+                for value, cut in zip(op.inputs(), split.inputs, strict=True):
+                    between.setdefault(value, set()).add(cut)
+                break
+    found: dict[int, Split] = {}
+    made: set[int] = set()
+    for position, split in sorted(makers.items()):
+        given = {v for v, cut in zip(graph.ops[position].inputs(), split.inputs, strict=True) if cut is not None}
+        if not given or not given.isdisjoint(made):
+            found[position] = split
+            made.update(graph.ops[position].made())
     return found
 
 
@@ -184,8 +205,19 @@ def regions_in_parts(cuts: Mapping[int, Split]) -> list[Region]:
     even = [Region(cuts, parts) for parts in numbers_of_parts(most)]
     if most <= PARTS[1] or len(even) > 2 or any(needs_equal_parts(split) for split in cuts.values()):
         return even
-    sizes = [-(-most // parts) for parts in PARTS if parts < most]
-    return [Region(cuts, -(-most // size), uneven=most % size != 0) for size in sizes]
+    return [region_in_parts(cuts, parts) for parts in PARTS if parts < most]
+
+
+def region_in_parts(cuts: Mapping[int, Split], parts: int) -> Region:
+    """Return the region of these operators in so many parts; in fewer, the last one smaller, if the number does not
+    divide the cut dimensions."""
+    most = most_parts(cuts)
+    if most % parts == 0 or any(needs_equal_parts(split) for split in cuts.values()):
+        return Region(cuts, parts)
+    size = -(-most // parts)
+    while most % size == 1:  # of one row, the last part could be a part of other calls as well
+        size += 1
+    return Region(cuts, -(-most // size), uneven=most % size != 0)
 
 
 def connected(
@@ -219,8 +251,10 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
     behind = [p for p in range(position, len(graph.ops)) if graph.ops[p].phase != "update"]
     for start, first in _starts(graph, [*ahead, position]):
         for length in LENGTHS:
-            end = behind[min(length, len(behind) - 1)] + 1
-            pieces = connected(graph, grow(graph, start, range(first, end), dag), dag)
+            allowed = range(first, behind[min(length, len(behind) - 1)] + 1)
+            cuts = grow(graph, start, allowed, dag)
+            makers = {at: split for at, split in factories(graph, cuts).items() if at in allowed}
+            pieces = connected(graph, grow(graph, start, allowed, dag, makers) if makers else cuts, dag)
             for cuts in (piece for piece in pieces if position in piece):
                 found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     for split in ways(graph.ops[position], graph.values):

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import Axis, components, connected, factories, follow, grow, regions_in_parts
+from magis.fission.candidates import Axis, components, connected, factories, follow, grow, held_bytes, regions_in_parts
 from magis.fission.region import Region, most_parts, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
@@ -29,19 +29,24 @@ from magis.ops.splits import Halo, Split, why_not
 def axes(graph: Graph) -> Iterator[Axis]:
     """Yield the batch axis; with a batch of 1, the spatial axes of images: height, width ...
 
-    Where these allow few parts, the largest components of the D-Graph follow: the tokens of one sequence, say.
+    Where these allow few parts, or hold less than half of what the largest component of the D-Graph does, the largest
+    components follow: the tokens of one sequence, say.
     """
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
-    if all(shape[:1] != (1,) for shape in shapes):
+    single = any(shape[:1] == (1,) for shape in shapes)
+    if not single:
         inputs = [follow(graph, batch)]
     else:
         longest = max(map(len, shapes))
         dims = range(2, longest)
         inputs = [follow(graph, {v: dim for v in batch if len(graph.values[v].shape) == longest}) for dim in dims]
     yield from (axis for axis in inputs if axis.cuts)
-    if all(most_parts(axis.cuts) < FEW for axis in inputs):
-        yield from components(graph, FEW)[:COMPONENTS]
+    many = [axis for axis in inputs if axis.cuts and most_parts(axis.cuts) >= FEW]
+    found = components(graph, FEW)[:COMPONENTS] if single or not many else []
+    enough = sum(held_bytes(graph, axis.dims) for axis in many)
+    if not many or (found and enough < held_bytes(graph, found[0].dims) // 2):
+        yield from found
         odd = (axis for axis in components(graph, 1)[:COMPONENTS] if most_parts(axis.cuts) % FEW)  # 99 rows of 100
         yield from (axis for axis in odd if any(each.parts >= FEW // 2 for each in regions_in_parts(axis.cuts)))
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import islice, product
+from itertools import count, islice, product
 from typing import TypeAlias
 
 from magis.errors import VerifyError
@@ -202,6 +202,8 @@ class _Undoing:
         self.facts: dict[int, dict[Placement, _Source | _Alias | None]] = {}
         self.results: dict[int, tuple[int, Placement]] = {}
         """Output of the loop -> value of the body that is its part, and the fact that proves it."""
+        self.added: list[tuple[int, Placement]] = []
+        """The same of sums that the loop adds to a tensor of the loop around it."""
         self.given: dict[int, int] = {}
         """Input of the body -> outer value."""
         self.sums: dict[int, str] = {}
@@ -213,9 +215,9 @@ class _Undoing:
             return  # an unsound inner loop gives no facts
         body = _functional(with_sums_apart(loop.graph))
         self.ops, self.values = _undo_loops(body, _in_parts(likely, self.parts))
-        count = len(op.inputs())
-        self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
-        self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
+        taken = len(op.inputs())
+        self.given = dict(zip(loop.graph.inputs[:taken], op.inputs(), strict=True))
+        self.wholes = dict(zip(loop.graph.inputs[taken:], op.made(), strict=True))
         for inside, value in self.given.items():
             self.facts[inside] = {Placement("same", layout_of(outside[value])): None}
         for at, each in enumerate(self.ops):
@@ -272,8 +274,10 @@ class _Undoing:
 
     def _merge(self, op: Op, whole: int, part: int, how: int | str | Overlap) -> None:
         """Record an output of the loop that is merged from its parts."""
+        if whole not in self.wholes:  # of the loop around, whose proof compares it; or the rules of loops report it
+            self.added += [(part, fact) for fact in self.facts.get(part, ()) if fact.how == how][:1]
         if part not in self.facts or whole not in self.wholes:
-            return  # reported where it is made, or by the rules of loops
+            return  # reported where it is made
         looks = self.values[whole]
         for fact in self.facts[part]:
             if fact.how == how and (fact.whole[0], merged_dtype(fact.whole[2], how)) == (looks.shape, looks.dtype):
@@ -335,6 +339,8 @@ class _Emitting:
             if op.writes and op.target not in MERGES:
                 facts, (number, _) = next((f, way) for f in self.undoing.known(op) for way in self.undoing.ways(op, f))
                 self._emit_call(op, _Source(at, facts, number))
+        for part, fact in self.undoing.added:
+            self._need(part, fact)
         for value, (part, fact) in self.undoing.results.items():
             self.ops.append(Op(len(self.ops), "magis.alias", (Ref(self._need(part, fact)),), (), (value,)))
         return self.ops
@@ -342,10 +348,8 @@ class _Emitting:
     def _need(self, value: int, fact: Placement) -> int:
         """Emit the unsplit tensor of which a value of the body is a part; return its id."""
         source = self.undoing.facts[value][fact]
-        if source is None:
-            return self.undoing.given[value]
-        if isinstance(source, _Alias):
-            return self._need(source.value, source.fact)
+        if not isinstance(source, _Source):
+            return self.undoing.given[value] if source is None else self._need(source.value, source.fact)
         op = self.undoing.ops[source.at]
         made = self._emit_call(op, source)[op.outputs.index(value)]
         return -1 if made is None else made  # never: it has a fact
@@ -363,9 +367,7 @@ class _Emitting:
         return self.emitted[source]
 
     def _fresh(self, looks: TensorLayout) -> int:
-        key = len(self.values)
-        while key in self.values:
-            key += 1
+        key = next(key for key in count(len(self.values)) if key not in self.values)
         self.values[key] = value_of(key, looks)
         return key
 
@@ -403,9 +405,8 @@ def _digests(graph: Graph, likely: Likely) -> tuple[list[str], list[str]]:
             plain = op
         given = [known[value] for value in plain.inputs()]
         inputs = iter(sorted(given) if commutes(plain, values) else given)
-        text = (
-            f"{plain.target} {_plain(plain.args, inputs)} {[(key, _plain(arg, inputs)) for key, arg in plain.kwargs]}"
-        )
+        text = f"{plain.target} {_plain(plain.args, inputs)} "
+        text += str([(key, _plain(arg, inputs)) for key, arg in plain.kwargs])
         digest = hashlib.sha256(text.encode()).hexdigest()
         known |= {value: f"{digest} {at}" for at, value in enumerate(op.outputs) if value is not None}
         if op.writes:

@@ -79,7 +79,7 @@ def divide(front: FissionFront, wanted: PlanRequest, *, known: tuple[int, int] |
 
 def replan(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:
     """Plan a configuration again with other costs, or for another goal."""
-    here = level(found.level.compiled.graph, costs, reuse=reuse)
+    here = level(found.level.compiled.graph, costs, reuse=reuse, planned=found.level.planned)
     front = place_front([(found.cuts[0], here)], over=wanted.over)
     best = _best_divided(front.points, wanted, front.states, None)
     return found if best is None else best

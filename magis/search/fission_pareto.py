@@ -16,17 +16,18 @@ from typing import TypeAlias
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.fission.candidates import regions_in_parts
+from magis.fission.candidates import region_in_parts, regions_in_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import FEW, Piece, pieces
 from magis.fission.part_sums import with_sums_apart
-from magis.fission.region import Region, most_parts, ways
+from magis.fission.recomputed_head import gradients_of_head, recomputed_head
+from magis.fission.region import most_parts, ways
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
 from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, least_ns, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
-from magis.search.split_at_peak import with_loop_inside, within_body
+from magis.search.split_at_peak import with_loop_inside, with_loops_in_place, within_body
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.problem import Problem
 
@@ -38,6 +39,8 @@ BODIES = 32
 """Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
 """Plans of the step around a loop, per sweep, that are evaluated with other bodies."""
+LITTLE_TIME = 0.02
+"""Share of a step's latency that the parts of a loss head may take in its first computation."""
 HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
 """Effort for a first answer: a tenth of the time per place, with results between no fission and the final ones."""
 
@@ -108,11 +111,32 @@ class DivisibleStep:
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """Find the places where a step may be split; fewer in a large step, with less effort."""
+    graph, head = _with_head_in_parts(graph, costs, reuse=reuse)
+    heads = [] if head is None else [head]
     if len(graph.ops) <= MOST_OPERATORS:
-        return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
-    found = pieces(graph, 1)
+        return DivisibleStep(graph, costs, reuse, (*heads, *pieces(graph)), efforts)
     efforts = replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
-    return DivisibleStep(graph, costs, reuse, tuple(found), efforts)
+    return DivisibleStep(graph, costs, reuse, (*heads, *pieces(graph, 1)), efforts)
+
+
+def _with_head_in_parts(graph: Graph, costs: Costs, *, reuse: bool) -> tuple[Graph, Piece | None]:
+    """Return a step whose loss head must run twice with the first time as a loop, and the second time as a place;
+    other steps as they are, and None."""
+    found = recomputed_head(graph)
+    if found is None:
+        return graph, None
+    most_ns = int(compile_problem(found.graph, costs, reuse=reuse).problem.least_ns * (1 + LITTLE_TIME))
+    tried: list[tuple[int, int, Graph]] = []
+    for _, here in levels_at(DivisibleStep(found.graph, costs, reuse, (found.first,)), 0):
+        looped = with_loops_in_place(here.compiled.graph, costs) if reuse else here.compiled.graph
+        problem = compile_problem(looped, costs, reuse=reuse).problem
+        ((node, _),) = here.loops
+        tried.append((max(0, problem.least_ns - most_ns), int(problem.node_ws[node]), looped))
+    if not tried:
+        return graph, None
+    _, _, looped = min(tried, key=lambda each: each[:2])
+    head = gradients_of_head(looped, found)
+    return graph if head is None else looped, head
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
@@ -137,7 +161,9 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
             return
         try:
             if not found:
-                here = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
+                planned = frozenset(value for op in work.graph.ops if op.body is not None for value in op.made())
+                whole = expand(work.graph, region, in_place=True)
+                here = level(whole, work.costs, reuse=work.reuse, planned=planned)
             else:
                 loop = reparted(work.graph, region, in_place=True)
                 here = other_parts(found[0][1], loop, work.costs, reuse=work.reuse)
@@ -155,7 +181,8 @@ def _with_loops_inside(
     work: DivisibleStep, levels: Sequence[tuple[LoopPlace, LoopNest]]
 ) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """Yield the levels with a second loop around the peak of the first one's body, of equal operators in each."""
-    bodies = [group[0].body for _, here in levels for group in here.compiled.nodes if group[0].body is not None]
+    loops = (here.compiled.nodes[node][0].body for _, here in levels for node, _ in here.loops)
+    bodies = [body for body in loops if body is not None]
     choices = within_body(bodies[len(bodies) // 2].graph, INNER[0], work.costs, reuse=work.reuse)
     aparts = [with_sums_apart(loop.graph) for loop in bodies]
     most = max(cut.parts for cut, _ in levels)
@@ -168,7 +195,7 @@ def _with_loops_inside(
                 continue
             try:
                 cuts = {at: _alike(apart, apart.ops[at], split) for at, split in chosen.items()}
-                body = with_loop_inside(apart, Region(cuts, inner), work.costs, reuse=work.reuse)
+                body = with_loop_inside(apart, region_in_parts(cuts, inner), work.costs, reuse=work.reuse)
                 within = Loop(loop.parts, body)
                 yield replace(cut, inner=inner, choice=choice), other_parts(here, within, work.costs, reuse=work.reuse)
             except VerifyError:

@@ -31,6 +31,8 @@ class LoopNest:
     compiled: Compiled
     loops: tuple[tuple[int, LoopNest], ...] = ()
     parts: int = 1
+    planned: frozenset[int] = frozenset()
+    """Values that loops make whose bodies are planned already; these are plain nodes, not among ``loops``."""
 
     @property
     def inner(self) -> LoopNest | None:
@@ -67,12 +69,15 @@ class LoopNestPlan(PlanCosts):
     inner: LoopNestPlan | None = None
 
 
-def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNest:
-    """Compile a graph and the bodies of its loops."""
+def level(
+    graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1, planned: frozenset[int] = frozenset()
+) -> LoopNest:
+    """Compile a graph and the bodies of its loops, but of those that make ``planned`` values."""
     compiled = compile_problem(graph, costs, reuse=reuse)
-    bodies = [(node, group[0].body) for node, group in enumerate(compiled.nodes)]
+    nodes = ((node, group[0]) for node, group in enumerate(compiled.nodes))
+    bodies = [(node, op.body) for node, op in nodes if planned.isdisjoint(op.made())]
     loops = ((node, level(body.graph, costs, reuse=reuse, parts=body.parts)) for node, body in bodies if body)
-    return LoopNest(compiled, tuple(loops), parts)
+    return LoopNest(compiled, tuple(loops), parts, planned)
 
 
 def other_parts(known: LoopNest, loop: Loop, costs: Costs, *, reuse: bool) -> LoopNest:

@@ -15,7 +15,7 @@ import numpy as np
 import rustworkx as rx
 
 from magis.errors import VerifyError
-from magis.fission.candidates import regions_around, regions_in_parts
+from magis.fission.candidates import region_in_parts, regions_around, regions_in_parts
 from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import with_sums_apart
@@ -160,7 +160,7 @@ def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[M
     found: list[tuple[_PlannedStep, Mapping[int, Split]]] = []
     for cuts in (*regions_around(body, at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):
-            after = _state(with_loop_inside(body, Region(cuts, parts), costs, reuse=reuse), costs, reuse, {})
+            after = _state(with_loop_inside(body, region_in_parts(cuts, parts), costs, reuse=reuse), costs, reuse, {})
             found += [(after, cuts)] if after.peak < before.peak else []
     if not found:
         return []
@@ -175,7 +175,12 @@ def with_loop_inside(body: Graph, region: Region, costs: Costs, *, reuse: bool) 
     """Return a loop's body with a region as a loop. That loop is not planned: with ``reuse``, its operators run in
     place wherever an input dies. Raises VerifyError if the region cannot be expanded."""
     graph = expand(body, region, in_place=True)
-    return replace(graph, ops=tuple(_in_place(op, costs) if reuse else op for op in graph.ops))
+    return with_loops_in_place(graph, costs) if reuse else graph
+
+
+def with_loops_in_place(graph: Graph, costs: Costs) -> Graph:
+    """Return the graph with loops whose operators run in place wherever an input dies."""
+    return replace(graph, ops=tuple(_in_place(op, costs) for op in graph.ops))
 
 
 def _in_place(op: Op, costs: Costs) -> Op:

@@ -115,12 +115,12 @@ def position_of_loop(graph: Graph) -> int:
     return position
 
 
-def nested(fission: Fission, seed: int) -> Fission | None:
+def nested(fission: Fission, seed: int, *, uneven: bool = False) -> Fission | None:
     """The same with a random region of the loop's body in a loop of its own; None if nothing there can be split."""
     loop = fission.looped.ops[fission.at]
     assert loop.body is not None
     body = loop.body.graph
-    for region in regions(body, dependency_graph(body), random.Random(seed), 40):
+    for region in regions(body, dependency_graph(body), random.Random(seed), 40, uneven=uneven):
         looped = expanded(body, region)
         if looped is not None:
             new = replace(loop, body=Loop(loop.body.parts, looped))

@@ -17,8 +17,9 @@ BATCHES = 6
 
 def check_seed(name: str, seed: int, most_bytes: int, *, uneven: bool = False) -> int:
     """One fission of a network; with an odd seed nested, if its body can be split. Returns the number of loops."""
-    fission = drawn(name, seed, most_bytes=most_bytes, uneven=uneven)
-    fission = (nested(fission, seed) if seed % 2 and not uneven else None) or fission
+    inside = seed % 2 == 1
+    fission = drawn(name, seed, most_bytes=most_bytes, uneven=uneven and not inside)
+    fission = (nested(fission, seed, uneven=uneven) if inside else None) or fission
     verify(fission.looped)
     verify_fission(fission.looped, fission.graph)
     whole, looped = fission.pair

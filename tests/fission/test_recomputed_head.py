@@ -1,0 +1,180 @@
+"""Losses whose gradients need the whole loss: the head runs twice, in parts, and computes what it did."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from magis import optimize
+from magis.capture import OptimizerSpec
+from magis.fission.proof import verify_fission
+from magis.fission.recomputed_head import recomputed_head
+from magis.graph import Graph, verify
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.rewrite.losses import with_lean_cross_entropy
+from magis.rewrite.short_rows import with_short_rows
+from magis.search.fission_pareto import levels_at, work_of
+from magis.search.split_at_peak import with_loops_in_place
+from magis.simulate.simulator import replay
+from tests.fission.test_components import COSTS
+from tests.nets import Block, Built, Net, labels, rows
+from tests.oracles import captured, graph_step, history, observed, workspaces
+from tests.search.subjects import wide_convolution
+
+WORDS, LENGTH, WIDTH = 256, 32, 16
+"""31 rows of scores: no number of equal parts."""
+
+
+def likelihoods(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of every sequence."""
+    known = scores[:, :-1].float().log_softmax(-1).gather(-1, labels[:, 1:, None]).squeeze(-1)
+    return (known * (labels[:, 1:] != 0)).sum(-1)
+
+
+def preference(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of the first sequence to the second (DPO)."""
+    first, second = likelihoods(scores, labels).chunk(2)
+    return -F.logsigmoid(0.1 * (first - second) - 0.3).mean()
+
+
+def ranking(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of all sequences, the first one best (RRHF, listwise)."""
+    return -(likelihoods(scores, labels) / LENGTH).log_softmax(0)[0]
+
+
+def odds(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of the first sequences to the second ones, beside their own likelihood (ORPO)."""
+    mean = likelihoods(scores, labels) / LENGTH
+    first, second = (mean - torch.log1p(-mean.exp())).chunk(2)
+    return -mean.chunk(2)[0].mean() - 0.1 * F.logsigmoid(first - second).mean()
+
+
+def perplexity(scores: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy's exponential."""
+    return F.cross_entropy(scores[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1)).exp()
+
+
+def policy(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of each token for itself (GRPO): one loop has all of it."""
+    known = scores[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None]).squeeze(-1)
+    ratio = (known - known.detach()).exp()
+    return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
+def plain(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1))
+
+
+RATIO = 0.45
+TWICE = (preference, ranking, odds, perplexity)
+
+
+def network(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    def run(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
+        return loss(net.head(torch.tanh(net.up(net.embed(ids)))), labels)
+
+    parts = {"embed": nn.Embedding(WORDS, WIDTH), "up": nn.Linear(WIDTH, WIDTH)}
+    return Block(run, **parts, head=nn.Linear(WIDTH, WORDS, bias=False))
+
+
+class Judged(nn.Module):
+    """Takes its batch by name."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return self.net(ids, labels)
+
+
+def sequences(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(WORDS, (batch, LENGTH)), torch.randint(WORDS, (batch, LENGTH))
+
+
+@functools.cache
+def case(loss: Callable[[Tensor, Tensor], Tensor], batch: int) -> tuple[Built, Graph]:
+    make = lambda: network(loss).double()  # noqa: E731
+    net = Net(make, lambda: sequences(batch), tuple, None, OptimizerSpec("sgd", lr=0.1)).build()
+    graph = untangle(functionalize(captured(net).graph))
+    return net, with_lean_cross_entropy(with_short_rows(graph))
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("loss", TWICE, ids=lambda loss: loss.__name__)
+def test_the_head_runs_twice_with_the_same_numbers(loss: Callable[[Tensor, Tensor], Tensor], batch: int) -> None:
+    net, graph = case(loss, batch)
+    found = recomputed_head(graph)
+    assert found is not None
+    verify(found.graph)
+    verify_fission(found.graph, graph)
+    work = work_of(graph, COSTS, reuse=True)
+    expected = history(graph_step(graph, net), 2)
+    levels = list(levels_at(work, 0))
+    for _, here in (levels[0], levels[-1]):
+        looped = with_loops_in_place(here.compiled.graph, COSTS)
+        verify(looped)
+        verify_fission(looped, graph)
+        assert sum(op.body is not None for op in looped.ops) == 2
+        for their, our in zip(expected, history(graph_step(looped, net), 2), strict=True):
+            for key, tensor in their.items():
+                torch.testing.assert_close(our[key], tensor, rtol=1e-10, atol=1e-12)
+        _, peak, _ = observed(graph_step(looped, net), looped.persistent_bytes())
+        assert peak == replay(looped, workspaces().of(looped)).peak_bytes
+    whole = [op for op in looped.ops for v in op.made() if looped.values[v].shape == (batch * (LENGTH - 1), WORDS)]
+    assert not whole
+
+
+@pytest.mark.parametrize("loss", [policy, plain], ids=lambda loss: loss.__name__)
+def test_a_loss_of_tokens_is_in_one_loop(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    _, graph = case(loss, 2)
+    assert recomputed_head(graph) is None
+
+
+@pytest.mark.parametrize("loss", TWICE, ids=lambda loss: loss.__name__)
+def test_a_step_is_planned_so_and_taken_up_from_a_file(loss: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, data = Judged(network(loss)), dict(zip(("ids", "labels"), sequences(4), strict=True))
+    asked: dict[str, Any] = {"memory_ratio": RATIO}
+    ours, again = copy.deepcopy(module), copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = optimize(ours, data, None, torch.optim.SGD(ours.parameters(), lr=0.1), **asked)
+    assert step.report().memory_ratio <= RATIO
+    losses = [step(**data) for _ in range(3)]
+    step.save(tmp_path / "step.plan")
+    taken = optimize(
+        again, data, None, torch.optim.SGD(again.parameters(), lr=0.1), memory_ratio=RATIO, plan=tmp_path / "step.plan"
+    )
+    assert taken.report().planned_bytes == step.report().planned_bytes
+    for loss_of_ours in losses:
+        optimizer.zero_grad()
+        value = module(**data)
+        value.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss_of_ours, value.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(taken(**data), loss_of_ours)
+    torch.testing.assert_close(ours.state_dict(), module.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_norm_waits_for_the_batch() -> None:
+    """No loop goes through it; convolutions in front of it run in one loop, and again in another one."""
+    net = Net(wide_convolution, rows(8, 4, 32, 32), labels(8, 4), F.cross_entropy).build()
+    graph = untangle(functionalize(captured(net).graph))
+    ((_, here), *_) = levels_at(work_of(graph, COSTS, reuse=True), 0)
+    looped = with_loops_in_place(here.compiled.graph, COSTS)
+    verify_fission(looped, graph)
+    assert [op.body is not None for op in looped.ops].count(True) == 2
+    for their, our in zip(*(history(graph_step(each, net), 2) for each in (graph, looped)), strict=True):
+        for key, tensor in their.items():
+            torch.testing.assert_close(our[key], tensor)
+    _, peak, _ = observed(graph_step(looped, net), looped.persistent_bytes())
+    assert peak == replay(looped, workspaces().of(looped)).peak_bytes
+    assert peak < 0.6 * replay(graph, workspaces().of(graph)).peak_bytes
