@@ -10,10 +10,8 @@ ahead of its gradients, the head is part of two loops, and the scores ``y`` neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import rustworkx as rx
 
 from magis.fission.candidates import Axis, connected, factories, grow
 from magis.fission.loss_suffix import Piece, axes, heaviest, own_bytes, places, suffix
@@ -40,8 +38,7 @@ class RecomputedHead:
 def recomputed_head(graph: Graph) -> RecomputedHead | None:
     """Return the step with its loss head computed twice; None where a loop to the loss and back has all of it, or where
     the gradients read nothing wide of it."""
-    dag = dependency_graph(graph)
-    gradients, wide = _gradients(graph, dag), _wide(graph)
+    gradients, wide, dag = _gradients(graph), _wide(graph), dependency_graph(graph)
     for axis in axes(graph) if wide else ():
         for at in reversed(places(graph, axis, 1)[-2:]):
             pieces = connected(graph, suffix(graph, axis, at, dag), dag)
@@ -52,15 +49,31 @@ def recomputed_head(graph: Graph) -> RecomputedHead | None:
             behind = [op for position, op in enumerate(graph.ops) if position > at and position not in cuts]
             others = {value for op in behind if op.phase == "forward" for value in op.made()}
             read = {value for op in behind if op.phase == "backward" for value in op.inputs()}
-            if made & wide & read and not others & wide:
-                return _computed_twice(graph, cuts, axis, made & wide & read)
+            needed = made & wide & read
+            again = _made_again(graph, cuts, needed)
+            if needed and not (others & wide or any(graph.ops[position].writes for position in again)):
+                return _computed_twice(graph, cuts, axis, again)
     return None
 
 
-def _gradients(graph: Graph, dag: rx.PyDiGraph[int, None]) -> set[int]:
+def _made_again(graph: Graph, cuts: Collection[int], needed: set[int]) -> list[int]:
+    """Return the positions among ``cuts`` of the operators that lead to the needed values."""
+    inside = {value for position in cuts for value in graph.ops[position].made()}
+    found: list[int] = []
+    for position in sorted(cuts, reverse=True):
+        if not needed.isdisjoint(graph.ops[position].made()):
+            found.append(position)
+            needed = needed | inside.intersection(graph.ops[position].inputs())
+    return found[::-1]
+
+
+def _gradients(graph: Graph) -> set[int]:
     """Return the values that depend on a constant of the backward: the loss's gradient by itself, which is 1."""
-    seeds = [at for at, op in enumerate(graph.ops) if op.phase == "backward" and not op.inputs()]
-    return {value for at in seeds for p in (at, *rx.descendants(dag, at)) for value in graph.ops[p].made()}
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.phase == "backward" and (not op.inputs() or not found.isdisjoint(op.inputs())):
+            found.update(op.made())
+    return found
 
 
 def _wide(graph: Graph) -> set[int]:
@@ -70,15 +83,10 @@ def _wide(graph: Graph) -> set[int]:
     return {value for value, each in storages if each.kind == "temporary" and each.nbytes * WIDE >= whole}
 
 
-def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, wide: set[int]) -> RecomputedHead:
-    """Return the step in which gradients read the wide values of ``cuts`` from a second computation, behind the
-    first."""
-    ops, second, needed = graph.ops, set[int](), set(wide)
-    inside = {value for position in cuts for value in ops[position].made()}
-    for position in sorted(cuts, reverse=True):
-        if not needed.isdisjoint(ops[position].made()):
-            second.add(position)
-            needed.update(inside.intersection(ops[position].inputs()))
+def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, second: Sequence[int]) -> RecomputedHead:
+    """Return the step in which gradients read the results of some operators of ``cuts`` from a second computation,
+    behind the first."""
+    ops = graph.ops
     used, dropped = set(graph.outputs), set[int]()  # of the first computation, what only gradients have read
     for position in reversed(range(len(ops))):
         if position in second and used.isdisjoint(ops[position].made()):
@@ -91,7 +99,7 @@ def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, wide: s
         if position not in dropped:
             found.append((twins.reader(op) if op.phase == "backward" else op, cuts.get(position)))
         if position == max(cuts):
-            found += [(twins.operator(ops[each]), None) for each in sorted(second)]
+            found += [(twins.operator(ops[each]), None) for each in second]
     numbered = tuple(replace(op, id=number) for number, (op, _) in enumerate(found))
     held = {value for op in numbered for value in (*op.inputs(), *op.made())} | {*graph.inputs, *graph.outputs}
     values = {number: value for number, value in twins.values.items() if number in held}

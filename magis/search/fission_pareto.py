@@ -18,7 +18,7 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.fission.candidates import region_in_parts, regions_in_parts
 from magis.fission.expand import expand, reparted
-from magis.fission.loss_suffix import FEW, Piece, pieces
+from magis.fission.loss_suffix import FEW, PLACES, Piece, pieces
 from magis.fission.part_sums import with_sums_apart
 from magis.fission.recomputed_head import gradients_of_head, recomputed_head
 from magis.fission.region import most_parts, ways
@@ -111,32 +111,32 @@ class DivisibleStep:
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """Find the places where a step may be split; fewer in a large step, with less effort."""
-    graph, head = _with_head_in_parts(graph, costs, reuse=reuse)
-    heads = [] if head is None else [head]
-    if len(graph.ops) <= MOST_OPERATORS:
-        return DivisibleStep(graph, costs, reuse, (*heads, *pieces(graph)), efforts)
-    efforts = replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
-    return DivisibleStep(graph, costs, reuse, (*heads, *pieces(graph, 1)), efforts)
+    most = PLACES
+    if len(graph.ops) > MOST_OPERATORS:
+        most, efforts = 1, replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
+    step, heads = _with_head_in_parts(DivisibleStep(graph, costs, reuse, (), efforts))
+    return replace(step, places=(*heads, *pieces(step.graph, most)))
 
 
-def _with_head_in_parts(graph: Graph, costs: Costs, *, reuse: bool) -> tuple[Graph, Piece | None]:
+def _with_head_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece]]:
     """Return a step whose loss head must run twice with the first time as a loop, and the second time as a place;
-    other steps as they are, and None."""
-    found = recomputed_head(graph)
+    other steps as they are, without a place."""
+    found = recomputed_head(step.graph)
     if found is None:
-        return graph, None
-    most_ns = int(compile_problem(found.graph, costs, reuse=reuse).problem.least_ns * (1 + LITTLE_TIME))
+        return step, []
+    twice = replace(step, graph=found.graph, places=(found.first,))
+    most_ns = int(compile_problem(found.graph, step.costs, reuse=step.reuse).problem.least_ns * (1 + LITTLE_TIME))
     tried: list[tuple[int, int, Graph]] = []
-    for _, here in levels_at(DivisibleStep(found.graph, costs, reuse, (found.first,)), 0):
-        looped = with_loops_in_place(here.compiled.graph, costs) if reuse else here.compiled.graph
-        problem = compile_problem(looped, costs, reuse=reuse).problem
+    for _, here in levels_at(twice, 0):
+        looped = with_loops_in_place(here.compiled.graph, step.costs) if step.reuse else here.compiled.graph
+        problem = compile_problem(looped, step.costs, reuse=step.reuse).problem
         ((node, _),) = here.loops
         tried.append((max(0, problem.least_ns - most_ns), int(problem.node_ws[node]), looped))
     if not tried:
-        return graph, None
+        return step, []
     _, _, looped = min(tried, key=lambda each: each[:2])
     head = gradients_of_head(looped, found)
-    return graph if head is None else looped, head
+    return (step, []) if head is None else (replace(step, graph=looped), [head])
 
 
 def joined(*fronts: FissionFront) -> FissionFront:

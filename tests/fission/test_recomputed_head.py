@@ -178,3 +178,21 @@ def test_a_batch_norm_waits_for_the_batch() -> None:
     _, peak, _ = observed(graph_step(looped, net), looped.persistent_bytes())
     assert peak == replay(looped, workspaces().of(looped)).peak_bytes
     assert peak < 0.6 * replay(graph, workspaces().of(graph)).peak_bytes
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_running_statistics_are_written_once(tracked: bool) -> None:
+    """Cut along its channels, a batch norm could run twice."""
+
+    def run(net: Block, x: Tensor, y: Tensor) -> Tensor:
+        return (net.norm(net.up(x)).tanh() - y).square().mean().sqrt()
+
+    def module() -> nn.Module:
+        return Block(run, up=nn.Linear(16, 256), norm=nn.BatchNorm1d(256, track_running_stats=tracked))
+
+    net = Net(module, lambda: (torch.randn(8, 16), torch.randn(8, 256)), tuple, None, OptimizerSpec("sgd")).build()
+    found = recomputed_head(untangle(functionalize(captured(net).graph)))
+    assert found is not None
+    verify(found.graph)
+    norms = [op for op in found.graph.ops if op.phase == "forward" and "batch_norm" in op.target]
+    assert len(norms) == (1 if tracked else 2)
