@@ -2,14 +2,17 @@
 
     python benchmarks/few_sequences.py [NAME ...] [--device sim:h200] [--width 1024] [--depth 4]
 
-By hand, every block is checkpointed, and so are head and loss, in chunks of 1,024 tokens. The planned step has the
+By hand, every block is checkpointed, and so are head and loss, in chunks of 1,024 tokens. The losses: cross-entropy on
+scores (``flat``), inside of the module on shifted labels (``inside``), or on sliced scores (``shifted``); the
+preference of the first sequence to the second (``preferred``, DPO); the divergence from a teacher's scores
+(``distilled``). The planned step has the
 latency of that step as its limit. Columns: eager's peak, the peak by hand and its latency over eager's, ours and its
 latency, our peak over the one by hand, and what runs in parts. All figures are simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,20 +30,23 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """Sequences, tokens of each, words; and whether the labels are given to the module, which shifts them."""
+    """Sequences, tokens of each, words, and the loss."""
 
     rows: int
     length: int
     words: int
-    inside: bool
+    loss: str
 
 
 SETTINGS = {
-    "eight": Setting(8, 1024, 32_000, inside=False),
-    "one": Setting(1, 8192, 32_000, inside=False),
-    "one-inside": Setting(1, 8192, 32_000, inside=True),
-    "two-inside": Setting(2, 2048, 32_000, inside=True),
-    "many-words": Setting(1, 4096, 152_064, inside=True),
+    "eight": Setting(8, 1024, 32_000, "flat"),
+    "one": Setting(1, 8192, 32_000, "flat"),
+    "one-inside": Setting(1, 8192, 32_000, "inside"),
+    "one-shifted": Setting(1, 8192, 32_000, "shifted"),
+    "two-inside": Setting(2, 2048, 32_000, "inside"),
+    "two-preferred": Setting(2, 4096, 32_000, "preferred"),
+    "one-distilled": Setting(1, 4096, 32_000, "distilled"),
+    "many-words": Setting(1, 4096, 152_064, "inside"),
 }
 
 
@@ -64,15 +70,12 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A stack of layers between an embedding and a head; ``by_hand``, checkpointed as the module's text says."""
 
-    def __init__(self, words: int, width: int, depth: int, *, by_hand: bool) -> None:
+    def __init__(self, given: Setting, width: int, depth: int, *, by_hand: bool) -> None:
         super().__init__()
-        self.by_hand = by_hand
-        self.embed = nn.Embedding(words, width)
+        self.loss, self.by_hand = given.loss, by_hand
+        self.embed = nn.Embedding(given.words, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x).float(), targets, reduction="sum", ignore_index=-100)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, given.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
@@ -82,12 +85,36 @@ class Decoder(nn.Module):
         if labels is None:
             scores: Tensor = self.head(x).flatten(0, 1)
             return scores
-        targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        if self.loss == "preferred":
+            known = torch.cat(self._chunks(self._likelihoods, x[:, :-1], labels[:, 1:]), 1).sum(1)
+            return -F.logsigmoid(0.1 * (known[0] - known[1]))
+        if self.loss == "distilled":
+            return torch.stack(self._chunks(self._divergence, x, labels)).sum() / labels.shape[1]
+        if self.loss == "shifted" and not self.by_hand:
+            return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
         if not self.by_hand:
-            return F.cross_entropy(self.head(x).float().flatten(0, 1), targets, ignore_index=-100)
-        pairs = zip(x.flatten(0, 1).split(CHUNK), targets.split(CHUNK), strict=True)
-        chunks = [checkpoint(self._loss, some, their, use_reentrant=False) for some, their in pairs]
-        return torch.stack(chunks).sum() / (targets != -100).sum()
+            return F.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return torch.stack(self._chunks(self._entropy, x, targets)).sum() / (targets != -100).sum()
+
+    def _chunks(self, part: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor) -> list[Tensor]:
+        """The parts of a loss by chunks of tokens, by hand; else one for all."""
+        if not self.by_hand:
+            return [part(x, labels)]
+        pairs = zip(x.split(CHUNK, 1), labels.split(CHUNK, 1), strict=True)
+        return [checkpoint(part, some, their, use_reentrant=False) for some, their in pairs]
+
+    def _entropy(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(x).float().flatten(0, 1)
+        return F.cross_entropy(scores, labels.flatten(), reduction="sum", ignore_index=-100)
+
+    def _likelihoods(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores: Tensor = self.head(x).float()
+        return scores.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+
+    def _divergence(self, x: Tensor, teacher: Tensor) -> Tensor:
+        ours, theirs = self.head(x).float().log_softmax(-1), teacher.float().softmax(-1)
+        return F.kl_div(ours, theirs, reduction="sum")
 
 
 def run(name: str, width: int, depth: int, case: Case, *, by_hand: bool) -> CaseResult:
@@ -95,11 +122,13 @@ def run(name: str, width: int, depth: int, case: Case, *, by_hand: bool) -> Case
 
     def build() -> tuple[object, ...]:
         given = SETTINGS[name]
-        net = Decoder(given.words, width, depth, by_hand=by_hand).bfloat16()
+        net = Decoder(given, width, depth, by_hand=by_hand).bfloat16()
         ids = torch.randint(given.words, (given.rows, given.length))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-        if by_hand or given.inside:
-            return net, {"ids": ids, "labels": ids.clone()}, optimizer
+        if by_hand or given.loss != "flat":
+            scores = (given.rows, given.length, given.words)
+            labels = torch.randn(scores).bfloat16() if given.loss == "distilled" else ids.clone()
+            return net, {"ids": ids, "labels": labels}, optimizer
         return net, (ids, ids.flatten()), F.cross_entropy, optimizer
 
     return magis.run_case(case, make=magis.models.from_function(name, build))

@@ -83,9 +83,10 @@ def held_bytes(graph: Graph, values: Iterable[int]) -> int:
     return sum(_weight(graph, value) for value in values)
 
 
-def factories(graph: Graph, cuts: Mapping[int, Split]) -> dict[int, Split]:
-    """Return the splits of operators that cut no input, as the operators of ``cuts`` cut what they make, and of those
-    in between: zeros, and a sum of other tensors into them."""
+def factories(graph: Graph, cuts: Mapping[int, Split], among: Collection[int]) -> dict[int, Split]:
+    """Return the splits of operators that make wide tensors of small ones or of none, as the operators of ``cuts`` cut
+    these, and of those in between: zeros, and a sum of other tensors into them; differences of all positions. Only
+    operators at the positions ``among`` are looked at."""
     wanted: dict[int, set[Cut]] = {}
     for position, split in cuts.items():
         for value, cut in zip(graph.ops[position].inputs(), split.inputs, strict=True):
@@ -93,15 +94,15 @@ def factories(graph: Graph, cuts: Mapping[int, Split]) -> dict[int, Split]:
     first = min(cuts, default=0)
     between: dict[int, set[Cut]] = {}  # the same of operators in between
     makers: dict[int, Split] = {}
-    for position in reversed(range(len(graph.ops))):
+    for position in sorted(among, reverse=True):
         op = graph.ops[position]
         asked = {value: wanted.get(value) or between.get(value) for value in op.made()}
         if position in cuts or op.random or op.phase == "update" or not any(asked.values()):
             continue
         for split in ways(op, graph.values):
             makes = [(asked[v], how) for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None]
-            alone = set(split.inputs) <= {None}
-            if (alone or position > first) and all(not cut or cut == {how} for cut, how in makes):
+            first_of_all = set(split.inputs) <= {None} or _widens(graph, op)
+            if (first_of_all or position > first) and all(not cut or cut == {how} for cut, how in makes):
                 makers[position] = split
                 for value, cut in zip(op.inputs(), split.inputs, strict=True):
                     between.setdefault(value, set()).add(cut)
@@ -109,11 +110,18 @@ def factories(graph: Graph, cuts: Mapping[int, Split]) -> dict[int, Split]:
     found: dict[int, Split] = {}
     made: set[int] = set()
     for position, split in sorted(makers.items()):
-        given = {v for v, cut in zip(graph.ops[position].inputs(), split.inputs, strict=True) if cut is not None}
-        if not given or not given.isdisjoint(made):
+        op = graph.ops[position]
+        given = {v for v, cut in zip(op.inputs(), split.inputs, strict=True) if cut is not None}
+        if not given or not given.isdisjoint(made) or _widens(graph, op):
             found[position] = split
-            made.update(graph.ops[position].made())
+            made.update(op.made())
     return found
+
+
+def _widens(graph: Graph, op: Op) -> bool:
+    """Return True for an operator whose results are much larger than its inputs."""
+    taken, made = (sum(graph.values[value].nbytes for value in each) for each in (op.inputs(), op.made()))
+    return taken * SMALL <= made
 
 
 def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
@@ -253,8 +261,10 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
         for length in LENGTHS:
             allowed = range(first, behind[min(length, len(behind) - 1)] + 1)
             cuts = grow(graph, start, allowed, dag)
-            makers = {at: split for at, split in factories(graph, cuts).items() if at in allowed}
-            pieces = connected(graph, grow(graph, start, allowed, dag, makers) if makers else cuts, dag)
+            makers = factories(graph, cuts, range(ahead[0] if ahead else first, allowed.stop))
+            if makers:
+                cuts = grow(graph, start, {*allowed, *makers}, dag, makers)
+            pieces = connected(graph, cuts, dag)
             for cuts in (piece for piece in pieces if position in piece):
                 found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     for split in ways(graph.ops[position], graph.values):

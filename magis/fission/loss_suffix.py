@@ -155,7 +155,7 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
     aside = _totals_of_data(graph, axis)
     allowed = {p for p in range(at, end) if p not in aside and (p in axis.cuts or not axis.closed)}
     cuts = grow(graph, crossing, allowed, dag)
-    makers = {p: split for p, split in factories(graph, cuts).items() if p in allowed}
+    makers = factories(graph, cuts, allowed)
     return grow(graph, crossing, allowed, dag, makers) if makers else cuts
 
 

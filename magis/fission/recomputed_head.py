@@ -157,5 +157,4 @@ def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:
     taken = {value for at in allowed for value in graph.ops[at].inputs()} - made
     start = {value: dim for value, dim in head.axis.dims.items() if value in taken}
     cuts = grow(graph, start, allowed, dag)
-    makers = {at: split for at, split in factories(graph, cuts).items() if at in allowed}
-    return heaviest(graph, grow(graph, start, allowed, dag, makers), dag)
+    return heaviest(graph, grow(graph, start, allowed, dag, factories(graph, cuts, allowed)), dag)

@@ -34,7 +34,7 @@ from magis.search.loop_nest import (
     solve,
     with_body,
 )
-from magis.search.split_at_peak import relieve
+from magis.search.split_at_peak import relieve, with_loops_beside
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
@@ -277,6 +277,7 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
     found = divide(front, wanted, known=known)
     attempt, states = None, 0
     if found is not None:
+        found = _with_loops_beside(found, subject.roofline, wanted, reuse=subject.source.reuse)
         verify_fission(found.level.compiled.graph, graph)
         attempt, states = _attempts_of(scratch, wanted, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
@@ -297,6 +298,20 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
         workspaces={**plain.workspaces, **best.workspaces},
         stopped_by_seconds=plain.stopped_by_seconds or wanted.over(),
     )
+
+
+def _with_loops_beside(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:
+    """Return a divided step with more loops, around operators at its peak, if it is to have the lowest peak and has a
+    lower one so; else as it is."""
+    goal, solved = wanted.goal, found.solution
+    if wanted.over() or (goal.memory_limit is not None and goal.met(solved.peak, solved.latency_ns)):
+        return found
+    here = with_loops_beside(found.level, solved, costs, reuse=reuse)
+    if here is None:
+        return found
+    front = place_front([(found.cuts[0], here)], over=wanted.over)
+    best = _best_divided(front.points, wanted, found.states + front.states, None)
+    return found if best is None or _key(found, wanted) <= _key(best, wanted) else best
 
 
 def _without_fission(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:

@@ -8,8 +8,9 @@ trades it for time (or the other way round), and the peak moves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import rustworkx as rx
@@ -25,8 +26,9 @@ from magis.graph.hazards import dependency_graph
 from magis.graph.loop_rules import ADDMM, ADDSUM
 from magis.ops.splits import Split
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import PlanRequest
+from magis.search.budgeted_evaluator import JudgedPlan, PlanRequest
 from magis.search.driver import SearchResult, search
+from magis.search.loop_nest import LoopNest, LoopNestPlan, level, with_body
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.evaluator import expand as schedule
@@ -124,7 +126,7 @@ def _chain(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[_Pl
         yield state, made
 
 
-def _ns_per_byte(before: _PlannedStep, after: _PlannedStep) -> float:
+def _ns_per_byte(before: _PlannedStep | _Beside, after: _PlannedStep | _Beside) -> float:
     """Return the ns that a loop costs per byte that it saves."""
     return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
 
@@ -148,6 +150,58 @@ def _children(state: _PlannedStep, costs: Costs, reuse: bool) -> Iterator[tuple[
             if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
                 break
             yield child, f"{op.module or op.target}: {len(cuts)} operators in {region.parts} parts"
+
+
+def with_loops_beside(here: LoopNest, planned: LoopNestPlan, costs: Costs, *, reuse: bool) -> LoopNest | None:
+    """Return a step with a planned loop, with more loops around the operators at its peak, as long as each lowers it;
+    None if none does, or if the planned loop is at the peak."""
+    ((node, _),) = here.loops
+    if planned.inner is None:
+        return None
+    flags = dict(zip(here.compiled.storages, planned.plan.flags.tolist(), strict=True))
+    judged = partial(_judged_beside, here.compiled.nodes[node][0].made(), planned.inner, costs, reuse, flags)
+    first = now = judged(in_order(here.compiled, planned.plan))
+    for _ in range(LOOPS):
+        graph, compiled, at = now.graph, now.here.compiled, now.at
+        op = compiled.nodes[at][0]
+        found: list[_Beside] = []
+        if op.body is None and not op.random:
+            for cuts in regions_around(graph, graph.ops.index(op), most=CANDIDATES):
+                for region in regions_in_parts(cuts):
+                    with contextlib.suppress(VerifyError):
+                        found.append(judged(expand(graph, region, in_place=True)))
+        found = [each for each in found if each.peak < now.peak]
+        if not found:
+            break
+        now = min(found, key=partial(_ns_per_byte, now))
+    return None if now is first else now.here
+
+
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """A graph with a planned loop and others, compiled, and its costs with the flags of a plan."""
+
+    graph: Graph
+    here: LoopNest
+    peak: int
+    latency_ns: int
+    at: int
+    """Node at the peak."""
+
+
+def _judged_beside(
+    made: Sequence[int], inner: LoopNestPlan, costs: Costs, reuse: bool, flags: Mapping[int, int], graph: Graph
+) -> _Beside:
+    """Evaluate a graph in its own order; the loop that makes ``made`` has the plan ``inner``, others run in place."""
+    own = [_in_place(op, costs) if reuse and op.made() != tuple(made) else op for op in graph.ops]
+    graph = replace(graph, ops=tuple(own))
+    others = frozenset(value for op in own if op.body is not None for value in op.made()) - set(made)
+    here = level(graph, costs, reuse=reuse, planned=others)
+    problem = with_body(here, inner)
+    judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    chosen: Int8s = np.array([flags.get(storage, DROP) for storage in here.compiled.storages], dtype=np.int8)
+    peak, latency_ns = judge.quick(chosen)
+    return _Beside(graph, here, peak, latency_ns, int(judge.runs[max(judge.peak_run, 0)]) >> 1)
 
 
 def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:
@@ -205,7 +259,7 @@ def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _P
     return _PlannedStep(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
 
 
-def in_order(compiled: Compiled, result: SearchResult) -> Graph:
+def in_order(compiled: Compiled, result: SearchResult | JudgedPlan) -> Graph:
     """Return a graph in the order of a plan, with views and weight updates as early as possible."""
     graph = compiled.graph
     rank = {}
