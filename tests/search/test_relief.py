@@ -1,4 +1,4 @@
-"""Relief at the peak: loops around single operators, kept where the best plan with them is better; also beside others."""
+"""Relief at the peak: loops around single operators, kept where the best plan with them is better."""
 
 from __future__ import annotations
 
