@@ -213,7 +213,8 @@ def regions_in_parts(cuts: Mapping[int, Split]) -> list[Region]:
     even = [Region(cuts, parts) for parts in numbers_of_parts(most)]
     if most <= PARTS[1] or len(even) > 2 or any(needs_equal_parts(split) for split in cuts.values()):
         return even
-    return [region_in_parts(cuts, parts) for parts in PARTS if parts < most]
+    regions = (region_in_parts(cuts, parts) for parts in PARTS if parts < most)
+    return list({region.parts: region for region in regions}.values())
 
 
 def region_in_parts(cuts: Mapping[int, Split], parts: int) -> Region:

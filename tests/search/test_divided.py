@@ -229,7 +229,7 @@ def test_numbers_of_parts_divide_every_size(most: int, tried: list[int]) -> None
 @pytest.mark.parametrize(
     ("most", "how", "tried"),
     [
-        (8191, 0, [2, 4, 8, 16, 32]), (37, 0, [2, 4, 8, 13, 19]), (7, 0, [2, 4]), (32, 0, [2, 4, 8, 16, 32]),
+        (8191, 0, [2, 4, 8, 16, 32]), (37, 0, [2, 4, 8]), (7, 0, [2]), (32, 0, [2, 4, 8, 16, 32]),
         (4095, 0, [3, 5, 7, 9, 13, 15, 21]), (12, 0, [2, 4, 6]), (2, 0, [2]), (37, "mean", []),
         (21, Halo(0, 1, 1), [3, 7, 21]),
     ],
@@ -237,6 +237,7 @@ def test_numbers_of_parts_divide_every_size(most: int, tried: list[int]) -> None
 def test_sizes_with_few_divisors_have_a_smaller_last_part(most: int, how: Any, tried: list[int]) -> None:
     cuts = {0: Split((how if isinstance(how, Halo) else 0,), (how if isinstance(how, str) else 0,), (), most)}
     regions = regions_in_parts(cuts)
+    assert all(most % ceil(most / region.parts) != 1 for region in regions)  # one row may be a part of other calls
     assert [region.parts for region in regions] == [ceil(region.scale) for region in regions] == tried
     assert [region.uneven for region in regions] == [most % parts != 0 for parts in tried]
 
