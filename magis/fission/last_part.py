@@ -22,9 +22,13 @@ def resized(body: Graph, share: Fraction, cut: Mapping[int, Literals]) -> Graph:
     ``cut``: the size literals of all others, by id. Raises VerifyError where an operator rejects that size.
     """
     found = _Resized(dict(body.storages), dict(body.values))
-    needed = (op for op in body.ops if op.id in cut or op.writes or op.target.startswith("magis."))
-    ops = tuple(found.operator(op, share, cut.get(op.id, ())) for op in needed)
-    return replace(body, storages=found.storages, values=found.values, ops=ops)
+    ops, there = list[Op](), set(body.inputs)
+    for op in body.ops:
+        writes = op.writes and there.issuperset(op.inputs())  # not over a result that no other needs
+        if op.id in cut or op.target.startswith("magis.") or writes:
+            ops.append(found.operator(op, share, cut.get(op.id, ())))
+            there.update(op.made())
+    return replace(body, storages=found.storages, values=found.values, ops=tuple(ops))
 
 
 @dataclass

@@ -262,6 +262,9 @@ _IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
     torch.ops.aten.scatter_add.default: (torch.ops.aten.scatter_add_.default, 0, ("Gather", "Cummax", "Cummin")),
     torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0, _SELECTED),
     torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1, ("Index",)),
+    torch.ops.aten.index_add.default: (torch.ops.aten.index_add_.default, 0, ("IndexSelect",)),
+    torch.ops.aten.put.default: (torch.ops.aten.put_.default, 0, ("Take",)),
+    torch.ops.aten.masked_scatter.default: (torch.ops.aten.masked_scatter_.default, 0, ("MaskedSelect",)),
 }
 """Operator -> in-place variant, number of references that the call itself holds beyond an addition's, and backward
 formulas that call the operator on zeros that they allocate (empty: the engine's sums of gradients). Other formulas,

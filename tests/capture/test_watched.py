@@ -43,7 +43,7 @@ def run(scenario: Scenario) -> tuple[list[str], Tensor]:
     with Watch() as watch:
         loss.backward()
     assert x.grad is not None
-    wanted = ("aten.add.", "aten.scatter", "aten.index_put")
+    wanted = tuple(f"aten.{name}" for name in ("add.", "scatter", "index_put", "index_add", "put", "masked_scatter"))
     return [form for func, form in watch.seen if func.startswith(wanted)], x.grad
 
 
@@ -96,6 +96,12 @@ def gathered(x: Tensor, w: Tensor) -> Tensor:
     )
 
 
+def picked(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    rows = h.index_select(0, torch.arange(4)).sum() + h.sin().index_select(1, torch.tensor([0, 1, 0])).sum()
+    return rows + h.cos().take(torch.arange(0, 256, 3)).sum() + h.exp().masked_select(w > 0).sum()
+
+
 def put(x: Tensor, w: Tensor) -> Tensor:
     """The formula of what is put reads the gradient that the formula of what is overwritten makes zeros in."""
     h = x.exp().index_put((torch.arange(4),), x.sin()[:4])
@@ -122,7 +128,7 @@ def own_formula(x: Tensor, w: Tensor) -> Tensor:
     return (Doubled.apply(x.exp()) @ w).sum()
 
 
-SCENARIOS = [two_readers, three_readers, held_elsewhere, expanded, window, gathered, put, own_formula]
+SCENARIOS = [two_readers, three_readers, held_elsewhere, expanded, window, gathered, picked, put, own_formula]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

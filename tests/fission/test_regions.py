@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from magis.capture import OptimizerSpec
+from magis.fission.candidates import grow
 from magis.fission.proof import verify_fission
+from magis.fission.region import Region
 from magis.graph import verify
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.search.split_at_peak import with_loop_inside
 from tests.fission.cutout import check_same, loops
 from tests.fission.draws import NETWORKS, drawn, nested
+from tests.fission.test_components import COSTS
+from tests.nets import Block, Net
+from tests.oracles import captured, graph_step, history
 
 MIB = 1 << 20
 QUICK = 2
@@ -47,3 +57,26 @@ def test_many_regions_compute_the_same_in_the_bytes_said(name: str, batch: int) 
     """Together 2,016, about half of them nested."""
     found = [check_seed(name, 1000 + batch * PER_BATCH + at, 48 * MIB) for at in range(PER_BATCH)]
     assert found.count(2) >= PER_BATCH // 6
+
+
+def test_what_no_result_needs_is_no_part_of_the_last_part() -> None:
+    """Softmaxes run over scores that nobody reads; other operators of the loop are needed."""
+
+    def run(net: Block, x: Tensor) -> Tensor:
+        y: Tensor = net.up(x)
+        torch.softmax(y * 2, -1).tanh()
+        return y.square().mean()
+
+    make = lambda: Block(run, up=nn.Linear(8, 64)).double()  # noqa: E731
+    data = lambda: (torch.randn(9, 8, dtype=torch.float64),)  # noqa: E731
+    net = Net(make, data, tuple, None, OptimizerSpec("sgd", lr=0.1)).build()
+    graph = untangle(functionalize(captured(net).graph))
+    (given,) = (value for value in graph.inputs if graph.values[value].name.startswith("input:"))
+    cuts = grow(graph, {given: 0}, range(len(graph.ops)))
+    cuts = {at: split for at, split in cuts.items() if graph.ops[at].target.split(".")[1] not in ("mean", "sum")}
+    looped = with_loop_inside(graph, Region(cuts, 5, uneven=True), COSTS, reuse=True)
+    (body,) = (op.body.graph for op in looped.ops if op.body is not None)
+    assert any(op.target == "aten._softmax.out" for op in body.ops)
+    for their, our in zip(*(history(graph_step(each, net), 2) for each in (graph, looped)), strict=True):
+        for key, tensor in their.items():
+            torch.testing.assert_close(our[key], tensor)
