@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         """The parts of a loss by chunks of tokens, by hand; else one for all."""
         if not self.by_hand:
             return [part(x, labels)]
-        pairs = zip(x.split(CHUNK, 1), labels.split(CHUNK, 1), strict=True)
+        pairs = zip(*(each.split(CHUNK // len(x), 1) for each in (x, labels)), strict=True)
         return [checkpoint(part, some, their, use_reentrant=False) for some, their in pairs]
 
     def _entropy(self, x: Tensor, labels: Tensor) -> Tensor:
