@@ -94,16 +94,19 @@ def factories(graph: Graph, cuts: Mapping[int, Split], among: Collection[int]) -
     first = min(cuts, default=0)
     between: dict[int, set[Cut]] = {}  # the same of operators in between
     makers: dict[int, Split] = {}
+    leaves: set[int] = set()
     for position in sorted(among, reverse=True):
         op = graph.ops[position]
         asked = {value: wanted.get(value) or between.get(value) for value in op.made()}
         if position in cuts or op.random or op.phase == "update" or not any(asked.values()):
             continue
+        widens = _widens(graph, op)
         for split in ways(op, graph.values):
             makes = [(asked[v], how) for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None]
-            first_of_all = set(split.inputs) <= {None} or _widens(graph, op)
-            if (first_of_all or position > first) and all(not cut or cut == {how} for cut, how in makes):
+            leaf = widens or set(split.inputs) <= {None}
+            if (leaf or position > first) and all(not cut or cut == {how} for cut, how in makes):
                 makers[position] = split
+                leaves.update([position] if leaf else [])
                 for value, cut in zip(op.inputs(), split.inputs, strict=True):
                     between.setdefault(value, set()).add(cut)
                 break
@@ -112,7 +115,7 @@ def factories(graph: Graph, cuts: Mapping[int, Split], among: Collection[int]) -
     for position, split in sorted(makers.items()):
         op = graph.ops[position]
         given = {v for v, cut in zip(op.inputs(), split.inputs, strict=True) if cut is not None}
-        if not given or not given.isdisjoint(made) or _widens(graph, op):
+        if position in leaves or not given.isdisjoint(made):
             found[position] = split
             made.update(op.made())
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis import optimize
 from magis.capture import OptimizerSpec
 from magis.fission.proof import verify_fission
 from magis.fission.recomputed_head import recomputed_head
@@ -28,6 +26,7 @@ from tests.fission.test_components import COSTS
 from tests.nets import Block, Built, Net, labels, rows
 from tests.oracles import captured, graph_step, history, observed, workspaces
 from tests.search.subjects import wide_convolution
+from tests.training.loops import trained_as_planned
 
 WORDS, LENGTH, WIDTH = 256, 32, 16
 """31 rows of scores: no number of equal parts."""
@@ -143,25 +142,7 @@ def test_a_loss_of_tokens_is_in_one_loop(loss: Callable[[Tensor, Tensor], Tensor
 def test_a_step_is_planned_so_and_taken_up_from_a_file(loss: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, data = Judged(network(loss)), dict(zip(("ids", "labels"), sequences(4), strict=True))
-    asked: dict[str, Any] = {"memory_ratio": RATIO}
-    ours, again = copy.deepcopy(module), copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    step = optimize(ours, data, None, torch.optim.SGD(ours.parameters(), lr=0.1), **asked)
-    assert step.report().memory_ratio <= RATIO
-    losses = [step(**data) for _ in range(3)]
-    step.save(tmp_path / "step.plan")
-    taken = optimize(
-        again, data, None, torch.optim.SGD(again.parameters(), lr=0.1), memory_ratio=RATIO, plan=tmp_path / "step.plan"
-    )
-    assert taken.report().planned_bytes == step.report().planned_bytes
-    for loss_of_ours in losses:
-        optimizer.zero_grad()
-        value = module(**data)
-        value.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss_of_ours, value.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(taken(**data), loss_of_ours)
-    torch.testing.assert_close(ours.state_dict(), module.state_dict(), rtol=1e-4, atol=1e-6)
+    trained_as_planned(module, data, RATIO, tmp_path / "step.plan")
 
 
 def test_a_batch_norm_waits_for_the_batch() -> None:

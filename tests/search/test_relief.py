@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis import optimize
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.rewrite.realize import realize
@@ -25,6 +22,7 @@ from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
+from tests.training.loops import trained_as_planned
 
 
 def realized(given: Step, found: Relieved) -> Graph:
@@ -154,22 +152,5 @@ class Windowed(nn.Module):
 def test_loops_stand_beside_one_to_the_loss_and_back(tmp_path: Path) -> None:
     """Around the operators at the peak of the step with that loop; here around those that make the mask."""
     torch.manual_seed(0)
-    net = Windowed()
     data = {"ids": torch.randint(512, (1, 256)), "labels": torch.randint(512, (1, 256))}
-    ours, again = copy.deepcopy(net), copy.deepcopy(net)
-    asked: dict[str, Any] = {"memory_ratio": 0.3}
-    planned = optimize(ours, data, None, torch.optim.SGD(ours.parameters(), lr=0.1), **asked)
-    assert planned.report().memory_ratio <= 0.3
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = [planned(**data) for _ in range(3)]
-    planned.save(tmp_path / "step.plan")
-    saved = tmp_path / "step.plan"
-    taken = optimize(again, data, None, torch.optim.SGD(again.parameters(), lr=0.1), **asked, plan=saved)
-    for loss in losses:
-        optimizer.zero_grad()
-        value = net(**data)
-        value.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, value.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(taken(**data), loss)
-    torch.testing.assert_close(ours.state_dict(), net.state_dict(), rtol=1e-4, atol=1e-6)
+    trained_as_planned(Windowed(), data, 0.3, tmp_path / "step.plan")
