@@ -5,9 +5,9 @@
 By hand, every block is checkpointed, and so are head and loss, in chunks of 1,024 tokens. The losses: cross-entropy on
 scores (``flat``), inside of the module on shifted labels (``inside``), or on sliced scores (``shifted``); the
 preference of the first sequence to the second (``preferred``, DPO); the divergence from a teacher's scores
-(``distilled``). The planned step has the
-latency of that step as its limit. Columns: eager's peak, the peak by hand and its latency over eager's, ours and its
-latency, our peak over the one by hand, and what runs in parts. All figures are simulated.
+(``distilled``). The planned step has the latency of that step as its limit. Columns: eager's peak, the peak by hand
+and its latency over eager's, ours and its latency, our peak over the one by hand, and what runs in parts. All figures
+are simulated.
 """
 
 from __future__ import annotations
