@@ -8,7 +8,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -200,10 +199,13 @@ def test_real_time_is_measured() -> None:
         while time.perf_counter() < end:
             pass
 
+    begun = time.perf_counter()
     found = interleave(lambda: spin(0.004), lambda: spin(0.012), StoppingRule(9, most=0), warmup=1)
+    passed_ms = (time.perf_counter() - begun) * 1e3
     assert min(found.first_ms) >= 4.0
     assert min(found.second_ms) >= 12.0
-    assert all(before != after for before, after in pairwise(found.first_ms))
+    # the pairs and one more of the warm-up took what they are said to take, and no time twice
+    assert sum(found.first_ms) + sum(found.second_ms) <= passed_ms - 16.0
 
 
 def test_a_device_is_timed_by_events_around_the_step() -> None:
