@@ -42,16 +42,19 @@ def recomputed_head(graph: Graph) -> RecomputedHead | None:
     for axis in axes(graph) if wide else ():
         for at in reversed(places(graph, axis, 1)[-2:]):
             pieces = connected(graph, suffix(graph, axis, at, dag), dag)
-            cuts = next((piece for piece in pieces if at in piece), {})
-            made = {value for position in cuts for value in graph.ops[position].made()}
-            if made & gradients:
+            piece = next((piece for piece in pieces if at in piece), {})
+            if any(not gradients.isdisjoint(graph.ops[position].made()) for position in piece):
                 return None
+            # a view that the backward takes of the forward's results is one of their readers
+            cuts = {each: split for each, split in piece.items() if graph.ops[each].phase == "forward"}
+            made = {value for position in cuts for value in graph.ops[position].made()}
             behind = [op for position, op in enumerate(graph.ops) if position > at and position not in cuts]
             others = {value for op in behind if op.phase == "forward" for value in op.made()}
             read = {value for op in behind if op.phase == "backward" for value in op.inputs()}
             needed = made & wide & read
             again = _made_again(graph, cuts, needed)
-            if needed and not (others & wide or any(graph.ops[position].writes for position in again)):
+            early = any(op.phase == "backward" for op in graph.ops[: max(cuts, default=0)])
+            if needed and not (early or others & wide or any(graph.ops[position].writes for position in again)):
                 return _computed_twice(graph, cuts, axis, again)
     return None
 
@@ -133,9 +136,15 @@ class _Twins:
         return self.reader(replace(op, outputs=tuple(v if v is None else self.value[v] for v in op.outputs)))
 
     def reader(self, op: Op) -> Op:
-        """Return an operator that reads the second computation."""
-        reads = tuple((self.storage.get(storage, storage), version) for storage, version in op.reads)
-        return replace(with_inputs(op, self.value), reads=reads)
+        """Return an operator that reads (and writes in place) the second computation, of which its views are, too."""
+        for value in op.made():
+            storage = self.values[value].storage
+            self.values[value] = replace(self.values[value], storage=self.storage.get(storage, storage))
+        reads, writes = (
+            tuple((self.storage.get(storage, storage), version) for storage, version in each)
+            for each in (op.reads, op.writes)
+        )
+        return replace(with_inputs(op, self.value), reads=reads, writes=writes)
 
 
 def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:

@@ -177,3 +177,32 @@ def test_running_statistics_are_written_once(tracked: bool) -> None:
     verify(found.graph)
     norms = [op for op in found.graph.ops if op.phase == "forward" and "batch_norm" in op.target]
     assert len(norms) == (1 if tracked else 2)
+
+
+GRAMS = {
+    "of the scores": lambda y, _: torch.bmm(y.transpose(1, 2), y),
+    "with the input": lambda y, x: torch.bmm(y.transpose(1, 2), x),
+    "of slices": lambda y, _: torch.bmm(y[..., :32].transpose(1, 2), y[..., 32:]),
+    "of the third of three": lambda y, _: torch.bmm(torch.tanh(y.chunk(4, -1)[0]).transpose(1, 2), y.chunk(4, -1)[3]),
+}
+
+
+@pytest.mark.parametrize("gram", GRAMS.values(), ids=GRAMS)
+def test_views_that_the_backward_takes_are_of_the_second_computation(gram: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A product's gradients read transposed scores."""
+
+    def run(net: Block, ids: Tensor) -> Tensor:
+        x = net.embed(ids)
+        return gram(net.up(x), x).square().mean().sqrt()
+
+    module = lambda: Block(run, embed=nn.Embedding(8, 4), up=nn.Linear(4, 64)).double()  # noqa: E731
+    net = Net(module, lambda: (torch.randint(8, (4, 32)),), tuple, None, OptimizerSpec("sgd", lr=0.1)).build()
+    graph = untangle(functionalize(captured(net).graph))
+    found = recomputed_head(graph)
+    assert found is not None
+    verify(found.graph)
+    verify_fission(found.graph, graph)
+    for their, our in zip(*(history(graph_step(each, net), 2) for each in (graph, found.graph)), strict=True):
+        for key, tensor in their.items():
+            torch.testing.assert_close(our[key], tensor, rtol=1e-10, atol=1e-12)
+    list(levels_at(work_of(graph, COSTS, reuse=True), 0))
