@@ -87,13 +87,12 @@ def _describe(text: str, _overload: OpOverload | None) -> tuple[Made | None, ...
     with _unlogged(), FakeTensorMode(), torch.no_grad():
         try:
             tensors = {number: _fake_tensor(value) for number, value in values.items()}
-            results = call(op, tensors, {"$": 1.0})
+            made = as_made(op, call(op, tensors, {"$": 1.0}), tensors)
         except Exception as error:  # kernels, meta functions and decompositions raise different types
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
         owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}
         largest = max((values[number].nbytes for number in op.inputs()), default=0)
-        made = as_made(op, results, tensors)
         return tuple(_describe_result(op, at, tensor, owners, largest) for at, tensor in enumerate(made))
 
 

@@ -70,6 +70,7 @@ def _global_calls(
         return ()
     found: list[GlobalCall] = []
     same = all(fact.how == "same" for fact in facts)
+    folded = -1 in (number for _, number in _literals(_arguments(op), ()))  # a size that takes what others leave
     made = _with_results(op, values) if same else None
     if made is not None and made[0].outputs:
         found.append(GlobalCall((), _placed(*made, ["same"] * len(made[0].outputs))))
@@ -77,7 +78,7 @@ def _global_calls(
         for literals in _candidates(op, count, parts, () if same else rows):
             way = _call_with_literals(op, literals, values, facts, parts)
             found += [] if way is None else [way]
-        if found and not same:
+        if found and not same and not (count == 0 and folded):
             break  # the fewer literals are other ones, the better
     return tuple(dict.fromkeys(found))
 

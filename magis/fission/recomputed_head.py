@@ -53,10 +53,19 @@ def recomputed_head(graph: Graph) -> RecomputedHead | None:
             read = {value for op in behind if op.phase == "backward" for value in op.inputs()}
             needed = made & wide & read
             again = _made_again(graph, cuts, needed)
-            early = any(op.phase == "backward" for op in graph.ops[: max(cuts, default=0)])
-            if needed and not (early or others & wide or any(graph.ops[position].writes for position in again)):
+            if needed and not others & wide and _may_repeat(graph, again, max(cuts)):
                 return _computed_twice(graph, cuts, axis, again)
     return None
+
+
+def _may_repeat(graph: Graph, again: Sequence[int], last: int) -> bool:
+    """Return True if some operators compute the same behind operator ``last``, and no gradient comes earlier."""
+    written = {storage: version for op in graph.ops[: last + 1] for storage, version in op.writes}
+    return not any(
+        graph.ops[at].writes
+        or any(written.get(storage, version) != version for storage, version in graph.ops[at].reads)
+        for at in again
+    ) and all(op.phase != "backward" for op in graph.ops[:last])
 
 
 def _made_again(graph: Graph, cuts: Collection[int], needed: set[int]) -> list[int]:

@@ -213,6 +213,7 @@ class Followed:
         if not whole:
             if self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
                 self._reject(op, f"repeats operator {op.origin}, which is another call")
+        if op.writes or not whole:
             self._note_writes(op, over, term)
         for storage in moved:
             self._contents[storage] = self._terms("moved", term, storage)
@@ -330,7 +331,9 @@ class Followed:
             if each.target == "magis.alias":
                 results[each.made()[0]] = results.get(each.inputs()[0], each.inputs()[0])
             else:
-                self._follow_call(self._with_sizes(replace(plain_form(each)[0], reads=(), writes=())), whole=True)
+                plain, _ = plain_form(each)
+                writes = tuple((self._values[value].storage, 0) for value in written(plain))
+                self._follow_call(self._with_sizes(replace(plain, reads=(), writes=writes)), whole=True)
         left: dict[int, int] = {}
         for number, source in results.items():
             value, whole = self._values[number], self._values[source]

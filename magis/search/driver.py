@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
+from magis.search.alike import climb_alike, is_deep
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
     LARGE,
@@ -313,8 +314,9 @@ class _Search:
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # no recomputation is needed
+        alike = list(self.climbed_alike(base)) if is_deep(judge.problem) and not self.brief else []
         plans = self.proposals(base) if not self.starts else self.make.mix(self.judged_starts(), goal)
-        plans = distinct(plans, goal)
+        plans = distinct([*plans, *alike], goal)
         for polish in range(POLISHES):
             before = judge.states
             share = FIRST_POLISH << polish  # independent of the budget: more of it never gives a worse result
@@ -345,9 +347,18 @@ class _Search:
                 plans += self.squeeze(order)
         return plans
 
+    def climbed_alike(self, base: JudgedPlan) -> Iterator[JudgedPlan]:
+        """Yield the plans of a deep network that moves of storages alike lead to, for a quarter of the states."""
+        starts = [base, *self.judged_starts()[:1]]
+        for start in starts:
+            states = self.judge.budget // (4 * len(starts))
+            yield climb_alike(self.judge, self.goal, start, allow_swap=self.allow_swap, states=states)
+
     def judged_starts(self) -> list[JudgedPlan]:
         """Evaluate the starting plans; return them on the order of the best one, best first."""
         judge = self.judge
+        if not self.starts:
+            return []
         for start in self.starts:
             judge.use(start.order)
             judge.cost(start.flags)

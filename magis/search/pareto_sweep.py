@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from magis.search.alike import climb_alike, is_deep
 from magis.search.budgeted_evaluator import (
     BudgetedEvaluator,
     JudgedPlan,
@@ -149,12 +150,17 @@ class Effort:
     """True if tensors may be swapped, where the device has a link."""
     watch: Watch | None = None
     """Callback for every evaluated plan."""
+    stretches: tuple[float, ...] = ()
+    """Latencies, as multiples of the least one, within which storages alike are moved together in a deep network."""
 
 
 MIXTURES = ((1, 4), (3, 4), (8, 8))
 """Distance of two mixed plans on the front, and number of intervals between their peaks."""
-FULL = Effort()
-BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000)
+FULL = Effort(stretches=(1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5))
+BRIEF = Effort(
+    levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000,
+    stretches=(1.05, 1.1, 1.2, 1.4),
+)  # fmt: skip
 """Effort for the step around a loop."""
 BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
 """Effort for the body of a loop, whose lowest peaks are seldom useful."""
@@ -215,6 +221,10 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
     with contextlib.suppress(SearchOver):
         base = judge.plan(judge.untouched)
         other = reordered(judge, base) if effort.reorder else base
+        for stretch in effort.stretches if is_deep(problem) else ():
+            goal = Objective(latency_limit_ns=int(stretch * problem.least_ns))
+            most = states // (3 * len(effort.stretches))
+            climb_alike(judge, goal, base, allow_swap=allow_swap, states=most)
         for start in [base] if np.array_equal(base.order, other.order) else [base, other]:
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:
