@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -19,8 +20,10 @@ from tests.sampled import left_to_soak
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # A test run must not depend on luck: examples come from a fixed seed. `make soak` draws fresh ones, and more.
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
+# Nor on how quickly a busy machine draws them.
+ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, **ANY_TIME)
+hypothesis.settings.register_profile("soak", max_examples=2000, print_blob=True, **ANY_TIME)
 hypothesis.settings.load_profile("fixed")
 
 # A shell that runs the tests in the background has SIGINT ignored, in them and in all their children: those that wait
@@ -96,7 +99,7 @@ def fresh_python() -> Callable[[str], str]:
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         if done.returncode != 0:

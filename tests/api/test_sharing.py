@@ -135,9 +135,9 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False)
     worker = int(done.stdout)
-    for _ in range(100):
+    for _ in range(600):
         if not running(worker):
             return
         time.sleep(0.1)

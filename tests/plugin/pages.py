@@ -75,7 +75,7 @@ def in_browser(path: Path, tmp_path: Path, *flags: str) -> str:
             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", *flags, "--dump-dom",
             path.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.findall(r".*:CONSOLE.*", done.stderr) == []

@@ -150,7 +150,7 @@ try:
 except KeyboardInterrupt:
     Path("cleaned").touch()
 '''
-child_process.PATIENCE = 1
+child_process.PATIENCE = 3
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     child_process.run_captured([sys.executable, "-c", CHILD])

@@ -97,7 +97,7 @@ _before = figures
 def figures(root, name):
     if name == "vit[magis-mem0.6]":
         (root / "last").touch()
-        time.sleep(120)
+        time.sleep(600)
     return _before(root, name)
 """
 

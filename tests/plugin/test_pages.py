@@ -153,7 +153,7 @@ def test_the_examples_of_the_report_run(gate, repository: Path) -> None:
     assert "net.py:12" in (gate.root / "report.html").read_text()
     (reading,) = re.findall(r"^```python\n(import magis\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", reading], cwd=gate.root, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", reading], cwd=gate.root, capture_output=True, text=True, timeout=300, check=True
     )
     assert "accepted worse bytes" in " ".join(done.stdout.split())
 
@@ -170,7 +170,7 @@ def check(gate, command: str, expected: list[str]) -> None:
         program = "from pytest_benchmark.cli import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", program, *words[1:]],
-            cwd=gate.root, capture_output=True, text=True, timeout=60, check=False,
+            cwd=gate.root, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         printed = done.stdout
     lines = [line.rstrip().replace(f"{gate.root}/", "") for line in printed.splitlines()]

@@ -130,7 +130,9 @@ def test_workers_measure_the_same_memory(accepted):
     assert [[row[name] for name in same] for row in rows] == [
         [row[name] for name in same] for row in serial if row["strategy"] == "magis"
     ]
-    assert [(row["verdict"], row["note"]) for row in rows] == [("pass", "")] * 2
+    assert [row["verdict"] for row in rows] == ["pass"] * 2
+    # on a busy machine alone is there more to say
+    assert all(not row["note"] or row["note"].startswith("latency is not gated: ") for row in rows)
     assert stored(accepted) == before
 
 

@@ -20,7 +20,7 @@ RUN = (
     "--magis-csv-full",
 )
 BASELINE = "baselines/cpu/own_nets%3Asound.json"
-PATIENCE = 60
+PATIENCE = 300
 
 # "timing" goes on until the interrupt: a million pairs of steps
 CONFTEST = """

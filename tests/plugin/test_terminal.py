@@ -61,7 +61,7 @@ def on_terminal(gate, *args: str) -> str:
             if not part:
                 break
             shown += part
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     os.close(controller)
     return shown.decode()
 
@@ -102,7 +102,7 @@ def screen(shown: str) -> list[str]:
 
 def test_a_terminal_shows_progress_and_nothing_stays(slow):
     shown = on_terminal(slow, "--magis-models=bert")
-    assert "bert[eager]: searching plans (0 s)" in shown
+    assert re.search(r"bert\[eager\]: searching plans \(\d+ s\)", shown)
     assert "magis FFF" in " ".join(screen(shown))
     assert not [line for line in screen(shown) if "searching" in line]
 

@@ -50,7 +50,7 @@ def test_the_script_is_gated_as_the_page_says(gate, page):
 def test_the_script_alone_prints_its_peaks(gate, page):
     gate.monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=gate.root, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "train.py"], cwd=gate.root, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^magis\.MagisCallback: step (\d): peak of tensors \d", done.stdout, re.MULTILINE)

@@ -24,7 +24,7 @@ def alive(sign: Path) -> dict[int, str]:
     return found
 
 
-def gone_within(sign: Path, seconds: float, but: int = 0) -> dict[int, str]:
+def gone_within(sign: Path, seconds: float = 60.0, but: int = 0) -> dict[int, str]:
     """What is still alive of them after that time at most; empty as soon as nothing is."""
     until = time.monotonic() + seconds
     while (left := {pid: line for pid, line in alive(sign).items() if pid != but}) and time.monotonic() < until:
@@ -32,7 +32,7 @@ def gone_within(sign: Path, seconds: float, but: int = 0) -> dict[int, str]:
     return left
 
 
-def wait_for(path: Path, seconds: float = 60.0) -> None:
+def wait_for(path: Path, seconds: float = 300.0) -> None:
     """Until a file is there; TimeoutError otherwise."""
     until = time.monotonic() + seconds
     while not path.exists():

@@ -129,7 +129,7 @@ def test_only_rank_0_of_pytest_has_a_session(repository: Path, tmp_path: Path) -
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=90)[0] for process in processes]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     assert "mlp" in printed[0]
     assert printed[1] == "magis: rank 1 of 2 served rank 0, which ran the tests (1 commands)\n"
@@ -143,7 +143,7 @@ def collected(repository: Path, tmp_path: Path, *asked: str) -> subprocess.Compl
         env=environment(repository, tmp_path / "sign", RANK="1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -54,7 +54,7 @@ def test_no_process_outlives_a_job_that_is_killed(begun: Begin, sign: Path, stra
     assert job.poll() is None, "it ended before the moment"
     job.kill()
     job.communicate(timeout=SECONDS)
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}
 
 
 @pytest.mark.soak
@@ -73,4 +73,4 @@ def test_a_job_one_of_whose_ranks_is_killed_ends_with_a_line(
     printed, _ = job.communicate(timeout=SECONDS)
     assert "Traceback" not in printed
     assert "results:" in printed
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ from magis.extensions.ranks import RankJob, RankPool, attached, lead
 from magis.extensions.ranks.processes.rank_hosts import PARENT, processes_with
 from tests.ranks.processes import SIGN, alive, gone_within, wait_for
 
-SECONDS = 90.0
-"""Bound of each of these tests; they take a few."""
+SECONDS = 300.0
+"""Bound of each of these tests; they take a few, on a busy machine many."""
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_nothing_outlives_the_harness(repository: Path, sign: Path, kind: signal
     assert sum("sleep" in line for line in alive(sign).values()) == 3, "two children and a grandchild"
     harness.send_signal(kind)
     printed, _ = harness.communicate(timeout=SECONDS)
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}
     if kind is signal.SIGINT:
         assert printed.rstrip().endswith("KeyboardInterrupt")
 
@@ -76,7 +78,7 @@ def test_a_job_of_torchrun(repository: Path, sign: Path) -> None:
     assert job.returncode == 0, printed
     for line in TOGETHER:
         assert line in printed.splitlines()
-    assert alive(sign) == {}
+    assert gone_within(sign) == {}
 
 
 def slurm(rank: int, port: int) -> dict[str, str]:
@@ -93,8 +95,11 @@ def slurm(rank: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Below those that the system hands out: no connection of another test takes it before it is used."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def tasks_of_slurm(script: str, repository: Path, sign: Path) -> list[subprocess.Popen[str]]:
@@ -115,7 +120,7 @@ def test_a_job_of_slurm_whose_rank_0_is_killed(repository: Path, sign: Path, scr
     assert "rank 1: rank 0 of the job has disappeared" in printed  # after torch's own, longer words
     assert tasks[1].returncode == 0
     tasks[0].communicate(timeout=SECONDS)
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}
 
 
 def test_a_fork_server_of_the_job_that_is_killed_is_replaced(repository: Path, sign: Path) -> None:
@@ -137,7 +142,7 @@ def test_a_fork_server_of_the_job_that_is_killed_is_replaced(repository: Path, s
         assert len(pool.run(job)) == 2
     printed, _ = task.communicate(timeout=SECONDS)
     assert printed == "rank 1 served True\n"
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}
 
 
 @pytest.mark.soak
@@ -149,4 +154,4 @@ def test_a_process_of_the_job_that_is_killed(repository: Path, sign: Path) -> No
     printed, _ = tasks[0].communicate(timeout=SECONDS)
     assert "the process of rank 1 has ended, or cannot be reached" in printed
     tasks[1].communicate(timeout=SECONDS)
-    assert gone_within(sign, 10.0) == {}
+    assert gone_within(sign) == {}

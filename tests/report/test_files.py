@@ -125,7 +125,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_run(tmp_path, half_written
     left = set(names(tmp_path)) - others - {"file.txt"}
     assert len(left) == 1
     assert (tmp_path / left.pop()).read_text() == "alive"
-    alive.communicate("go on\n", timeout=60)
+    alive.communicate("go on\n", timeout=300)
     assert (tmp_path / "file.txt").read_text() == "alive"
     assert set(names(tmp_path)) == others | {"file.txt"}
 

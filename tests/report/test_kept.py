@@ -130,6 +130,7 @@ from pathlib import Path
 from magis.report.text_store import Bounds, Kept
 kept = Kept(Path(sys.argv[1]), Bounds(entries=4))
 text = "figures\\n" + "".join(f"line {number}\\n" for number in range(2000))
+kept.save("plan-0", text)
 print("ready", flush=True)
 while True:
     for number in range(8):
@@ -138,7 +139,7 @@ while True:
 
 
 def test_killed_writers_leave_whole_texts_or_none(tmp_path: Path, repository: Path) -> None:
-    """Two processes at once, killed at random moments."""
+    """Two processes at once, killed at random moments; each has saved a text by then, however slow the disk is."""
     kept, moments = Kept(tmp_path), random.Random(0)
     for _ in range(3):
         writers = [

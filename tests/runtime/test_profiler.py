@@ -108,17 +108,19 @@ def test_on_a_gpu_the_larger_of_kernel_and_host_time_counts() -> None:
     watch = EventWatch(cuda)
 
     def kernel() -> str:
-        cuda.now_ms += 2.5
+        cuda.now_ms += 2.5e6  # far above the host's time, even where another process has the core
         return "result"
 
     def slow_to_issue() -> None:
         cuda.now_ms += 0.001
-        time.sleep(0.02)
+        until = time.perf_counter_ns() + 20_000_000  # by the clock that measures: a sleep has another one
+        while time.perf_counter_ns() < until:
+            pass
 
     assert watch.time(kernel) == "result"
     watch.time(slow_to_issue)
     first, second = watch.times()
-    assert first == 2_500_000
+    assert first == 2_500_000_000_000
     assert second >= 20_000_000
     assert cuda.log.count("synchronize") == 2  # before the first, and for the answer
     assert watch.times() == []

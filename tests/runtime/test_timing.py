@@ -205,7 +205,7 @@ def test_real_time_is_measured() -> None:
     assert min(found.first_ms) >= 4.0
     assert min(found.second_ms) >= 12.0
     # the pairs and one more of the warm-up took what they are said to take, and no time twice
-    assert sum(found.first_ms) + sum(found.second_ms) <= passed_ms - 16.0
+    assert sum(found.first_ms) + sum(found.second_ms) <= passed_ms - 16.0 + 1e-6  # floats of a coarse clock
 
 
 def test_a_device_is_timed_by_events_around_the_step() -> None:

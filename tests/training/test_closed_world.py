@@ -148,7 +148,7 @@ class Timer:
         self.calls += 1
         self.total += perf_counter() - self.begun
         if self.calls % 2 == 0:
-            log("%s calls, %.1f a second", self.calls, self.calls / self.total)
+            log("%s calls, %.1f a second", self.calls, self.calls / (self.total + 1e-9))  # of a coarse clock
 
 
 def log(*given: Any) -> None:
