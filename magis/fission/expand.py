@@ -305,8 +305,11 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
     moved.add_nodes_from(range(len(graph.ops)))
     for position in range(len(graph.ops)):
         before = {anchor if p in gone else p for p in dag.predecessor_indices(position)}
-        if position in gone:  # a view that outer operators use is reopened behind the loop
-            before = before - inside | early
+        if position in gone:
+            # a view that outer operators use is reopened behind the loop, and made again inside, of the same tensor
+            while views := before & inside - gone:
+                before = before - views | {p for view in views for p in dag.predecessor_indices(view)}
+            before = before - gone | early
         node = anchor if position in gone else position
         moved.add_edges_from_no_data([(earlier, node) for earlier in before - {node}])
     order = rx.lexicographical_topological_sort(moved, key=lambda position: f"{position:09}")

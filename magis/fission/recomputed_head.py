@@ -36,8 +36,9 @@ class RecomputedHead:
 
 
 def recomputed_head(graph: Graph) -> RecomputedHead | None:
-    """Return the step with its loss head computed twice; None where a loop to the loss and back has all of it, or where
-    the gradients read nothing wide of it."""
+    """Return the step with its loss head computed twice. None where a loop to the loss and back has all of it, where
+    the gradients read nothing wide of it, where other forward operators make wide tensors of it, or where it cannot
+    run again behind its first time."""
     gradients, wide, dag = _gradients(graph), _wide(graph), dependency_graph(graph)
     for axis in axes(graph) if wide else ():
         for at in reversed(places(graph, axis, 1)[-2:]):
@@ -61,11 +62,11 @@ def recomputed_head(graph: Graph) -> RecomputedHead | None:
 def _may_repeat(graph: Graph, again: Sequence[int], last: int) -> bool:
     """Return True if some operators compute the same behind operator ``last``, and no gradient comes earlier."""
     written = {storage: version for op in graph.ops[: last + 1] for storage, version in op.writes}
-    return not any(
-        graph.ops[at].writes
-        or any(written.get(storage, version) != version for storage, version in graph.ops[at].reads)
-        for at in again
-    ) and all(op.phase != "backward" for op in graph.ops[:last])
+    repeated = [graph.ops[at] for at in again]
+    reads = [read for op in repeated for read in op.reads]
+    stale = any(written.get(storage, version) != version for storage, version in reads)
+    early = any(op.phase == "backward" for op in graph.ops[:last])
+    return not (stale or early or any(op.writes for op in repeated))
 
 
 def _made_again(graph: Graph, cuts: Collection[int], needed: set[int]) -> list[int]:

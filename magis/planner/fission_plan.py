@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
-from magis.graph import Op, every_op
+from magis.graph import Graph, Op, every_op
 from magis.planner.plans import (
     BOUNDED_NODES,
     ENOUGH,
@@ -54,6 +54,8 @@ LEAST_ROOM = 40
 """Smallest distance to the configuration's lower bound, as a fraction of the peak (1/40), that is worth a try."""
 FAILURES = 3
 """Failed attempts after which squeezing the peak ends."""
+PROOFS = 3
+"""Configurations whose loops may fail their proof before fission is given up."""
 TURNS = 2
 """Rounds of improving the step around a loop, then the loop body."""
 
@@ -274,11 +276,9 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
         # enough; but not where only loops keep the limit, since a brief search may miss the limit
         brief = goal.memory_limit is not None and plain.feasible
         front = joined(front, subject.divided_front(wanted, known, brief=brief))
-    found = divide(front, wanted, known=known)
+    found = _proved(front, graph, subject, wanted, known)
     attempt, states = None, 0
     if found is not None:
-        found = _with_loops_beside(found, subject.roofline, wanted, reuse=subject.source.reuse)
-        verify_fission(found.level.compiled.graph, graph)
         attempt, states = _attempts_of(scratch, wanted, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
         eased = relieve(graph, subject.roofline, wanted, reuse=subject.source.reuse)
@@ -298,6 +298,30 @@ def _find_plan_with_fission(scratch: PlanScratch, wanted: PlanRequest, plain: Pl
         workspaces={**plain.workspaces, **best.workspaces},
         stopped_by_seconds=plain.stopped_by_seconds or wanted.over(),
     )
+
+
+def _proved(
+    front: FissionFront, graph: Graph, subject: Subject, wanted: PlanRequest, known: tuple[int, int]
+) -> Divided | None:
+    """Return the best plan of a front's configurations whose loops are proved; None if none beats the ``known`` plan.
+    Raises VerifyError if the best one fails its proof, and no other is left."""
+    failure: VerifyError | None = None
+    for _ in range(PROOFS):
+        found = divide(front, wanted, known=known)
+        if found is None:
+            break
+        try:
+            found = _with_loops_beside(found, subject.roofline, wanted, reuse=subject.source.reuse)
+            verify_fission(found.level.compiled.graph, graph)
+        except VerifyError as error:
+            failure = error
+            others = [point for point in front.points if point.cut not in found.cuts]
+            front = replace(front, points=tuple(others))
+            continue
+        return found
+    if failure is not None:
+        raise failure
+    return None
 
 
 def _with_loops_beside(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:

@@ -210,9 +210,8 @@ class Followed:
         term = self._terms("call", plain.target, text, tuple(terms), states, op.phase, op.many, outputs)
         if self._step is not None and term not in self._step.calls:
             self._reject(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
-        if not whole:
-            if self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
-                self._reject(op, f"repeats operator {op.origin}, which is another call")
+        if not whole and self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
+            self._reject(op, f"repeats operator {op.origin}, which is another call")
         if op.writes or not whole:
             self._note_writes(op, over, term)
         for storage in moved:

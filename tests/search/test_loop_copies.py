@@ -27,9 +27,10 @@ COSTS = RooflineCosts(find_device("sim:rtx3090"), Profile({}, link=4 * 10**9, co
 
 @functools.cache
 def points() -> tuple[tuple[FissionPoint, Graph], ...]:
-    """The front of a step cut into parts where tensors may be swapped, with its graphs."""
+    """The fronts of two steps cut into parts where tensors may be swapped, with their graphs."""
     wanted = PlanRequest(Objective(memory_limit=0), 0, BUDGET)
-    found = divided_front(step("blocks").graph, COSTS, wanted, reuse=True).points
+    fronts = (divided_front(step(name).graph, COSTS, wanted, reuse=True) for name in ("blocks", "perceptron"))
+    found = [point for front in fronts for point in front.points]
     return tuple((point, realize_level(point.level, point.solution())) for point in found)
 
 
