@@ -67,27 +67,40 @@ def is_deep(problem: Problem) -> bool:
 def climb_alike(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, states: int
 ) -> JudgedPlan:
-    """Improve a plan by hill climbing over groups of storages alike, for about so many new states."""
+    """Improve a plan by hill climbing over groups of storages alike, in two ways with about so many new states
+    together: from small storages to large ones, which are swapped if that is enough, and from large ones to small
+    ones, which are recomputed. Each is better in some networks. Returns the better plan."""
+    found = [
+        _climbed(judge, goal, plan, allow_swap=allow_swap, states=states // 2, small_first=small_first)
+        for small_first in (True, False)
+    ]
+    return min(found, key=lambda each: each.key(goal))
+
+
+def _climbed(
+    judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, states: int, small_first: bool
+) -> JudgedPlan:
+    """Climb from coarse to fine moves, groups by size, and take every better plan at once."""
     judge.use(plan.order)
     evaluator, nbytes = judge.evaluator, judge.problem.nbytes
     stop = judge.states + states
     for radius in RADII:
-        groups = [
-            (group, flags)
-            for group in alike(judge.problem, radius)
-            if SMALL * int(nbytes[group[0]]) >= int(nbytes.max())
-            and len(flags := alternatives(evaluator, int(group[0]), -1, allow_swap=allow_swap)) > 1
+        groups = [group for group in alike(judge.problem, radius) if SMALL * nbytes[group[0]] >= nbytes.max()]
+        groups.sort(key=lambda group: int(nbytes[group[0]]), reverse=not small_first)
+        moves = [
+            (group, flag)
+            for group in groups
+            for flag in alternatives(evaluator, int(group[0]), -1, allow_swap=allow_swap)[:: -1 if small_first else 1]
         ]
         better = True
         while better:
             better = False
-            for group, flags in groups:
-                for flag in flags:
-                    if judge.states >= stop:
-                        return plan
-                    trial = plan.flags.copy()
-                    trial[group] = flag
-                    found = judge.cost(trial)
-                    if goal.key(*found) < plan.key(goal):
-                        plan, better = JudgedPlan(plan.order, trial, *found), True
+            for group, flag in moves:
+                if judge.states >= stop:
+                    return plan
+                trial = plan.flags.copy()
+                trial[group] = flag
+                found = judge.cost(trial)
+                if goal.key(*found) < plan.key(goal):
+                    plan, better = JudgedPlan(plan.order, trial, *found), True
     return plan

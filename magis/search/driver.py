@@ -348,10 +348,9 @@ class _Search:
         return plans
 
     def climbed_alike(self, base: JudgedPlan) -> Iterator[JudgedPlan]:
-        """Yield the plans of a deep network that moves of storages alike lead to, for a quarter of the states."""
-        starts = [base, *self.judged_starts()[:1]]
-        for start in starts:
-            states = self.judge.budget // (4 * len(starts))
+        """Yield the plans of a deep network that moves of storages alike lead to."""
+        for start in (base, *self.judged_starts()[:1]):
+            states = self.judge.budget // 2
             yield climb_alike(self.judge, self.goal, start, allow_swap=self.allow_swap, states=states)
 
     def judged_starts(self) -> list[JudgedPlan]:

@@ -41,7 +41,9 @@ AROUND = 32
 """Plans of the step around a loop, per sweep, that are evaluated with other bodies."""
 LITTLE_TIME = 0.02
 """Share of a step's latency that the parts of a loss head may take in its first computation."""
-HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
+HASTY = Effort(
+    levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000, stretches=(1.3,)
+)
 """Effort for a first answer: a tenth of the time per place, with results between no fission and the final ones."""
 
 

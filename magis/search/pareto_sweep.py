@@ -159,7 +159,7 @@ MIXTURES = ((1, 4), (3, 4), (8, 8))
 FULL = Effort(stretches=(1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5))
 BRIEF = Effort(
     levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000,
-    stretches=(1.05, 1.1, 1.2, 1.4),
+    stretches=(1.05, 1.15, 1.4),
 )  # fmt: skip
 """Effort for the step around a loop."""
 BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
@@ -223,7 +223,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
         other = reordered(judge, base) if effort.reorder else base
         for stretch in effort.stretches if is_deep(problem) else ():
             goal = Objective(latency_limit_ns=int(stretch * problem.least_ns))
-            most = states // (3 * len(effort.stretches))
+            most = 2 * states // (3 * len(effort.stretches))
             climb_alike(judge, goal, base, allow_swap=allow_swap, states=most)
         for start in [base] if np.array_equal(base.order, other.order) else [base, other]:
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
