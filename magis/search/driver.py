@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.search.alike import climb_alike, is_deep
+from magis.search.alike import CLIMB, SHAKE, AlikeMoves, alike_moves
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
     LARGE,
@@ -265,11 +265,15 @@ def search(
     Raises UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
-    states = affordable(budget, problem.n_nodes)
-    judge = BudgetedEvaluator(problem, goal, states, over=over, watch=watch)
+    judge = BudgetedEvaluator(problem, goal, affordable(budget, problem.n_nodes), over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
+    # plans of a front, from which a search within a memory limit starts, come from moves of storages alike already
+    known = brief or (bool(starts) and goal.memory_limit is not None)
+    alike = None if known else alike_moves(judge, allow_swap=allow_swap)
+    if alike is not None:
+        judge.budget = min(budget, judge.budget + CLIMB + SHAKE)
     with contextlib.suppress(SearchOver):
-        _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
+        _Search(judge, alike, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
     best = judge.best
     if best is None:
         raise VerifyError("a search judged no plan")
@@ -297,9 +301,11 @@ class _Search:
     """Stages of one search; every stage raises SearchOver when the budget is spent."""
 
     def __init__(
-        self, judge: BudgetedEvaluator, *, allow_swap: bool, seed: int, brief: bool, starts: Sequence[JudgedPlan]
-    ) -> None:
+        self, judge: BudgetedEvaluator, alike: AlikeMoves | None, *,
+        allow_swap: bool, seed: int, brief: bool, starts: Sequence[JudgedPlan],
+    ) -> None:  # fmt: skip
         self.judge = judge
+        self.alike = alike
         self.starts = starts
         self.brief = brief
         self.goal = judge.goal
@@ -314,7 +320,7 @@ class _Search:
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # no recomputation is needed
-        alike = list(self.climbed_alike(base)) if is_deep(judge.problem) and not self.brief else []
+        alike = [] if self.alike is None else [self.climbed(self.alike, base)]
         plans = self.proposals(base) if not self.starts else self.make.mix(self.judged_starts(), goal)
         plans = distinct([*plans, *alike], goal)
         for polish in range(POLISHES):
@@ -347,21 +353,20 @@ class _Search:
                 plans += self.squeeze(order)
         return plans
 
-    def climbed_alike(self, base: JudgedPlan) -> Iterator[JudgedPlan]:
-        """Yield the plans of a deep network that moves of storages alike lead to."""
-        for start in (base, *self.judged_starts()[:1]):
-            states = self.judge.budget // 2
-            yield climb_alike(self.judge, self.goal, start, allow_swap=self.allow_swap, states=states)
+    def climbed(self, alike: AlikeMoves, base: JudgedPlan) -> JudgedPlan:
+        """Return the plan that moves of storages alike lead to from the best start."""
+        most, goal = self.judge.budget // 3, self.goal
+        found = alike.climb(goal, [*self.judged_starts(), base][0], min(CLIMB, most))
+        return found if goal.memory_limit is not None else alike.shake(goal, found, min(SHAKE, most), self.seed)
 
     def judged_starts(self) -> list[JudgedPlan]:
         """Evaluate the starting plans; return them on the order of the best one, best first."""
         judge = self.judge
-        if not self.starts:
-            return []
         for start in self.starts:
             judge.use(start.order)
             judge.cost(start.flags)
-        judge.use(self.best([])[0].order)
+        if self.starts:
+            judge.use(self.best([])[0].order)
         return distinct([judge.plan(start.flags) for start in self.starts], self.goal)
 
     def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from magis.search.alike import climb_alike, is_deep
+from magis.search.alike import CLIMB, alike_moves
 from magis.search.budgeted_evaluator import (
     BudgetedEvaluator,
     JudgedPlan,
@@ -218,13 +218,16 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
     states = affordable(effort.states, problem.n_nodes)
     judge = BudgetedEvaluator(problem, Objective(memory_limit=floor), states, over=over, watch=effort.watch)
     allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
+    alike = alike_moves(judge, allow_swap=allow_swap) if effort.stretches else None
+    if alike is not None:
+        judge.budget = min(effort.states, states + len(effort.stretches) * CLIMB)
     with contextlib.suppress(SearchOver):
         base = judge.plan(judge.untouched)
         other = reordered(judge, base) if effort.reorder else base
-        for stretch in effort.stretches if is_deep(problem) else ():
-            goal = Objective(latency_limit_ns=int(stretch * problem.least_ns))
-            most = 2 * states // (3 * len(effort.stretches))
-            climb_alike(judge, goal, base, allow_swap=allow_swap, states=most)
+        if alike is not None:
+            most = min(CLIMB, 2 * judge.budget // (3 * len(effort.stretches)))
+            for stretch in effort.stretches:
+                alike.climb(Objective(latency_limit_ns=int(stretch * problem.least_ns)), base, most)
         for start in [base] if np.array_equal(base.order, other.order) else [base, other]:
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:

@@ -8,7 +8,7 @@ trades it for time (or the other way round), and the peak moves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,11 +28,12 @@ from magis.ops.splits import Split
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import JudgedPlan, PlanRequest
 from magis.search.driver import SearchResult, search
+from magis.search.lagrangian_min_cut import levels_by_position
 from magis.search.loop_nest import LoopNest, LoopNestPlan, level, with_body
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.evaluator import expand as schedule
-from magis.simulate.problem import DROP, Int8s
+from magis.simulate.problem import DROP, Int8s, Int64s
 
 CANDIDATES = 8
 QUICK = 2000
@@ -42,6 +43,8 @@ LOOPS = 8
 ROUNDS = 3
 CLOSE = 50
 """Reciprocal of the share by which peaks differ that count as equal."""
+RECURS = 100
+"""Reciprocal of the share of a peak by which another one is lower that counts as the same."""
 TOO_SLOW = 0.02
 """Largest increase of the step's latency by one loop, as a share."""
 
@@ -167,6 +170,8 @@ def with_loops_beside(here: LoopNest, planned: LoopNestPlan, costs: Costs, *, re
         found: list[_Beside] = []
         if op.body is None and not op.random:
             for cuts in regions_around(graph, graph.ops.index(op), most=CANDIDATES):
+                if now.recurs_outside(cuts):
+                    continue
                 for region in regions_in_parts(cuts):
                     with contextlib.suppress(VerifyError):
                         found.append(judged(expand(graph, region, in_place=True)))
@@ -187,6 +192,16 @@ class _Beside:
     latency_ns: int
     at: int
     """Node at the peak."""
+    levels: Int64s
+    """[n] bytes of temporary tensors and scratch while a node runs."""
+
+    def recurs_outside(self, cuts: Collection[int]) -> bool:
+        """Return True if the peak recurs, about as high, in more other modules than loops are added: in the layers of a
+        deep network."""
+        inside = {self.graph.ops[position].id for position in cuts}
+        high = np.flatnonzero(RECURS * self.levels >= (RECURS - 1) * self.levels.max())
+        ops = [op for at in high.tolist() for op in self.here.compiled.nodes[at] if op.id not in inside]
+        return len({op.module for op in ops}) > LOOPS
 
 
 def _judged_beside(
@@ -201,7 +216,8 @@ def _judged_beside(
     judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
     chosen: Int8s = np.array([flags.get(storage, DROP) for storage in here.compiled.storages], dtype=np.int8)
     peak, latency_ns = judge.quick(chosen)
-    return _Beside(graph, here, peak, latency_ns, int(judge.runs[max(judge.peak_run, 0)]) >> 1)
+    levels = levels_by_position(judge)
+    return _Beside(graph, here, peak, latency_ns, int(judge.runs[max(judge.peak_run, 0)]) >> 1, levels)
 
 
 def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[Mapping[int, Split]]:

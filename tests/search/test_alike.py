@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.search.alike import alike, climb_alike, is_deep
+from magis.search.alike import AlikeMoves, alike, alike_moves
 from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective, SearchOver
 from magis.search.moves import climb
 from magis.search.pareto_sweep import BRIEF, sweep
@@ -17,6 +18,8 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Problem
 from tests.search.networks import resnet, transformer, unet
 from tests.simulate.plans import problems
+
+ANY = Objective(memory_limit=0)
 
 
 def surroundings(problem: Problem, storage: int, radius: int) -> object:
@@ -41,7 +44,7 @@ def surroundings(problem: Problem, storage: int, radius: int) -> object:
 
 @given(problems(), st.integers(0, 2))
 def test_storages_are_alike_exactly_if_their_surroundings_are(problem: Problem, radius: int) -> None:
-    groups = [group.tolist() for group in alike(problem, radius)]
+    groups = [group.tolist() for group in alike(problem, radius)[radius]]
     assert sorted(itertools.chain(*groups)) == list(range(problem.n_storages))
     seen = [repr(surroundings(problem, group[0], radius)) for group in groups]
     assert len(set(seen)) == len(seen)
@@ -49,14 +52,18 @@ def test_storages_are_alike_exactly_if_their_surroundings_are(problem: Problem, 
         assert all(repr(surroundings(problem, storage, radius)) == expected for storage in group)
 
 
+def moves_of(problem: Problem, goal: Objective = ANY, *, swap: bool = False) -> AlikeMoves | None:
+    return alike_moves(BudgetedEvaluator(problem, goal, 10_000), allow_swap=swap)
+
+
 def test_layers_have_storages_alike() -> None:
     problem, marks = transformer(12)
-    (group,) = (group for group in alike(problem, 2) if marks[6] in group)
+    (group,) = (group for group in alike(problem)[2] if marks[6] in group)
     assert set(marks[1:-1]) <= set(group.tolist())
-    assert is_deep(problem)
-    assert is_deep(resnet((8, 1))[0])
-    assert not is_deep(transformer(2)[0])
-    assert not is_deep(unet(3)[0])  # every level has its own sizes
+    for deep in (problem, resnet((8, 1))[0]):
+        assert moves_of(deep) is not None
+    for other in (transformer(2)[0], unet(3)[0]):  # every level of a unet has its own sizes
+        assert moves_of(other) is None
 
 
 def by_hand(problem: Problem, marks: list[int]) -> tuple[int, int]:
@@ -75,9 +82,10 @@ def test_a_deep_network_is_planned_at_once(layers: int, link: float) -> None:
     problem, marks = transformer(layers, dropout=False, xfer_ns_per_byte=link)
     peak, latency_ns = by_hand(problem, marks)
     goal = Objective(latency_limit_ns=latency_ns)
-    judge = BudgetedEvaluator(problem, goal, 10_000)
-    base = judge.plan(judge.untouched)
-    found = climb_alike(judge, goal, base, allow_swap=link > 0.0, states=2_000)
+    moves = moves_of(problem, goal, swap=link > 0.0)
+    assert moves is not None
+    judge = moves.judge
+    found = moves.climb(goal, judge.plan(judge.untouched), 2_000)
     assert found.met(goal)
     assert found.peak <= peak
     assert judge.states <= 800
@@ -88,6 +96,12 @@ def test_a_deep_network_is_planned_at_once(layers: int, link: float) -> None:
         climb(alone, goal, start, allow_swap=link > 0.0)
     assert alone.best is not None
     assert found.peak < alone.best.peak
+    shaken = moves.shake(goal, found, 3_000, seed=0)
+    assert shaken.met(goal)
+    assert shaken.peak <= found.peak
+    again = moves_of(problem, goal, swap=link > 0.0)
+    assert again is not None
+    assert np.array_equal(again.shake(goal, found, 3_000, seed=0).flags, shaken.flags)
 
 
 def test_the_front_of_a_deep_network_is_below_checkpoints_by_hand() -> None:
@@ -97,13 +111,13 @@ def test_the_front_of_a_deep_network_is_below_checkpoints_by_hand() -> None:
 
 
 def test_no_more_states_than_asked_for() -> None:
-    problem, _ = transformer(12)
-    goal = Objective(memory_limit=0)
-    judge = BudgetedEvaluator(problem, goal, 10_000)
+    moves = moves_of(transformer(12)[0])
+    assert moves is not None
+    judge = moves.judge
     base = judge.plan(judge.untouched)
     for most in (1, 7, 50):
-        before = judge.states
-        found = climb_alike(judge, goal, base, allow_swap=False, states=most)
-        assert judge.states - before <= most
-        assert found.key(goal) <= base.key(goal)
+        for way in (moves.climb, partial(moves.shake, seed=0)):
+            before = judge.states
+            assert way(ANY, base, most).key(ANY) <= base.key(ANY)
+            assert judge.states - before <= most
     assert (base.flags == DROP).all()
