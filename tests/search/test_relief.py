@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from magis import optimize
+from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.rewrite.realize import realize
@@ -154,3 +156,27 @@ def test_loops_stand_beside_one_to_the_loss_and_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = {"ids": torch.randint(512, (1, 256)), "labels": torch.randint(512, (1, 256))}
     trained_as_planned(Windowed(), data, 0.3, tmp_path / "step.plan")
+
+
+class Unread(nn.Module):
+    """A product that nothing reads stands at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.randn(4, 6))
+        self.norms = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.RMSNorm(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        torch.tensordot(y, self.unread, 1)
+        out: Tensor = self.norms(x).index_select(2, torch.tensor([0, 1, 0]))
+        return out
+
+
+def test_no_loop_stands_around_what_nothing_reads() -> None:
+    """A loop without results, beside the one to the loss and back, was taken for that one."""
+    torch.manual_seed(0)
+    net, x = Unread(), torch.randn(8, 3, 4)
+    batch = ((x, x[:1].expand_as(x)), ())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    with pytest.raises(UsageError, match="no plan found"):
+        optimize(net, batch, lambda out: out.logsumexp(-1).mean(), optimizer, memory_ratio=0.5, budget=20)
