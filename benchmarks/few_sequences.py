@@ -12,11 +12,12 @@ are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from lib.by_hand import Part, in_chunks, summed_entropy
 from lib.program import arguments, head, printed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -95,18 +96,13 @@ class Decoder(nn.Module):
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
         if not self.by_hand:
             return F.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return torch.stack(self._chunks(self._entropy, x, targets)).sum() / (targets != -100).sum()
+        return torch.stack(self._chunks(summed_entropy(self.head), x, targets)).sum() / (targets != -100).sum()
 
-    def _chunks(self, part: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor) -> list[Tensor]:
+    def _chunks(self, part: Part, x: Tensor, labels: Tensor) -> list[Tensor]:
         """The parts of a loss by chunks of tokens, by hand; else one for all."""
         if not self.by_hand:
             return [part(x, labels)]
-        pairs = zip(*(each.split(CHUNK // len(x), 1) for each in (x, labels)), strict=True)
-        return [checkpoint(part, some, their, use_reentrant=False) for some, their in pairs]
-
-    def _entropy(self, x: Tensor, labels: Tensor) -> Tensor:
-        scores = self.head(x).float().flatten(0, 1)
-        return F.cross_entropy(scores, labels.flatten(), reduction="sum", ignore_index=-100)
+        return in_chunks(part, x, labels, CHUNK // len(x))
 
     def _likelihoods(self, x: Tensor, labels: Tensor) -> Tensor:
         scores: Tensor = self.head(x).float()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lib.by_hand import in_chunks, summed_entropy
 from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
@@ -22,7 +23,6 @@ before_torch()
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import magis
 from magis.results import Case, CaseResult
@@ -73,13 +73,8 @@ class ByHand(nn.Module):
         more = {"decoder_input_ids": labels} if self.net.config.is_encoder_decoder else {}
         x = self.net(input_ids=input_ids, **more).logits
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if self.shifted else labels
-        pairs = zip(x[0].split(CHUNK), targets[0].split(CHUNK), strict=True)
-        parts = [checkpoint(self.part, some, their, use_reentrant=False) for some, their in pairs]
+        parts = in_chunks(summed_entropy(self.head), x, targets, CHUNK)
         return torch.stack(parts).sum() / (targets != -100).sum()
-
-    def part(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of a chunk."""
-        return F.cross_entropy(self.head(x).float(), targets, reduction="sum", ignore_index=-100)
 
 
 def run(name: str, length: int, case: Case, *, by_hand: bool) -> CaseResult:

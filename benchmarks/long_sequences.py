@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from lib.by_hand import in_chunks, summed_entropy
 from lib.llama import Llama, Sizes
 from lib.program import arguments, head, printed
 from torch import Tensor, nn
@@ -63,14 +64,8 @@ class Trained(nn.Module):
         x, targets = net.norm(x), F.pad(labels, (0, 1), value=-100)[:, 1:]
         if not self.by_hand:
             return F.cross_entropy(net.head(x).float().flatten(0, 1), targets.flatten(), ignore_index=-100)
-        pairs = zip(x.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
-        parts = [checkpoint(self.part, some, their, use_reentrant=False) for some, their in pairs]
+        parts = in_chunks(summed_entropy(net.head), x, targets, CHUNK)
         return torch.stack(parts).sum() / (targets != -100).sum()
-
-    def part(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of a chunk."""
-        scores = self.net.head(x).float().flatten(0, 1)
-        return F.cross_entropy(scores, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
 def run(case: Case, layers: int, length: int, rank: int, *, by_hand: bool) -> CaseResult:

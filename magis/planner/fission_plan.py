@@ -313,12 +313,10 @@ def _proved(
         try:
             found = _with_loops_beside(found, subject.roofline, wanted, reuse=subject.source.reuse)
             verify_fission(found.level.compiled.graph, graph)
+            return found
         except VerifyError as error:
             failure = error
-            others = [point for point in front.points if point.cut not in found.cuts]
-            front = replace(front, points=tuple(others))
-            continue
-        return found
+        front = replace(front, points=tuple(point for point in front.points if point.cut not in found.cuts))
     if failure is not None:
         raise failure
     return None

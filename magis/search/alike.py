@@ -35,11 +35,8 @@ def alike(problem: Problem, radius: int = RADII[-1]) -> list[list[Int64s]]:
     nodes, storages = range(problem.n_nodes), range(problem.n_storages)
     inputs = [problem.inputs(node).tolist() for node in nodes]
     outputs = [problem.outputs(node).tolist() for node in nodes]
-    makers = problem.producer.tolist()
-    readers: list[list[int]] = [[] for _ in storages]
-    for node in nodes:
-        for storage in inputs[node]:
-            readers[storage].append(node)
+    reading, makers = problem.inputs.turned(problem.n_storages), problem.producer.tolist()
+    readers = [reading(storage).tolist() for storage in storages]
 
     def colors(of: list[int], items: list[int]) -> tuple[int, ...]:
         return tuple(sorted(of[item] for item in items))
@@ -80,14 +77,14 @@ class AlikeMoves:
         """Improve a plan by hill climbing, from coarse moves to fine ones, in two ways with about so many new states
         together: from small storages to large ones, which are swapped if that is enough, and from large ones to small
         ones, which are recomputed. Each is better in some networks. Returns the better plan."""
-        found = []
+        nbytes, found = self.judge.problem.nbytes, []
+        choices = [self._choices(plan, radius) for radius in RADII]
         for small_first in (True, False):
             climbed, stop = plan, self.judge.states + states // 2
-            for radius in RADII:
-                moves = [[(group, flag) for flag in flags] for group, flags in self._choices(plan, radius)]
-                moves.sort(key=lambda each: int(self.judge.problem.nbytes[each[0][0][0]]), reverse=not small_first)
-                flat = [move for each in moves for move in (reversed(each) if small_first else each)]
-                climbed = self._climb(goal, climbed, flat, stop)
+            for groups in choices:
+                ordered = sorted(groups, key=lambda choice: int(nbytes[choice[0][0]]), reverse=not small_first)
+                moves = [(group, flag) for group, flags in ordered for flag in flags[:: -1 if small_first else 1]]
+                climbed = self._climb(goal, climbed, moves, stop)
             found.append(climbed)
         return min(found, key=lambda each: each.key(goal))
 

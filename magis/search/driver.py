@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.search.alike import CLIMB, SHAKE, AlikeMoves, alike_moves
+from magis.search.alike import CLIMB, SHAKE, alike_moves
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
     LARGE,
@@ -267,13 +267,8 @@ def search(
     check_request(goal, budget)
     judge = BudgetedEvaluator(problem, goal, affordable(budget, problem.n_nodes), over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
-    # plans of a front, from which a search within a memory limit starts, come from moves of storages alike already
-    known = brief or (bool(starts) and goal.memory_limit is not None)
-    alike = None if known else alike_moves(judge, allow_swap=allow_swap)
-    if alike is not None:
-        judge.budget = min(budget, judge.budget + CLIMB + SHAKE)
     with contextlib.suppress(SearchOver):
-        _Search(judge, alike, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
+        _Search(judge, budget, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
     best = judge.best
     if best is None:
         raise VerifyError("a search judged no plan")
@@ -301,11 +296,10 @@ class _Search:
     """Stages of one search; every stage raises SearchOver when the budget is spent."""
 
     def __init__(
-        self, judge: BudgetedEvaluator, alike: AlikeMoves | None, *,
+        self, judge: BudgetedEvaluator, most: int, *,
         allow_swap: bool, seed: int, brief: bool, starts: Sequence[JudgedPlan],
     ) -> None:  # fmt: skip
-        self.judge = judge
-        self.alike = alike
+        self.judge, self.most = judge, most
         self.starts = starts
         self.brief = brief
         self.goal = judge.goal
@@ -320,9 +314,9 @@ class _Search:
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # no recomputation is needed
-        alike = [] if self.alike is None else [self.climbed(self.alike, base)]
-        plans = self.proposals(base) if not self.starts else self.make.mix(self.judged_starts(), goal)
-        plans = distinct([*plans, *alike], goal)
+        alike = self.climbed_alike(base)
+        others = self.make.mix(self.judged_starts(), goal) if self.starts else self.proposals(base)
+        plans = distinct(others + alike, goal)
         for polish in range(POLISHES):
             before = judge.states
             share = FIRST_POLISH << polish  # independent of the budget: more of it never gives a worse result
@@ -353,11 +347,17 @@ class _Search:
                 plans += self.squeeze(order)
         return plans
 
-    def climbed(self, alike: AlikeMoves, base: JudgedPlan) -> JudgedPlan:
-        """Return the plan that moves of storages alike lead to from the best start."""
-        most, goal = self.judge.budget // 3, self.goal
-        found = alike.climb(goal, [*self.judged_starts(), base][0], min(CLIMB, most))
-        return found if goal.memory_limit is not None else alike.shake(goal, found, min(SHAKE, most), self.seed)
+    def climbed_alike(self, base: JudgedPlan) -> list[JudgedPlan]:
+        """Return the plan that moves of storages alike lead to from the best start; none if the network is not deep."""
+        judge, goal = self.judge, self.goal
+        if self.brief or (self.starts and goal.memory_limit is not None):
+            return []  # plans of a front, from which a search within a memory limit starts, come from such moves
+        if (alike := alike_moves(judge, allow_swap=self.allow_swap)) is None:
+            return []
+        judge.budget = min(self.most, judge.budget + CLIMB + SHAKE)
+        start, most = [*self.judged_starts(), base][0], judge.budget // 3
+        found = alike.climb(goal, start, min(CLIMB, most))
+        return [found if goal.memory_limit is not None else alike.shake(goal, found, min(SHAKE, most), self.seed)]
 
     def judged_starts(self) -> list[JudgedPlan]:
         """Evaluate the starting plans; return them on the order of the best one, best first."""

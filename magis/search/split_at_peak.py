@@ -213,7 +213,7 @@ def _judged_beside(
     others = frozenset(value for op in own if op.body is not None for value in op.made()) - set(made)
     here = level(graph, costs, reuse=reuse, planned=others)
     if len(here.loops) != 1:
-        raise VerifyError("a loop that only writes cannot be told from the planned one")
+        raise VerifyError("a loop without results cannot be told from the planned one")
     problem = with_body(here, inner)
     judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
     chosen: Int8s = np.array([flags.get(storage, DROP) for storage in here.compiled.storages], dtype=np.int8)
