@@ -19,6 +19,7 @@ from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
 from magis.planner.plans import Plan, PlanScratch, whole_search
 from magis.planner.subject import Subject
+from magis.planner.update_lists import worth_planning_with_eager_update
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, NO_DEADLINE, Deadline, Objective, PlanRequest
 from magis.search.driver import FROM_NOTHING
@@ -138,6 +139,18 @@ def realized_front(
     deadline: Deadline = NO_DEADLINE,
 ) -> tuple[list[Plan], int]:
     """Search, realize and verify the plans of a front; return them and the number of states evaluated."""
+    found, states = list[Plan](), 0
+    for each in (subject, worth_planning_with_eager_update(subject)):
+        if each is not None:
+            plans, tried = _front_of_step(each, budget, seed, points, deadline)
+            found, states = spread(undominated([*found, *plans]), points), states + tried
+    return found, states
+
+
+def _front_of_step(
+    subject: Subject, budget: int | None, seed: int, points: int, deadline: Deadline
+) -> tuple[list[Plan], int]:
+    """Search a front as `realized_front` does, for one form of the update."""
     scratch = PlanScratch(subject, None)
     budget = DEFAULT_BUDGET if budget is None else budget
     wanted = PlanRequest(Objective(memory_limit=0), seed, budget, deadline.over, subject.original_ns)

@@ -14,7 +14,7 @@ merged calls, the plan is compared with the merged form, rebuilt from the captur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -29,8 +29,8 @@ from magis.ops.generators import DRAW_STATE, GET_STATE
 from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
 from magis.planner.subject import Subject
+from magis.planner.update_lists import forms_of
 from magis.report.text_store import UNSOUND
-from magis.rewrite.rules.rule_table import aggregated
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
 """Shape, strides, dtype, storage offset, and conjugate/negative bits of a view."""
@@ -48,13 +48,8 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
         if any(storage.nbytes > largest for storage in storages.values() if storage.kind != "host"):
             raise VerifyError("it needs more memory for one tensor than the original for all")
-    forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
-    if any(op.body is not None for op in graph.ops):
-        forms = [lambda: subject.aggregated, lambda: aggregated(subject.lean)[0], lambda: subject.lean, *forms]
-    else:
-        forms.reverse()
     errors: list[VerifyError] = []
-    for form in forms:
+    for form in forms_of(subject, in_loops=any(op.body is not None for op in graph.ops)):
         try:
             prove(graph, form(), drawn=subject.captured.drawn)
         except UNSOUND as error:  # including calls with impossible arguments

@@ -23,6 +23,7 @@ from magis.planner.plans import (
 )
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
+from magis.planner.update_lists import with_eager_update, worth_planning_with_eager_update
 from magis.progress import Progress
 from magis.runtime.measure import collector_spared
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, Objective, Over, PlanRequest, never
@@ -85,10 +86,14 @@ def plan(
     stage: Progress = (lambda _text: None) if best_so_far is None else best_so_far.stage
     if search != "magis":
         stage(f"searching as {search}")
-        by = partial(registry.load("search", search), scratch, goal, budget, seconds)
-    else:
-        budget = DEFAULT_BUDGET if budget is None else budget
-        by = partial(_search_all, scratch, goal, budget, deadline, seed, stage)
+    elif budget is None:
+        budget = DEFAULT_BUDGET
+
+    def by() -> Plan:
+        if search != "magis":
+            published: Plan = registry.load("search", search)(scratch, goal, budget, seconds)
+            return published
+        return _search_all(_with_better_update(scratch, goal, seed), goal, budget or 1, deadline, seed, stage)
 
     def waits() -> bool:
         return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
@@ -103,7 +108,10 @@ def plan(
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
         return with_latency_bound(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
-    carried = reuse_decisions(scratch, goal, known) if known else None
+    carried = None
+    for step in (subject, with_eager_update(subject)) if known else ():
+        if carried is None and step is not None:
+            carried = reuse_decisions(replace(scratch, subject=step), goal, known)
     if carried is not None or subject.kept is None:
         best = carried or search_for()
     else:
@@ -237,6 +245,23 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
     )
 
 
+def _with_better_update(scratch: PlanScratch, goal: Objective, seed: int) -> PlanScratch:
+    """Return the scratch of the step with short update lists, or with eager's update if a quick search does better."""
+    other = worth_planning_with_eager_update(scratch.subject, goal)
+    if other is None:
+        return scratch
+    short, whole = (
+        first_attempt(replace(scratch, subject=s, watch=None), goal, seed) for s in (scratch.subject, other)
+    )
+    return replace(scratch, subject=other) if plan_key(goal, whole) < plan_key(goal, short) else scratch
+
+
+def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:
+    """Return a plan without fission after little work."""
+    attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=seed, brief=True)
+    return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
+
+
 def find_first_plan(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
     """Return a first plan after little work: without fission, or the best one ``in_loops``.
 
@@ -244,8 +269,7 @@ def find_first_plan(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_lo
     off for a plan with a fifth less overhead.
     """
     goal, eager_ns = wanted.goal, wanted.eager_ns
-    attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
-    plain = approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
+    plain = first_attempt(scratch, goal, wanted.seed)
     hoped = replace(plain, latency_ns=eager_ns + (plain.latency_ns - eager_ns) * 4 // 5)
     if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch, goal, hoped):
         return plain

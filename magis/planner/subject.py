@@ -64,9 +64,9 @@ class Subject(TracedModel):
         self.slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
-        self._tried = TriedPlaces()
-        self._briefly = TriedPlaces(least_ns=self._tried.least_ns)
-        self._whole: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
+        self.tried = TriedPlaces()
+        self.tried_briefly = TriedPlaces(least_ns=self.tried.least_ns)
+        self.fronts: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
         self.memo = Memo()
 
     @cached_property
@@ -100,12 +100,12 @@ class Subject(TracedModel):
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never, effort: Effort = FULL) -> FissionFront:
         """Return the Pareto front of the step without loops, cached by effort and workspaces (signature -> bytes)."""
         key = effort, tuple(sorted(workspaces.items()))
-        known = self._whole.get(key)
+        known = self.fronts.get(key)
         if known is not None:
             return known
         found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, effort=effort, over=over)
         if not found.stopped_by_seconds:
-            self._whole[key] = found
+            self.fronts[key] = found
         return found
 
     @cached_property
@@ -115,7 +115,7 @@ class Subject(TracedModel):
     def sketched(self, wanted: PlanRequest, known: tuple[int, int] | None = None, over: Over = never) -> FissionFront:
         """Search quickly for plans with loops: return the front of the first loop place, as far as it is searched
         before ``over``. The front is empty if no plan there beats the ``known`` one (peak in bytes, latency in ns)."""
-        return first_look(self._work, wanted, (self._briefly, self._tried), known, over)
+        return first_look(self._work, wanted, (self.tried_briefly, self.tried), known, over)
 
     def divided_front(
         self, wanted: PlanRequest, known: tuple[int, int] | None = None, *, brief: bool = False
@@ -125,7 +125,7 @@ class Subject(TracedModel):
         Skips places where no plan beats the ``known`` one (peak in bytes, latency in ns). ``brief`` searches with the
         low effort of `sketched`. Cases share the results.
         """
-        work, tried = (with_little_effort(self._work), self._briefly) if brief else (self._work, self._tried)
+        work, tried = (with_little_effort(self._work), self.tried_briefly) if brief else (self._work, self.tried)
         return places_front(work, wanted, self._share, tried, known)
 
     @cached_property

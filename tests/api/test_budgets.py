@@ -223,7 +223,7 @@ def test_the_search_from_nothing_has_its_share_of_a_cap(
 
     monkeypatch.setattr(planning, "plan_whole", spied)
     with pytest.raises(Given) as caught:
-        planned(shared(BLOCKS, device), 0.9, budget, 200.0)
+        planned(shared(BLOCKS, device), 0.5, budget, 200.0)
     (begun,) = caught.value.args
     assert (begun.deadline.seconds, begun.share) == (200.0, share)
 

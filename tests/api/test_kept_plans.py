@@ -69,7 +69,7 @@ def test_whatever_a_search_depends_on_is_in_the_key(tmp_path: Path, monkeypatch:
 
 
 def test_a_search_that_seconds_ended_is_not_kept(tmp_path: Path) -> None:
-    case = dataclasses.replace(GPU, budget=None, seconds=1e-6)
+    case = dataclasses.replace(GPU, memory_ratio=0.5, budget=None, seconds=1e-6)
     assert run_case(case, cache=Bench(kept=tmp_path)).search.stopped_by_seconds
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,73 @@
+"""The update of a planned step on a GPU: in short lists, each as soon as its gradients exist, or over all weights at
+once, as eager runs it. Every list takes kernel launches of its own, which small steps would notice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from magis.graph import Graph
+from magis.planner.subject import Subject
+from magis.rewrite.rules.rule_table import aggregated
+from magis.search.budgeted_evaluator import Objective
+from magis.search.loop_places import TriedPlaces
+
+NOTICED = 0.005
+"""Share of eager's latency from which on the launches of short lists are worth planning with eager's update, too,
+whatever the limit."""
+_OF_GRAPH = ("normal", "untangled", "lean", "aggregated", "_work", "floor", "base_workspaces")
+"""Cached members of a subject that depend on how its step updates weights."""
+
+
+def with_eager_update(subject: Subject) -> Subject | None:
+    """Return the subject with a step that updates all weights at once, as eager does; None where short lists are as
+    quick, and where an optimizer runs behind the step. Cached."""
+    return subject.memo.get(("eager's update",), lambda: _with_eager_update(subject))
+
+
+def _with_eager_update(subject: Subject) -> Subject | None:
+    captured, listed = subject.captured, subject.captured.listed
+    if listed is None or captured.behind is not None or _cost_of_lists(subject) <= 0:
+        return None
+    found, name = copy.copy(subject), subject.digest  # one identity: it is the same step of eager's
+    for each in _OF_GRAPH:
+        vars(found).pop(each, None)
+    found.captured = replace(captured, graph=listed.graph, deaths=listed.deaths, numbers=listed.numbers, listed=None)
+    found.digest = name
+    found.tried = TriedPlaces()
+    found.tried_briefly = TriedPlaces(least_ns=found.tried.least_ns)
+    found.fronts = {}
+    return found
+
+
+def _cost_of_lists(subject: Subject) -> float:
+    """Return the share of eager's latency that short lists cost."""
+    return subject.latency_ns(subject.captured.graph) / subject.latency_ns(subject.captured.original.graph) - 1
+
+
+def worth_planning_with_eager_update(subject: Subject, goal: Objective | None = None) -> Subject | None:
+    """Return the subject with eager's update where that may be better: if the launches of short lists are noticed, or
+    if the ``goal`` leaves no room for them, or asks for no less memory than eager's step needs."""
+    other = with_eager_update(subject)
+    if other is None or _cost_of_lists(subject) > NOTICED:
+        return other
+    if goal is None:
+        return None
+    if goal.memory_limit is not None:
+        return other if goal.memory_limit >= subject.original.peak_bytes else None
+    within = goal.latency_limit_ns is None or subject.latency_ns(subject.captured.graph) <= goal.latency_limit_ns
+    return None if within else other
+
+
+def forms_of(subject: Subject, *, in_loops: bool) -> Iterator[Callable[[], Graph]]:
+    """Yield functions that return the graphs of which plans are made, with or without loops, the likeliest first."""
+    for each in (subject, with_eager_update(subject)):
+        if each is None:
+            continue
+        if in_loops:
+            yield partial(getattr, each, "aggregated")
+            yield lambda step=each: aggregated(step.lean)[0]  # type: ignore[misc]
+        for name in ("lean", "untangled", "normal") if in_loops else ("normal", "untangled"):
+            yield partial(getattr, each, name)

@@ -1,0 +1,91 @@
+"""The update of a planned step: in short lists, or over all weights at once, as eager runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import magis
+from magis.models import from_function
+from magis.planner import planning, update_lists
+from magis.planner.plans import PlanScratch
+from magis.results import Case, CaseResult
+
+LAYERS = {
+    "many small": lambda: [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)],
+    "normalized": lambda: [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(6)],
+    "few large": lambda: [nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64)) for _ in range(2)],
+}
+RULES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def step(
+    rule: str = "adamw", layers: str = "many small", how: str = "foreach"
+) -> tuple[nn.Sequential, tuple[torch.Tensor, torch.Tensor], Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*LAYERS[layers](), nn.Linear(64, 8))
+    batch = torch.randn(256, 64), torch.randint(0, 8, (256,))
+    return net, batch, F.cross_entropy, RULES[rule](net.parameters(), lr=1e-2, **{how: True})
+
+
+def case(limit: dict[str, Any], device: str = "sim:h200", **given: str) -> CaseResult:
+    make = from_function("step", lambda: step(**given))
+    return magis.run_case(Case("step", "magis", device, "paper", budget=1000, **limit), make=make)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_eager_own_step_is_a_candidate(rule: str, layers: str) -> None:
+    """Where a limit is what eager itself needs, a plan needs no more of the other."""
+    by_memory, by_time = (
+        case(limit, rule=rule, layers=layers) for limit in ({"memory_ratio": 1.0}, {"latency_ratio": 1.0})
+    )
+    assert by_memory.search.feasible
+    assert by_memory.latency_ratio <= 1.0
+    assert by_time.search.feasible
+    assert by_time.memory_ratio <= 1.0
+
+
+def test_tight_limits_are_met_by_short_lists() -> None:
+    """A limit below the gradients and the temporaries of all weights needs short lists."""
+    found = case({"memory_ratio": 0.75}, layers="few large")
+    assert found.search.feasible
+    assert found.latency_ratio > 1.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_plans_with_eager_update_run(rule: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that update all weights at once compute eager's numbers in the bytes predicted, and are taken up again."""
+    monkeypatch.setattr(update_lists, "_cost_of_lists", lambda _: 1.0)  # a CPU has no launches
+
+    def with_eager_update(scratch: PlanScratch, *_: object) -> PlanScratch:
+        return replace(scratch, subject=update_lists.with_eager_update(scratch.subject))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planning, "_with_better_update", with_eager_update)
+    make = from_function("step", lambda: step(rule, how=how))
+    result = magis.run_case(
+        Case("step", "magis", "cpu", "small", memory_ratio=0.9, timing_rounds=1, budget=300), make=make
+    )
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured is not None
+    assert result.optimized.measured.peak_bytes == result.optimized.simulated.peak_bytes
+
+    net, batch, loss, optimizer = step(rule, how=how)
+    theirs = step(rule, how=how)
+    planned = magis.optimize(net, batch, loss, optimizer, memory_ratio=0.9, budget=300)
+    planned.save(tmp_path / "plan.txt")
+    again = magis.optimize(*step(rule, how=how), plan=tmp_path / "plan.txt", memory_ratio=0.9)
+    for _ in range(2):
+        theirs[3].zero_grad()
+        found = theirs[2](theirs[0](batch[0]), batch[1])
+        found.backward()
+        theirs[3].step()
+        assert torch.equal(planned(*batch), found.detach())
+        assert torch.equal(again(*batch), found.detach())
