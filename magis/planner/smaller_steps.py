@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -31,6 +33,8 @@ LEAST_LENGTH = 16
 MOST_TRIES = 16
 """Most captures of smaller steps. Each may fail, since a dimension may be a feature size that cannot be shortened."""
 COSTS = RooflineCosts(CPU)
+BROADCAST = "Using a target size"
+"""Start of the warning of torch's losses that prediction and target, of different sizes, are broadcast."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +84,8 @@ def smaller_step(
 
     The batch size becomes two; other batch dimensions (sequence length, image size) shrink; of equal consecutive
     sub-modules two stay until the block ends, if the module is hollow. Dimensions of equal size shrink together, with
-    their multiples (flattened targets) and those that differ by one (shifted targets), as long as capture succeeds.
+    their multiples (flattened targets), those that differ by one (shifted targets), and areas (patches), as long as
+    capture succeeds.
     """
     rule = replace(work.optimizer, kind="gradients", groups=(), own=None)
     with ExitStack() as undone:
@@ -114,7 +119,8 @@ class _Shrinking:
         if self._step is None and not self._try_capture(self._work):
             return None
         lengths = {size for tensor in self._batch for size in tensor.shape if size > LEAST_LENGTH} - {samples}
-        shrunk = {length: self._shorten(length) for length in sorted(lengths, reverse=True)}
+        order = sorted(lengths, key=lambda length: (length in self._features, -length))
+        shrunk = {length: self._shorten(length) for length in order}
         if not self._fits and samples > 1 and self._try_resize(samples, 1):
             samples = 1
         if not self._fits and not blocks:
@@ -129,6 +135,11 @@ class _Shrinking:
     @property
     def _batch(self) -> tuple[Tensor, ...]:
         return (*self._work.inputs, *self._work.targets)
+
+    @cached_property
+    def _features(self) -> frozenset[int]:
+        """Sizes of the parameters' dimensions."""
+        return frozenset(size for parameter in self._work.module.parameters() for size in parameter.shape)
 
     @property
     def _weight_bytes(self) -> int:
@@ -160,28 +171,48 @@ class _Shrinking:
         return length
 
     def _try_resize(self, length: int, size: int) -> bool:
-        """Resize the batch dimensions of one size; return True if capture then succeeds."""
+        """Resize the batch dimensions of one size; return True if capture then succeeds. Dimensions that may be areas
+        stay at first, and so do those that may be features."""
         lengths = {each for tensor in self._batch for each in tensor.shape}
 
-        def other(extent: int) -> int:
+        def other(extent: int, areas: bool, stays: frozenset[int]) -> int:
+            if extent in stays and extent != length:
+                return extent
             if abs(extent - length) <= 1:
                 return max(1, extent - length + size)
             times, rest = divmod(extent, length)
-            return times * size if not rest and times in lengths else extent
+            if not rest and times in lengths:
+                return times * size
+            whole, area = length * length, size * size
+            patches = areas and extent > length and not (whole % extent and extent % whole)
+            return max(1, extent * area // whole) if patches else extent
 
-        def cut(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(_first_elements(tensor, tuple(map(other, tensor.shape))) for tensor in tensors)
-
-        return self._try_capture(replace(self._work, inputs=cut(self._work.inputs), targets=cut(self._work.targets)))
+        known = set[tuple[torch.Size, ...]]()
+        for areas, stays in ((False, self._features), (True, self._features), (False, frozenset[int]())):
+            inputs, targets = (
+                tuple(
+                    _first_elements(each, tuple(other(extent, areas, stays) for extent in each.shape)) for each in some
+                )
+                for some in (self._work.inputs, self._work.targets)
+            )
+            sizes = tuple(each.shape for each in (*inputs, *targets))
+            if sizes not in known and self._try_capture(replace(self._work, inputs=inputs, targets=targets)):
+                return True
+            known.add(sizes)
+        return False
 
     def _try_capture(self, work: Workload) -> bool:
         """Capture a workload and keep it as the current step; return False if capture fails."""
         self._tries += 1
         if self._tries > MOST_TRIES:
             return False
-        try:
-            captured = self._capture(work)
-        except MagisError:
+        with warnings.catch_warnings(record=True) as told:  # of sizes that nobody asked for
+            warnings.simplefilter("always")
+            try:
+                captured = self._capture(work)
+            except MagisError:
+                return False
+        if any(str(each.message).startswith(BROADCAST) for each in told):
             return False
         self._work, self._step = work, sized(work, captured)
         return True

@@ -109,3 +109,24 @@ def many_losses():
 def wrong_width():
     MADE.append("wrong_width")
     return nn.Linear(9, 8), torch.randn(4, 8), torch.randn(4, 8), functional.mse_loss
+
+
+class Patches(nn.Module):
+    """A transformer over the patches of a picture, each predicted; a condition has as many numbers as a patch has
+    features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.blocks, self.out = nn.Conv2d(4, 512, 2, 2), nn.ModuleList(), nn.Linear(512, 16)
+        for _ in range(2):
+            self.blocks.append(nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True))
+
+    def forward(self, pictures: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        x = self.cut(pictures).flatten(2).transpose(1, 2) + condition.unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def patches(loss=functional.mse_loss):
+    return Patches(), ((torch.randn(1, 4, 256, 256), torch.randn(1, 512)), torch.randn(1, 128 * 128, 16)), loss

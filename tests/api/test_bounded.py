@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from magis.cases.check import check_case
 from magis.errors import CaptureError, UsageError
+from magis.models import from_function
 from magis.ops import fake_results
 from magis.planner.bench import Bench
 from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, seconds_on_cpu, smaller_step
@@ -68,6 +73,13 @@ def test_a_smaller_step_is_one_that_fits_and_the_module_is_whole_again(name: str
         assert small.seconds <= MOST_SECONDS
         assert small.seconds < seconds_on_cpu(subject.captured.graph)
     assert [name for name, _ in subject.traced.module.named_parameters()] == before
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss])
+def test_targets_of_patches_shrink_with_their_picture(loss: Callable[..., Tensor]) -> None:
+    """The number of patches is an area. A target of another size would be broadcast, with a warning: another step."""
+    subject = Bench().subject(case("patches"), from_function("patches", partial(bounded_nets.patches, loss)))
+    assert " of 256" in subject.conformance
 
 
 @pytest.mark.parametrize("device", ["sim:h200", "cpu"])
