@@ -334,11 +334,8 @@ def _fresh_storages(graph: Graph, op: Op) -> set[int]:
 
 def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
     """Return the peak bytes of a node beyond its inputs and outputs: in all, and of tensors alone."""
-    if len(group) == 1:
-        return bytes_inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
-    outside = {graph.values[value].storage for op in group for value in op.inputs()}
-    profile = _replay_alone(graph, group, outside, costs)
-    return profile.peak_bytes - profile.tensor_bytes, 0
+    tensors, peaks = zip(*(bytes_inside(op, graph, costs.workspace, costs.rounding) for op in group), strict=True)
+    return max(peaks), max(tensors)
 
 
 def _replay_alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
