@@ -35,7 +35,7 @@ COPIED = ("magis", "pytest_magis", "tests", "benchmarks", "baselines", "conftest
 BAR = 0.85
 INTERPRETED = {"NUMBA_DISABLE_JIT": "1"}  # compiling every mutant anew would take longer than its tests
 
-_EVALUATOR = ("tests/simulate/test_problem.py", "tests/simulate/test_evaluator.py")
+_EVALUATOR = tuple(f"tests/simulate/test_{part}.py" for part in ("problem", "evaluator", "messages"))
 _PLANS = (
     "tests/simulate/test_grouping.py",
     "tests/simulate/test_compile.py",

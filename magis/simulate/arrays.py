@@ -64,7 +64,7 @@ class WorkingArrays(NamedTuple):
     redo_at: Int32s  # [s] event of the last recomputation; -1: none
     last_use: Int32s  # [2 s] last reader of the first, then of the last recomputed copy; its producer if unread
     replaced: Int32s  # [s] number of recomputed copies that were replaced
-    between: Int32s  # [capacity - n, 3] replaced copies: storage, producing event, last reader
+    between: Int32s  # [(copies - 1) * redoable, 3] replaced copies: storage, producing event, last reader
     free: Int64s  # [capacity] bytes freed after an event; all 0 between two plans
     level: Int64s  # [capacity] peak bytes of an event and the blocks after it
     reuse: Int32s  # [capacity] storage in whose memory the event's output is written, or -1
@@ -131,8 +131,8 @@ def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)
-    further = copies * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of them
-    capacity = n + further
+    redoable = int(np.count_nonzero(step.redoable))
+    capacity = n + copies * redoable  # a recomputation makes at least one storage
 
     def i32(*shape: int) -> Int32s:
         return np.full(shape, -1, dtype=np.int32)
@@ -150,7 +150,7 @@ def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
         redo_at=i32(s),
         last_use=i32(2 * s),
         replaced=i32(s),
-        between=i32(further if copies > 1 else 0, 3),
+        between=i32((copies - 1) * redoable, 3),
         free=i64(capacity),
         level=i64(capacity),
         reuse=i32(capacity),

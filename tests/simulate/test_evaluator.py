@@ -22,6 +22,7 @@ from magis.simulate.problem import (
     FIRST,
     KEEP,
     LOAD,
+    MOST_COPIES,
     RECOMPUTE,
     REDO,
     REPEAT,
@@ -102,13 +103,16 @@ def judged(plan: Plan) -> tuple[Evaluation, Events, Replayed]:
 
 
 @examples(40)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.003, 0.01]))
-def test_many_swaps_share_the_two_copy_streams(seed: int, xfer_ns_per_byte: float) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.003, 0.01]), st.sampled_from([REPEAT, SWAP]))
+def test_many_swaps_and_copies(seed: int, xfer_ns_per_byte: float, most: int) -> None:
+    """Swaps share the two copy streams; of a storage flagged REPEAT the last copy that there may be stays."""
     rng = np.random.default_rng(seed)
     problem = replace(random_problem(rng, 25), xfer_ns_per_byte=xfer_ns_per_byte)
-    flags = rng.choice([KEEP, RECOMPUTE, REPEAT, SWAP], p=[0.1, 0.1, 0.1, 0.7], size=problem.n_storages).astype(np.int8)
+    flags = rng.choice([KEEP, RECOMPUTE, REPEAT, most], p=[0.1, 0.1, 0.1, 0.7], size=problem.n_storages).astype(np.int8)
     order = random_order(problem, rng)
     found, events, truth = judged((problem, order, flags))
+    runs = [run for run in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if run[0] in (FIRST, REDO)]
+    assert runs == reference_runs(problem, order, flags)
     evaluator = Evaluator(problem, order)
     assert evaluator.evaluate(flags) == found
     check_levels(evaluator, events, truth.levels)
@@ -169,7 +173,11 @@ def check_levels(evaluator: Evaluator, events: Events, replayed: list[int]) -> N
     assert levels.max() == max(replayed)
     assert evaluator.peak_run == levels.argmax()  # the first of equal ones
     birth, death = evaluator.lifetimes()
-    truth = [at for at, kind in enumerate(events.kind.tolist()) if kind in (FIRST, REDO)]
+    kinds = events.kind.tolist()
+    truth = [at for at, kind in enumerate(kinds) if kind in (FIRST, REDO)]
+    for run, (at, following) in enumerate(itertools.pairwise([*truth, len(kinds)])):
+        behind = [other for other in range(at + 1, following) if kinds[other] == BLOCK]
+        assert levels[run] == max(replayed[event] for event in (at, *behind))
     for run, (code, event) in enumerate(zip(evaluator.runs.tolist(), truth, strict=True)):
         alive = ((birth <= run) & (run <= death)).sum(axis=0)
         for storage, made_at, used_at in evaluator.between.tolist():
@@ -288,6 +296,19 @@ def test_every_storage_may_be_made_twice() -> None:
     assert events.kind.tolist() == [FIRST, FIRST, FIRST, REDO, REDO, FIRST]
     assert events.arg.tolist() == [0, 1, 2, 0, 1, 3]
     assert evaluate(problem, base(problem), flags).latency_ns == 6
+
+
+@pytest.mark.parametrize("readers", range(2, MOST_COPIES + 2))
+def test_the_last_copy_that_there_may_be_stays(readers: int) -> None:
+    """A storage that is dropped between the recomputations of those made from it, one by one."""
+    made = [NodeRow((0,), (at,), 1, redo_ns=1, redo_ok=True) for at in range(1, readers + 1)]
+    used = [NodeRow((at,), (), 1) for at in range(1, readers + 1)]
+    nodes = [NodeRow((), (0,), 1, redo_ns=1, redo_ok=True), *made, *used, NodeRow((0,), (), 1)]
+    problem = build_problem(nodes, [StorageRow(8)] * (readers + 1))
+    flags = np.array([REPEAT] + [RECOMPUTE] * readers, dtype=np.int8)
+    events = judged((problem, base(problem), flags))[1]
+    again = [arg for kind, arg in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if kind == REDO]
+    assert again.count(0) == min(readers + 1, MOST_COPIES)  # one for each, and for the last node
 
 
 def test_a_step_without_nodes_costs_what_persists() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +52,58 @@ from magis.simulate.problem import (
 def test_rows_that_break_a_promise_are_refused(node: NodeRow, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         build_problem([NodeRow((), (0,), 1), node], [StorageRow(8), StorageRow(16), StorageRow(16)])
+
+
+MESSAGE = NodeRow((0,), (1,), 0, message_ns=5)
+
+
+@pytest.mark.parametrize("change", [{}, {"inputs": ()}, {"redo_ok": True, "preads": (0,), "extra": (0,)}])
+def test_a_message_takes_one_storage_at_most(change: dict[str, Any]) -> None:
+    """A host copy would read what it makes too early, or free what it takes."""
+    nodes = [NodeRow((), (0,), 1), replace(MESSAGE, **change), NodeRow((1,), (2,), 1)]
+    problem = build_problem(nodes, [StorageRow(8)] * 3, [BlockRow((2,), (), 1)], xfer_ns_per_byte=0.1)
+    assert problem.message_ns.tolist() == [0, 5, 0]
+    assert make_step(problem).swappable.tolist() == [0 not in nodes[1].inputs, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"message_ns": -1}, "negative time of a message"),
+        ({"inputs": (0, 2)}, "one storage at most"),
+        ({"outputs": ()}, "makes one"),
+        ({"outputs": (1, 4)}, "makes one"),
+        ({"reuse": (0,)}, "one storage at most"),
+        ({"ns": 1}, "no time of the nodes"),
+        ({"redo_ns": 1}, "no time of the nodes"),
+        ({"at_once": True}, "takes no time"),
+        ({"inputs": (2,)}, "storage 2, is made alone, and for it alone"),
+    ],
+)
+def test_messages_that_break_a_promise_are_refused(change: dict[str, Any], message: str) -> None:
+    nodes = [NodeRow((), (0,), 1), NodeRow((), (2, 3), 1), replace(MESSAGE, **change)]
+    storages = [StorageRow(8)] * (1 + max(storage for node in nodes for storage in (*node.outputs, 3)))
+    with pytest.raises(VerifyError, match=message):
+        build_problem(nodes, storages)
+
+
+@pytest.mark.parametrize("storage", [0, 1])
+@pytest.mark.parametrize("kept", [{"pinned": True}, {"to_end": True}])
+def test_a_message_takes_and_makes_nothing_that_must_stay(storage: int, kept: dict[str, bool]) -> None:
+    storages = [StorageRow(8), StorageRow(8)]
+    storages[storage] = StorageRow(8, **kept)
+    with pytest.raises(VerifyError, match=f"takes or makes storage {storage}, which is pinned or needed"):
+        build_problem([NodeRow((), (0,), 1), MESSAGE], storages)
+
+
+def test_nobody_else_reads_what_a_message_takes() -> None:
+    nodes = [NodeRow((), (0,), 1), MESSAGE]
+    storages = [StorageRow(8), StorageRow(8)]
+    build_problem(nodes, storages, [BlockRow((1,), (), 1)])
+    with pytest.raises(VerifyError, match="storage 0, is made alone, and for it alone"):
+        build_problem(nodes, storages, [BlockRow((0,), (), 1)])
+    with pytest.raises(VerifyError, match="storage 0, is made alone, and for it alone"):
+        build_problem([*nodes, NodeRow((0,), (), 1)], storages)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +204,7 @@ def test_working_memory_is_as_large_as_the_longest_schedule(copies: int) -> None
     sizes = {
         "event free level reuse blk_head store_head wait_head load_head copying": (2 + further,),  # all run
         "start_ns": (2 + further + 1,),  # and the end of the last run
-        "between": (further if copies > 1 else 0, 3),
+        "between": (further - 2, 3),  # all but the last copy
         "stack": (2, 2),
         "first_at again_at": (2,),
         "blk_place blk_next": (3,),
