@@ -81,11 +81,7 @@ def packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of that shape, in elements."""
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        stride[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(stride)
+    return packed(shape, (0,) * len(shape))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from magis.graph.hazards import (
     last_uses,
     lifetimes,
     order_edges,
+    packed,
     row_major,
 )
 from magis.graph.verify import problems
@@ -292,3 +293,17 @@ def test_few_elements(shape: tuple[int, ...]) -> None:
 @given(st.lists(st.integers(0, 4), max_size=4).map(tuple))
 def test_row_major_strides_are_those_of_a_fresh_tensor(shape: tuple[int, ...]) -> None:
     assert row_major(shape) == torch.empty(shape).stride()
+
+
+@given(st.data(), st.lists(st.integers(0, 4), max_size=4))
+def test_packed_strides_are_those_that_torch_gives_a_copy(data: st.DataObject, sizes: list[int]) -> None:
+    """Of permuted tensors, whole ones and stretches of them."""
+    order, step = data.draw(st.permutations(range(len(sizes)))), data.draw(st.integers(1, 2))
+    whole = torch.empty(sizes).permute(order)
+    tensor = whole[(slice(None, None, step),) * len(sizes)]
+    copy = torch.empty_like(tensor)
+    found = packed(tuple(tensor.shape), tensor.stride())
+    assert is_dense(Value(0, tuple(tensor.shape), found, "float32", 0))
+    several = [at for at, size in enumerate(tensor.shape) if size > 1]
+    assert tensor.numel() == 0 or [found[at] for at in several] == [copy.stride(at) for at in several]
+    assert packed(tuple(whole.shape), row_major(tuple(whole.shape))) == row_major(tuple(whole.shape))

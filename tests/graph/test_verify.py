@@ -192,3 +192,63 @@ def test_waiting_for_nothing_is_no_crash() -> None:
         "operator 9 (magis.wait): takes value 55, which nothing has made yet",
         "operator 10 (magis.wait): takes value 99, which nothing has made yet",
     ]
+
+
+# --- messages that are under way while others run ---------------------------------------------------------------------
+
+SENT = """magis graph 1
+storage 1 parameter 16
+storage 2 temporary 16
+storage 3 temporary 16
+storage 4 temporary 16
+storage 5 temporary 16
+value 0 @1 float32 [4] {1} +0 "parameter:w"
+value 1 @2 float32 [4] {1} +0
+value 2 @3 float32 [4] {1} +0
+value 3 @3 float32 [2, 2] {2, 1} +0
+value 4 @4 float32 [4] {1} +0
+value 5 @5 float32 [4] {1} +0
+input 0
+op 0 %1 = aten.neg.default(%0) reads 1:0 phase forward
+op 1 %2 = _c10d_functional.all_reduce.default(%1, "sum", "dp") reads 2:0 phase forward
+op 2 %3 = aten.view.default(%2, [2, 2]) phase forward
+op 3 %4 = aten.exp.default(%1) reads 2:0 phase forward
+op 4 = magis.arrived(%2, %1) reads 2:0 3:0 phase forward
+op 5 %5 = aten.neg.default(%3) reads 3:0 phase forward
+output 5
+"""
+EARLY = "operator 3 (aten.exp.default): uses memory of the message that brings value 2, which is still under way"
+ARRIVES = "operator 4 (magis.arrived)"
+LOST = "the message that brings value 2 is not waited for where it was sent last"
+UNSENT: dict[str, dict[str, Spoil]] = {
+    EARLY: {
+        "read too early": op(3, args=(Ref(2),), reads=((3, 0),)),
+        "read through a view": op(3, args=(Ref(3),), reads=((3, 0),)),
+        "overwritten": op(3, args=(Ref(2),), reads=((3, 0),), writes=((3, 1),), outputs=(2,)),
+        "overwritten while it is sent": op(3, writes=((2, 1),), outputs=()),
+        "overwritten through nothing": op(3, args=(), reads=(), writes=((3, 1),), outputs=()),
+    },
+    f"{ARRIVES}: waits for value 2, which no message brings": {
+        "waited for before it is sent": lambda g: replace(g, ops=(g.ops[0], g.ops[4], *g.ops[1:4], g.ops[5])),
+        "no message": op(1, target="aten.neg.default"),
+    },
+    "operator 6 (magis.arrived): waits for value None, which no message brings": {
+        "waited for nothing": lambda g: replace(g, ops=(*g.ops, replace(g.ops[4], id=6, args=(), reads=())))
+    },
+    "operator 6 (magis.arrived): waits for value 2, which no message brings": {
+        "waited for twice": lambda g: replace(g, ops=(*g.ops, replace(g.ops[4], id=6)))
+    },
+    f"{ARRIVES}: names (0,) as sent by the message that brings value 2, which sends (1,)": {
+        "another tensor named": op(4, args=(Ref(2), Ref(0)), reads=((1, 0), (3, 0)))
+    },
+    LOST: {"not waited for again": lambda g: replace(g, ops=(*g.ops, replace(g.ops[1], id=6)))},
+}
+
+
+def test_what_is_sent_may_be_read_and_what_arrives_looked_at() -> None:
+    verify(parse(SENT))
+
+
+@pytest.mark.parametrize(("spoil", "message"), named(UNSENT))
+def test_memory_of_messages_is_left_alone(spoil: Spoil, message: str) -> None:
+    assert message in list(problems(spoil(parse(SENT))))
