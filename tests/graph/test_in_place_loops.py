@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from magis.graph import dump, parse, verify
+from magis.graph.verify import problems
 from magis.runtime.codegen import compile_step
 from magis.runtime.measure import tensor_peak
 from magis.simulate.simulator import replay
@@ -89,6 +92,10 @@ BROKEN = {
         lines(("\nend\n", "\n  op 4 %3 = aten.exp.default(%2) reads 0:1 phase forward\nend\n")),
         f"{LOOP}, operator 4 (aten.exp.default): takes memory whose stretch has been written already",
     ),
+    "a stretch with rows around it": (
+        lines(("magis.join(%1, %4, 0)", "magis.join(%1, %4, 0, 1, 0)")),
+        f"{LOOP}, operator 3 (magis.join): adds to memory whose stretches are read",
+    ),
     "a stretch into itself": (
         lines(("magis.join(%1, %4, 0)", "magis.join(%1, %2, 0)")),
         f"{LOOP}, operator 3 (magis.join): joins a stretch of memory into itself",
@@ -100,3 +107,67 @@ BROKEN = {
 def test_a_broken_rule_is_named(name: str) -> None:
     text, expected = BROKEN[name]
     refuse(parse(text), expected)
+
+
+def test_nothing_is_a_stretch_of_nothing() -> None:
+    """Even where all stretches begin at one place."""
+    text = re.sub(r", 4\] {(4, 1|1, 4)}", ", 0] {0, 1}", STEP)
+    verify(parse(re.sub("(batch|temporary|outer) (64|32)", r"\1 0", text)))
+
+
+HALO = """magis graph 1
+storage 1 batch 96
+storage 2 temporary 96
+value 1 @1 float32 [4, 6] {6, 1} +0
+value 2 @2 float32 [4, 6] {6, 1} +0
+input 1
+op 0 (%2) = magis.loop(%1) reads 1:0 phase forward parts 2
+  storage 0 outer 96
+  storage 1 outer 96
+  storage 2 temporary 72
+  storage 3 temporary 72
+  value 0 @0 float32 [4, 6] {6, 1} +0
+  value 1 @1 float32 [4, 6] {6, 1} +0
+  value 2 @2 float32 [3, 6] {6, 1} +0
+  value 3 @3 float32 [3, 6] {6, 1} +0
+  input 0
+  input 1
+  op 0 %2 = magis.part(%0, 0, 1, 0) reads 0:0 phase forward
+  op 1 %3 = aten.exp.default(%2) reads 2:0 phase forward
+  op 2 = magis.join(%1, %3, 0, 1, 0) reads 1:0 3:0 writes 1:1 phase forward
+end
+output 2
+"""
+OUTER = "operator 0 (magis.loop)"
+PART, MERGE = f"{OUTER}, operator 0 (magis.part)", f"{OUTER}, operator 2 (magis.join)"
+AROUND = {
+    "of a view": ("  value 2 @2", "  value 2 @0", f"{PART}: a stretch with rows around it is a copy"),
+    "of another size": (
+        "  value 2 @2 float32 [3, 6]", "  value 2 @2 float32 [2, 6]",
+        f"{PART}: float32(2, 6) is not one of 2 stretches of float32(4, 6) along 0 with 1 rows around it",
+    ),
+    "on what an operator has made": (
+        "  op 2 =", "  op 3 %3 = magis.part(%0, 0, 1, 0) reads 0:0 phase forward\n  op 2 =",
+        f"{OUTER}, operator 3 (magis.part): a copy of a stretch is all of a storage of its own",
+    ),
+    "where parts are others": (
+        "parts 2", "parts 3",
+        f"{PART}: float32(3, 6) is not one of 3 stretches of float32(4, 6) along 0 with 1 rows around it",
+    ),
+}  # fmt: skip
+
+
+def test_rows_around_a_stretch_are_two_counts() -> None:
+    verify(parse(HALO))
+    for rows in ("1", "1, 0, 0", "0, 0", "-1, 2", "True, 0", "0.5, 0.5"):
+        for number, where in ((0, PART), (2, MERGE)):
+            op = ("%0, 0, 1, 0", "%1, %3, 0, 1, 0")[number > 0]
+            graph = parse(HALO.replace(op, op.replace("1, 0", rows)))
+            assert any(problem.startswith(f"{where}: needs ") for problem in problems(graph)), rows
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_broken_rule_of_rows_around_is_named(name: str) -> None:
+    old, new, expected = AROUND[name]
+    assert HALO.count(old) == 1
+    refuse(parse(HALO.replace(old, new)), expected)

@@ -50,6 +50,13 @@ def test_every_reduction_is_sound(how: str) -> None:
     verify(within(op(5, args=(Ref(3), Ref(7), how)))(sound()))
 
 
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_parts_of_half_precision_are_summed_in_single(how: str) -> None:
+    half = within(value(7, dtype="bfloat16"), op(5, args=(Ref(3), Ref(7), how)))(sound())
+    refused = [problem for problem in problems(half) if "merges bfloat16(6,) into float32(6,)" in problem]
+    assert bool(refused) == (how not in ("sum", "mean"))
+
+
 def test_one_part_is_a_loop_still() -> None:
     """A loop of one part may stand for what is not split (yet)."""
     text = re.sub(r"parts [23]", "parts 1", SOUND)

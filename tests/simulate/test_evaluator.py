@@ -173,6 +173,7 @@ def check_levels(evaluator: Evaluator, events: Events, replayed: list[int]) -> N
     assert levels.max() == max(replayed)
     assert evaluator.peak_run == levels.argmax()  # the first of equal ones
     birth, death = evaluator.lifetimes()
+    assert birth.shape == death.shape == (3, problem.n_storages)
     kinds = events.kind.tolist()
     truth = [at for at, kind in enumerate(kinds) if kind in (FIRST, REDO)]
     for run, (at, following) in enumerate(itertools.pairwise([*truth, len(kinds)])):

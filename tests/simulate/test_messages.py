@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -218,3 +219,16 @@ def weights(layers: int, ns: int, message_ns: int) -> Problem:
         blocks.append(BlockRow((first + 4,), (layer,), 1))
         hidden = first + 2
     return build_problem(nodes, storages, blocks)
+
+
+@pytest.mark.parametrize("message_ns", [1, 3, 7])
+def test_a_message_runs_beside_where_nothing_can_be_repeated(message_ns: int) -> None:
+    nodes = [
+        NodeRow((), (0,), 1),
+        NodeRow((0,), (1,), 0, message_ns=message_ns),
+        NodeRow((), (2,), 3),
+        NodeRow((1, 2), (3,), 1),
+    ]
+    problem = build_problem(nodes, [StorageRow(8)] * 4)
+    found = evaluate(replace(problem, ceiling=1 << 40), np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int8))
+    assert (found.latency_ns, found.redos) == (1 + max(message_ns, 3) + 1, 0)
