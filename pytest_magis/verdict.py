@@ -150,9 +150,9 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
             off_by, theirs = result.off_by, result.case.strategy not in (ORIGINAL, *PLANS)
         else:
             off_by, theirs = result.original_off_by, result.original_off_by > 0
-        share = max(
-            Fraction(tolerance), CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
-        )
+        share = Fraction(tolerance)
+        if result.case.device.startswith("cuda"):
+            share = max(share, CUDA_SIMULATOR_TOLERANCE)
         if theirs:
             if math.isinf(off_by):
                 continue

@@ -56,7 +56,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "magis/graph/verify.py": ("tests/graph/test_verify.py", "tests/graph/test_loops.py"),
     "magis/graph/loop_rules.py": ("tests/graph/test_in_place_loops.py", "tests/graph/test_loops.py"),
     "pytest_magis/verdict.py": tuple(
-        f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_strategies", "_properties")
+        f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_moved", "_strategies", "_properties")
     ),
 }
 """Mutated file -> the quick tests that should notice."""

@@ -178,6 +178,8 @@ def test_a_simulator_that_is_off_says_which_tolerance_lets_it_pass():
     check(compare(now, result(), memory=0.0005), "FAIL broken", "broken", passed=False)
     now = replace(now, original=replace(now.original, simulated=Memory(0, 0)))
     assert compare(now, result()).findings[0].why.endswith("=1.0001 lets it pass")
+    off_nothing = replace(now.original, simulated=Memory(0, 4), measured=Memory(0, 0))
+    check(compare(replace(now, original=off_nothing), result()), "FAIL broken", "broken", passed=False)
 
 
 def test_on_cuda_the_simulator_may_be_off_by_a_hundredth():
