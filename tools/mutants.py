@@ -39,6 +39,7 @@ _EVALUATOR = tuple(f"tests/simulate/test_{part}.py" for part in ("problem", "eva
 _PLANS = (
     "tests/simulate/test_grouping.py",
     "tests/simulate/test_compile.py",
+    "tests/simulate/test_made_up_steps.py",
     "tests/rewrite/test_realize.py",
     "tests/rewrite/test_plans.py",
 )
