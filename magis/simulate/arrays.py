@@ -126,8 +126,8 @@ def make_step(problem: Problem) -> NodeStep:
     )
 
 
-def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
-    """Allocate working memory for any plan of a step."""
+def make_scratch(step: NodeStep, copies: int) -> WorkingArrays:
+    """Allocate working memory for any plan of a step with that many recomputed copies of a storage at most."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)

@@ -232,3 +232,21 @@ def test_a_message_runs_beside_where_nothing_can_be_repeated(message_ns: int) ->
     problem = build_problem(nodes, [StorageRow(8)] * 4)
     found = evaluate(replace(problem, ceiling=1 << 40), np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int8))
     assert (found.latency_ns, found.redos) == (1 + max(message_ns, 3) + 1, 0)
+
+
+def test_everything_is_swapped_that_may_be_beside_a_message() -> None:
+    """What takes long enough for two copies lies between the first node and the last; the message is left alone."""
+    nodes = [
+        NodeRow((), (0,), 1),
+        NodeRow((), (1,), 1),
+        NodeRow((1,), (2,), 0, message_ns=5),
+        NodeRow((2,), (3,), 50),
+        NodeRow((3,), (4,), 50),
+        NodeRow((4,), (5,), 50),
+        NodeRow((0, 5), (6,), 1),
+    ]
+    problem = build_problem(nodes, [StorageRow(1000)] * 7, xfer_ns_per_byte=0.01)
+    evaluator = Evaluator(problem, np.arange(7, dtype=np.int32))
+    found = evaluator.evaluate(np.full(7, SWAP, dtype=np.int8))
+    assert (found.swaps, found.latency_ns) == (1, 1 + 1 + 5 + 3 * 50 + 1)
+    assert evaluator.swapped().tolist() == [True] + [False] * 6
