@@ -296,7 +296,7 @@ def in_case(script: Script, *, budget: int = BUDGET) -> Outcome:
 def _is_of_eager(error: BaseException) -> bool:
     """Whether it is eager's own step that fails: of a script that draws an index, say, by other random numbers."""
     return any(
-        f.name == "_whole" and f.filename.endswith("/runtime/steps.py")
+        f.name == "_forward_and_loss" and f.filename.endswith("/runtime/steps.py")
         for f in traceback.extract_tb(error.__traceback__)
     )
 
