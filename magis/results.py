@@ -249,8 +249,8 @@ class SearchOutcome:
     unsplit: str = ""
     """Reason why nothing runs in parts although the search tried, in words."""
     latency_bound_ns: int | None = None
-    """Lower bound on the simulated latency (ns) of plans with this plan's loops, memory limit (without one: its peak)
-    and slack; None if the limit is missed, and except on simulated devices."""
+    """Lower bound on the simulated latency (ns) of plans with this plan's loops, update lists, memory limit (without
+    one: its peak) and slack; None if the limit is missed, and except on simulated devices."""
 
 
 @dataclass(frozen=True)

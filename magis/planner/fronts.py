@@ -141,7 +141,7 @@ def realized_front(
     """Search, realize and verify the plans of a front; return them and the number of states evaluated."""
     found, states = list[Plan](), 0
     for each in (subject, worth_planning_with_eager_update(subject)):
-        if each is not None:
+        if each is not None and not (found and deadline.over()):
             plans, tried = _front_of_step(each, budget, seed, points, deadline)
             found, states = spread(undominated([*found, *plans]), points), states + tried
     return found, states

@@ -23,7 +23,7 @@ from magis.planner.plans import (
 )
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
-from magis.planner.update_lists import with_eager_update, worth_planning_with_eager_update
+from magis.planner.update_lists import worth_planning_with_eager_update
 from magis.progress import Progress
 from magis.runtime.measure import collector_spared
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, Objective, Over, PlanRequest, never
@@ -93,7 +93,12 @@ def plan(
         if search != "magis":
             published: Plan = registry.load("search", search)(scratch, goal, budget, seconds)
             return published
-        return _search_all(_with_better_update(scratch, goal, seed), goal, budget or 1, deadline, seed, stage)
+        first, *others = _forms_of_update(scratch, goal, seed, deadline.over)
+        best = _search_all(first, goal, budget or 1, deadline, seed, stage)
+        for form in others:
+            if not deadline.over():
+                best = better(goal, best, _search_all(form, goal, budget or 1, deadline, seed, stage))
+        return best
 
     def waits() -> bool:
         return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
@@ -109,7 +114,7 @@ def plan(
         return with_latency_bound(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
     carried = None
-    for step in (subject, with_eager_update(subject)) if known else ():
+    for step in (subject, worth_planning_with_eager_update(subject, goal)) if known else ():
         if carried is None and step is not None:
             carried = reuse_decisions(replace(scratch, subject=step), goal, known)
     if carried is not None or subject.kept is None:
@@ -245,15 +250,17 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
     )
 
 
-def _with_better_update(scratch: PlanScratch, goal: Objective, seed: int) -> PlanScratch:
-    """Return the scratch of the step with short update lists, or with eager's update if a quick search does better."""
+def _forms_of_update(scratch: PlanScratch, goal: Objective, seed: int, over: Over) -> list[PlanScratch]:
+    """Return the scratch of the step to search: with short update lists or, if a quick search does better so, with
+    eager's update. Both where a quick search meets the limit with neither, as it tries no loops."""
     other = worth_planning_with_eager_update(scratch.subject, goal)
-    if other is None:
-        return scratch
-    short, whole = (
-        first_attempt(replace(scratch, subject=s, watch=None), goal, seed) for s in (scratch.subject, other)
-    )
-    return replace(scratch, subject=other) if plan_key(goal, whole) < plan_key(goal, short) else scratch
+    if other is None or over():
+        return [scratch]
+    forms = [scratch, replace(scratch, subject=other)]
+    found = [first_attempt(replace(form, watch=None), goal, seed) for form in forms]
+    if not any(plan.feasible for plan in found):
+        return forms
+    return forms[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else forms[:1]
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:

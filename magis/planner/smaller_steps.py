@@ -30,7 +30,7 @@ FEW = 2
 """Batch size of a smaller step, and blocks that stay of each run of equal ones."""
 LEAST_LENGTH = 16
 """Smallest size to which a dimension is shortened; smaller dimensions may be channels."""
-MOST_TRIES = 16
+MOST_TRIES = 24
 """Most captures of smaller steps. Each may fail, since a dimension may be a feature size that cannot be shortened."""
 COSTS = RooflineCosts(CPU)
 BROADCAST = "Using a target size"
@@ -104,6 +104,7 @@ class _Shrinking:
         undone: ExitStack,
     ) -> None:
         self._work, self._capture, self._undone = work, capture, undone
+        self._given = work
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._step: SizedStep | None = None
         self._tries = 0
@@ -206,16 +207,26 @@ class _Shrinking:
         self._tries += 1
         if self._tries > MOST_TRIES:
             return False
-        with warnings.catch_warnings(record=True) as told:  # of sizes that nobody asked for
-            warnings.simplefilter("always")
-            try:
-                captured = self._capture(work)
-            except MagisError:
-                return False
-        if any(str(each.message).startswith(BROADCAST) for each in told):
+        try:
+            captured, broadcasts = self._captured(work)
+        except MagisError:
+            return False
+        if broadcasts and not self._broadcasts:
             return False
         self._work, self._step = work, sized(work, captured)
         return True
+
+    def _captured(self, work: Workload) -> tuple[Captured, bool]:
+        """Capture a workload, without warnings of sizes that nobody asked for; return True if targets are broadcast."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            captured = self._capture(work)
+        return captured, any(str(each.message).startswith(BROADCAST) for each in told)
+
+    @cached_property
+    def _broadcasts(self) -> bool:
+        """True if the step that was given broadcasts its targets, too."""
+        return self._captured(self._given)[1]
 
     def _fewer_blocks(self) -> str:
         """Keep two of every run of equal sub-modules until the block ends; return a description, empty if none is

@@ -22,14 +22,14 @@ _OF_GRAPH = ("normal", "untangled", "lean", "aggregated", "_work", "floor", "bas
 
 
 def with_eager_update(subject: Subject) -> Subject | None:
-    """Return the subject with a step that updates all weights at once, as eager does; None where short lists are as
-    quick, and where an optimizer runs behind the step. Cached."""
+    """Return the subject with a step that updates all weights at once, as eager does; None where every planned step
+    does so, where an optimizer runs behind the step, and for steps with collectives. Cached."""
     return subject.memo.get(("eager's update",), lambda: _with_eager_update(subject))
 
 
 def _with_eager_update(subject: Subject) -> Subject | None:
     captured, listed = subject.captured, subject.captured.listed
-    if listed is None or captured.behind is not None or _cost_of_lists(subject) <= 0:
+    if listed is None or captured.behind is not None or captured.sends:
         return None
     found, name = copy.copy(subject), subject.digest  # one identity: it is the same step of eager's
     for each in _OF_GRAPH:
@@ -42,23 +42,21 @@ def _with_eager_update(subject: Subject) -> Subject | None:
     return found
 
 
-def _cost_of_lists(subject: Subject) -> float:
-    """Return the share of eager's latency that short lists cost."""
-    return subject.latency_ns(subject.captured.graph) / subject.latency_ns(subject.captured.original.graph) - 1
-
-
 def worth_planning_with_eager_update(subject: Subject, goal: Objective | None = None) -> Subject | None:
     """Return the subject with eager's update where that may be better: if the launches of short lists are noticed, or
-    if the ``goal`` leaves no room for them, or asks for no less memory than eager's step needs."""
-    other = with_eager_update(subject)
-    if other is None or _cost_of_lists(subject) > NOTICED:
+    if the ``goal`` leaves no room for them, or asks for no less memory than eager's step needs. None on a CPU, which
+    launches nothing."""
+    other = None if subject.kind == "cpu" else with_eager_update(subject)
+    if other is None:
+        return None
+    short_ns, eager_ns = subject.latency_ns(subject.captured.graph), subject.latency_ns(other.captured.graph)
+    if short_ns > (1 + NOTICED) * eager_ns:
         return other
-    if goal is None:
+    if goal is None or short_ns <= eager_ns:
         return None
     if goal.memory_limit is not None:
         return other if goal.memory_limit >= subject.original.peak_bytes else None
-    within = goal.latency_limit_ns is None or subject.latency_ns(subject.captured.graph) <= goal.latency_limit_ns
-    return None if within else other
+    return other if goal.latency_limit_ns is not None and goal.latency_limit_ns < short_ns else None
 
 
 def forms_of(subject: Subject, *, in_loops: bool) -> Iterator[Callable[[], Graph]]:

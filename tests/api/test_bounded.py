@@ -82,6 +82,15 @@ def test_targets_of_patches_shrink_with_their_picture(loss: Callable[..., Tensor
     assert " of 256" in subject.conformance
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_step_that_broadcasts_its_target_is_checked() -> None:
+    def build() -> tuple[object, ...]:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1))
+        return net, (torch.randn(1 << 20, 64), torch.randn(1, 1)), F.mse_loss
+
+    assert "batch of 2" in Bench().subject(case("broadcast"), from_function("broadcast", build)).conformance
+
+
 @pytest.mark.parametrize("device", ["sim:h200", "cpu"])
 @pytest.mark.parametrize("name", ["single_batch", "a_list", "text_for_inputs", "many_losses", "wrong_width"])
 def test_what_is_wrong_on_fake_tensors_is_not_built_for_real(name: str, device: str) -> None:

@@ -12,9 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import magis
+from magis.graph import Graph
 from magis.models import from_function
 from magis.planner import planning, update_lists
-from magis.planner.plans import PlanScratch
+from magis.planner.bench import Bench
+from magis.planner.fronts import realized_front
+from magis.planner.plans import Plan, PlanScratch
+from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
 
 LAYERS = {
@@ -52,23 +56,63 @@ def test_eager_own_step_is_a_candidate(rule: str, layers: str) -> None:
     assert by_time.memory_ratio <= 1.0
 
 
-def test_tight_limits_are_met_by_short_lists() -> None:
+def subject_of(rule: str = "adamw", layers: str = "many small", device: str = "sim:h200") -> Subject:
+    return Bench().subject(Case("step", "magis", device, "paper"), from_function("step", lambda: step(rule, layers)))
+
+
+def planned(subject: Subject, memory_ratio: float) -> Plan:
+    limit = int(memory_ratio * subject.original.peak_bytes)
+    return planning.plan(
+        subject, memory_limit=limit, latency_limit_ns=None, budget=1000, seconds=None, seed=0, stored=None
+    )
+
+
+def updates(graph: Graph) -> int:
+    return sum(op.target.startswith("aten._foreach_sqrt") for op in graph.ops)
+
+
+def test_the_update_is_the_one_that_suits_the_limit() -> None:
     """A limit below the gradients and the temporaries of all weights needs short lists."""
-    found = case({"memory_ratio": 0.75}, layers="few large")
-    assert found.search.feasible
-    assert found.latency_ratio > 1.0
+    subject = subject_of(layers="few large")
+    wide, tight = planned(subject, 1.0), planned(subject, 0.75)
+    assert wide.feasible
+    assert tight.feasible
+    assert updates(wide.graph) == 1 < updates(tight.graph)
+
+
+def test_the_step_with_eager_update_is_derived_from_its_own_graph() -> None:
+    """Also from a subject whose graphs were derived before."""
+    warm, cold = subject_of(), subject_of()
+    names = ("normal", "untangled", "lean", "aggregated")
+    for name in (*names, "floor", "base_workspaces"):
+        getattr(warm, name)
+    for subject in (warm, cold):
+        other = update_lists.with_eager_update(subject)
+        assert other is not None
+        assert other.digest == subject.digest
+        assert other.original_ns == subject.original_ns
+        for name in names:
+            assert updates(getattr(other, name)) == 1 < updates(getattr(subject, name))
+
+
+def test_a_front_has_plans_with_either_update() -> None:
+    subject = subject_of(layers="few large")
+    front, _ = realized_front(subject, budget=300, points=16)
+    counts = {updates(plan.graph) for plan in front}
+    assert 1 in counts
+    assert max(counts) > 1
+    assert min(plan.latency_ns for plan in front) <= subject.original_ns
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_plans_with_eager_update_run(rule: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that update all weights at once compute eager's numbers in the bytes predicted, and are taken up again."""
-    monkeypatch.setattr(update_lists, "_cost_of_lists", lambda _: 1.0)  # a CPU has no launches
 
-    def with_eager_update(scratch: PlanScratch, *_: object) -> PlanScratch:
-        return replace(scratch, subject=update_lists.with_eager_update(scratch.subject))  # type: ignore[arg-type]
+    def with_eager_update(scratch: PlanScratch, *_: object) -> list[PlanScratch]:
+        return [replace(scratch, subject=update_lists.with_eager_update(scratch.subject))]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planning, "_with_better_update", with_eager_update)
+    monkeypatch.setattr(planning, "_forms_of_update", with_eager_update)  # no plan on a CPU needs it
     make = from_function("step", lambda: step(rule, how=how))
     result = magis.run_case(
         Case("step", "magis", "cpu", "small", memory_ratio=0.9, timing_rounds=1, budget=300), make=make
