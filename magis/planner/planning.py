@@ -252,13 +252,15 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
 
 def _forms_of_update(scratch: PlanScratch, goal: Objective, seed: int, over: Over) -> list[PlanScratch]:
     """Return the scratch of the step to search: with short update lists or, if a quick search does better so, with
-    eager's update. Both where a quick search meets the limit with neither, as it tries no loops."""
+    eager's update. Both where that search, which tries no loops, does not tell: if it meets the memory limit with
+    neither, or the latency limit with short lists, too.
+    """
     other = worth_planning_with_eager_update(scratch.subject, goal)
     if other is None or over():
         return [scratch]
     forms = [scratch, replace(scratch, subject=other)]
     found = [first_attempt(replace(form, watch=None), goal, seed) for form in forms]
-    if not any(plan.feasible for plan in found):
+    if not any(plan.feasible for plan in found) or (goal.memory_limit is None and found[0].feasible):
         return forms
     return forms[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else forms[:1]
 
