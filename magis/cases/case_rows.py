@@ -149,8 +149,11 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
     )
 
 
-def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
-    """Return a result with the common fields: without limits and ratio, and with numbers not compared."""
+def other_result(
+    case: Case, subject: Subject, original: StepFigures, optimized: StepFigures, conformance: str = ""
+) -> CaseResult:
+    """Return a result with the common fields: without limits and ratio, and with numbers not compared. With a text for
+    ``conformance`` no step is run for a comparison with eager."""
     graph = subject.captured.original.graph
     signatures = "\n".join(signature(op, values) for op, values in every_op(graph))
     return CaseResult(
@@ -172,5 +175,5 @@ def other_result(case: Case, subject: Subject, original: StepFigures, optimized:
         planner=code_digest()[:12] if case.has_limit else "",
         provenance=subject.provenance(graph),
         samples=samples_of(subject.traced),
-        conformance=subject.conformance,
+        conformance=conformance or subject.conformance,
     )

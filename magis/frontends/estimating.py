@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from magis import registry
 from magis.capture import OptimizerSpec, Workload
 from magis.cases.run_case import run_case
 from magis.errors import MagisError, UsageError
@@ -50,9 +51,12 @@ class Remedy:
 class Estimate:
     """The predicted memory of one training step on a device."""
 
-    def __init__(self, result: CaseResult, bench: Bench, make: Make | None, limit: int) -> None:
+    def __init__(
+        self, result: CaseResult, bench: Bench, make: Make | None, limit: int, compiled: str | bool = False
+    ) -> None:
         self.result = result
-        """Result of the gate's case "eager" on the device."""
+        """Result of the gate's case "eager" on the device; of a compiled step, its predicted figures."""
+        self._compiled = compiled
         self.limit_bytes = limit
         """Memory limit in bytes: the one that was given, else the device's memory."""
         self._bench = bench
@@ -76,7 +80,7 @@ class Estimate:
 
     @property
     def latency_ms(self) -> float:
-        """Predicted time of a step in milliseconds."""
+        """Predicted time of a step in milliseconds; of a compiled step, that of eager."""
         return self.result.original.simulated_ms
 
     @property
@@ -114,9 +118,11 @@ class Estimate:
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
         """Ways to need less memory: checkpointing of each block, a plan for the limit, LoRA adapters instead of full
-        training. Left out is a way that cannot be applied (no repeated blocks, PEFT not installed, an optimizer that is
-        not part of the step), and one that saves no memory."""
+        training; none for a compiled step. Left out is a way that cannot be applied (no repeated blocks, PEFT not
+        installed, an optimizer that is not part of the step), and one that saves no memory."""
         found: list[Remedy] = []
+        if self._compiled:
+            return ()
         case, make = self.result.case, self._make
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
@@ -142,7 +148,7 @@ class Estimate:
 
     def _tried(self, case: Case, make: Make | None) -> CaseResult | None:
         try:
-            return run_case(case, cache=self._bench, make=make)
+            return _result(case, self._bench, make, self._compiled)
         except MagisError:
             return None
 
@@ -168,12 +174,12 @@ class Estimate:
         """Return the estimate as lines of text."""
         result = self.result
         reserved = f", {format_bytes(self.reserved_bytes)} reserved" if self.reserved_bytes else ""
-        took = format_milliseconds(self.latency_ms)
+        took = f"a step takes {format_milliseconds(self.latency_ms)}" if result.priced else result.note
         missing = self.missing_bytes()
         verdict = f"does not fit: {format_bytes(missing)} too much" if missing > 0 else "fits"
         peak = f"peak {format_bytes(self.peak_bytes)}{reserved}"
         lines = [
-            f"{result.case.model} on {result.case.device}, {result.dtype}: {peak}; a step takes {took}",
+            f"{result.case.model} on {result.case.device}, {result.dtype}: {peak}; {took}",
             f"{verdict} for {format_bytes(self.limit_bytes)}",
             "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items()),
         ]
@@ -195,6 +201,7 @@ def estimate(
     preset: str | None = None,
     memory_limit: str | int | None = None,
     seed: int = 0,
+    compiled: bool | str = False,
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
@@ -202,16 +209,27 @@ def estimate(
     and the targets, unless the module returns its loss. ``module`` may also be a tuple of these arguments; a function
     without arguments that returns one, which is called on fake tensors and so allocates no memory of its size; or a
     name ("bert", "package.module:factory"). ``optimizer`` is a torch optimizer of the module's parameters, or "adamw",
-    "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, or "24 GiB") replaces the device's memory. Raises
-    MagisError for models that cannot be captured and for invalid arguments.
+    "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, or "24 GiB") replaces the device's memory. With
+    ``compiled``, torch.compile's inductor compiles the network (True), or network and loss as one function ("loss");
+    its kernels are neither built nor run. Raises MagisError for models that cannot be captured, and for invalid
+    arguments.
     """
     asked = None if memory_limit is None else _bytes(memory_limit)
     device = default_device() if device is None else device
     name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
     case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
     bench = Bench()
-    result = run_case(case, cache=bench, make=make)
-    return Estimate(result, bench, make, result.device_memory_bytes if asked is None else asked)
+    result = _result(case, bench, make, compiled)
+    return Estimate(result, bench, make, result.device_memory_bytes if asked is None else asked, compiled)
+
+
+def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -> CaseResult:
+    """Return the figures of a case, eager or compiled."""
+    if not compiled:
+        return run_case(case, cache=bench, make=make)
+    predict = registry.load("compiled", "result")
+    found: CaseResult = predict(case, bench.subject(case, make), "model" if compiled is True else compiled)
+    return found
 
 
 def _bytes(limit: str | int) -> int:

@@ -1,0 +1,155 @@
+"""Memory of a training step whose network, or network and loss, is compiled by inductor, predicted before it runs.
+
+Forward, loss and backward run once on hollow tensors, through inductor's own generated code (`hollow_inductor.py`), and
+a ledger follows every storage (`compiled_window.py`). The update is the captured step's, as eager runs it, on the
+gradients that compiled code leaves. Scratch of torch's kernels, which generated code calls for products, convolutions
+and attention, is known as in eager's prediction: measured kernel by kernel on a CPU, estimated on a simulated device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
+
+from magis.cases.case_rows import other_result
+from magis.cost.cost_model import RooflineCosts
+from magis.dtypes import autocast_type
+from magis.errors import UsageError
+from magis.extensions.compile.compiled_window import Call, Window, compiled_window
+from magis.graph import Graph
+from magis.graph.hazards import lifetimes
+from magis.graph.nodes import PERSISTENT_KINDS
+from magis.planner.subject import Subject
+from magis.results import Case, CaseResult, Memory, ModuleBytes, Peak, StepFigures, collapsed
+from magis.runtime.scratch import measure_workspaces
+from magis.simulate.cuda_caching_allocator import CachingAllocator
+from magis.simulate.peak_breakdown import ROWS, peak_of
+from magis.simulate.simulator import replay, rounded
+
+COMPILED = ("model", "loss")
+"""Parts of a step that can be compiled: the network alone, or network and loss as one function."""
+STRATEGY = "compile"
+STEPS = 2
+"""Steps after which the caching allocator's segments are counted."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of a captured step, which begins at operator ``first``."""
+
+    graph: Graph
+    deaths: Mapping[int, int]
+    first: int
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Calls of the update."""
+        return tuple(Call(op, self.graph.values, 0) for op in self.graph.ops[self.first :])
+
+    def above(self, costs: RooflineCosts) -> tuple[int, int]:
+        """Return the most bytes above what is alive when the update begins: of tensors, and of tensors and scratch."""
+        profile = replay(self.graph, costs.workspace, deaths=self.deaths, rounding=costs.rounding)
+        lives = lifetimes(self.graph, self.deaths)
+        older = [storage for storage, born in lives.born.items() if born < self.first <= lives.dies[storage]]
+        alive = sum(rounded(self.graph.storages[storage].nbytes, costs.rounding) for storage in older)
+        start = profile.persistent_bytes + alive
+        found = (max(levels[self.first :], default=start) - start for levels in (profile.tensors, profile.peaks))
+        tensors, peak = (max(0, each) for each in found)
+        return tensors, peak
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """Yield allocations of the update, as storage and bytes, and its frees (-1 bytes)."""
+        lives = lifetimes(self.graph, self.deaths)
+        for position in range(self.first, len(self.graph.ops)):
+            made = {self.graph.values[value].storage for value in self.graph.ops[position].made()}
+            yield from ((each, self.graph.storages[each].nbytes) for each in made if lives.born.get(each) == position)
+            yield from (
+                (each, -1) for each, at in lives.dies.items() if at == position and lives.born[each] >= self.first
+            )
+
+
+def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
+    """Predict the memory of a case whose step is compiled: ``what`` is "model", or "loss" for network and loss as one
+    function. Raises MagisError for steps that cannot be captured or compiled."""
+    if what not in COMPILED:
+        raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
+    captured = subject.captured.original
+    first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
+    update = Update(captured.graph, captured.deaths, first)
+    window = compiled_window(subject.traced, what, autocast_type(subject.source.dtype), subject.roofline.rounding)
+    costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
+    persistent = replay(captured.graph, costs.workspace, rounding=costs.rounding).persistent_bytes
+    above_tensors, above = update.above(costs)
+    tensors = persistent + max(window.tensor_bytes, window.kept_bytes + above_tensors)
+    busy = [call.alive_bytes + costs.workspace(call.op, call.values) for call in window.calls]
+    peak = max(tensors, persistent + max(busy, default=0), persistent + window.kept_bytes + above)
+    reserved = None if subject.kind == "cpu" else max(peak, _reserved(update, window))
+    eager = peak_of(
+        captured.graph,
+        costs.workspace,
+        replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding),
+        deaths=captured.deaths,
+        rounding=costs.rounding,
+    )
+    at_peak = _at_peak(eager, window, above_tensors)
+    figures = StepFigures(
+        Memory(tensors, peak), subject.latency_ns(captured.graph) / 1e6, reserved_bytes=reserved, at_peak=at_peak
+    )
+    found = other_result(
+        replace(case, strategy=STRATEGY), subject, figures, figures, conformance="not checked: compiled, and predicted"
+    )
+    return replace(found, priced=False, note=_note(window, what, subject.kind))
+
+
+def _workspaces(subject: Subject, calls: Sequence[Call]) -> Mapping[str, int]:
+    """Return the scratch of kernels by signature, measured on this CPU; nothing for other devices."""
+    if subject.kind != "cpu" or not subject.may_run:
+        return {}
+    return measure_workspaces(((call.op, call.values) for call in calls), subject.free_bytes)
+
+
+def _at_peak(eager: Peak, window: Window, update: int) -> Peak:
+    """Return what is alive at the peak: what stays by module, as at eager's peak, and the rest by kind."""
+    stays = [row for row in eager.held if row.kind in PERSISTENT_KINDS]
+    in_update = window.kept_bytes + update > window.tensor_bytes
+    held = (("gradient", window.kept_bytes), ("update", update)) if in_update else window.held
+    kinds = dict.fromkeys(kind for kind, _ in held)
+    sizes = {kind: [nbytes for each, nbytes in held if each == kind and nbytes] for kind in kinds}
+    rest = [ModuleBytes(kind, "", sum(found), len(found)) for kind, found in sizes.items() if found]
+    phase = "update" if in_update else window.phase
+    return Peak(eager.op if in_update else window.where, "", phase, "", collapsed((*stays, *rest), ROWS))
+
+
+def _reserved(update: Update, window: Window) -> int:
+    """Return the bytes that CUDA's caching allocator reserves for the step, without scratch."""
+    allocator, numbers = CachingAllocator(), count()
+    for storage in update.graph.storages.values():
+        if storage.persistent:
+            allocator.allocate(next(numbers), storage.nbytes)
+    for _ in range(STEPS):
+        names: dict[tuple[str, int], int] = {}
+        of_window = ((("window", each), nbytes) for each, nbytes in window.events)
+        of_update = ((("update", each), nbytes) for each, nbytes in update.events())
+        for key, nbytes in chain(of_window, of_update):
+            if nbytes < 0:
+                allocator.release(names.pop(key, -1))
+            else:
+                allocator.release(names.pop(key, -1))  # a storage that is resized
+                names[key] = next(numbers)
+                allocator.allocate(names[key], nbytes)
+        for name in names.values():
+            allocator.release(name)
+    return allocator.reserved
+
+
+def _note(window: Window, what: str, kind: str) -> str:
+    """Return what was compiled, where graphs break, and what is not known."""
+    parts = "network and loss" if what == "loss" else "network"
+    many = "1 graph" if window.graphs == 1 else f"{window.graphs} graphs"
+    said = [f"{parts} compiled, in {many}" if window.graphs else f"nothing of the {parts} is compiled: eager"]
+    if window.breaks:
+        said.append(f"graph breaks: {', '.join(window.breaks)}")
+    if kind != "cpu":
+        said.append("fused as inductor does for a CPU: Triton's own choices are not known here")
+    return "; ".join(said)
