@@ -34,7 +34,9 @@ from magis.models.custom import as_workload
 from magis.runtime.measure import collector_spared, window_peak
 
 BUILT_IN = ("mlp", "gpt", "bert", "vit", "unet", "gpt_neo", "resnet34", "vgg11")
-TITLE = f"{'network':15} {'compiled':8} {'eager':>13} {'measured':>13} {'predicted':>13} {'off':>7} {'s':>5} {'s':>5}  note"
+TITLE = (
+    f"{'network':15} {'compiled':8} {'eager':>13} {'measured':>13} {'predicted':>13} {'off':>7} {'s':>5} {'s':>5}  note"
+)
 CLOSE, FAR = 0.03, 0.10
 
 
@@ -49,12 +51,6 @@ def measured(work: Workload, what: str) -> int:
     module = work.module
     optimizer = make_optimizer(work, trained(module), "compiled peaks")
     call: Callable[..., Any] = torch.compile(module, dynamic=False) if what == "model" else module
-
-    def forward() -> Any:
-        out = call(*work.inputs)
-        if work.loss_fn is None:
-            return out
-        return work.loss_fn(call(*work.inputs), *work.targets)
 
     def whole() -> Any:
         return call(*work.inputs) if work.loss_fn is None else work.loss_fn(call(*work.inputs), *work.targets)
@@ -75,12 +71,12 @@ def measured(work: Workload, what: str) -> int:
 
 def row(name: str, what: str, errors: list[float]) -> str:
     """The line of a network; how far the prediction is off is noted."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     eager = measured(workload(name), "")
     begun = time.perf_counter()
     found = magis.estimate(partial(workload, name), compiled=what, device="cpu")
     predicted_in = time.perf_counter() - begun
-    torch._dynamo.reset()
+    torch.compiler.reset()
     begun = time.perf_counter()
     seen = measured(workload(name), what)
     compiled_in = time.perf_counter() - begun
@@ -101,7 +97,7 @@ def main() -> None:
             for what in asked.compiled:
                 try:
                     yield row(name, what, errors)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 (a line of the table)
                     yield f"{name:15} {what:8} {type(error).__name__}: {str(error).splitlines()[0]}"
 
     def told() -> Iterator[str]:

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lib.llama import Llama, Sizes, turned
 from torch import Tensor, nn
+from torch._dynamo import graph_break
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from lib.llama import Llama, Sizes, turned
 
 Parts = tuple[Any, ...]
 """Module, (inputs, targets), loss; or module and batch where the module returns its loss."""
@@ -74,7 +76,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
         if self.breaks:
-            torch._dynamo.graph_break()
+            graph_break()
         return x + y
 
 
@@ -110,8 +112,9 @@ class Variational(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        down, up = partial(nn.Conv2d, kernel_size=4, stride=2, padding=1), partial(
-            nn.ConvTranspose2d, kernel_size=4, stride=2, padding=1
+        down, up = (
+            partial(nn.Conv2d, kernel_size=4, stride=2, padding=1),
+            partial(nn.ConvTranspose2d, kernel_size=4, stride=2, padding=1),
         )
         self.encoder = nn.Sequential(down(3, width), nn.ReLU(), down(width, 2 * width), nn.ReLU(), down(2 * width, 32))
         self.decoder = nn.Sequential(up(16, 2 * width), nn.ReLU(), up(2 * width, width), nn.ReLU(), up(width, 3))

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -232,6 +233,13 @@ def device_forms(device: str) -> Iterator[None]:
         return
     with _CudaForms(), layers_as_eager():
         yield
+
+
+def form_on_cuda(func: Any) -> Callable[..., Tensor] | None:
+    """Return the form in which a GPU runs a function of `torch.nn.functional`, with that function bound as its first
+    argument; None if it has no other form."""
+    form = _FORMS.get(func)
+    return None if form is None else partial(form, func)
 
 
 def _dropout(func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002

@@ -73,6 +73,9 @@ def _add_model(commands: Commands, name: str, text: str, description: str) -> ar
     parser.add_argument("--device", metavar="NAME", help="as --magis-device")
     parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
     parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
+    parser.add_argument(
+        "--compiled", nargs="?", const="model", choices=("model", "loss"), help="compiled: the model, or with its loss"
+    )
     return parser
 
 
@@ -125,19 +128,21 @@ def _fit(asked: argparse.Namespace) -> int:
             latency_ratio=latency_ratio,
             budget=budget,
             run=asked.measured,
+            compiled=asked.compiled or False,
             progress=progress,
             **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
         )
-    for line in _table(found):
+    for line in _table(found, compiled=asked.compiled is not None):
         show(line)
     return NOTHING_FITS if found.eager is None and found.magis is None else 0
 
 
-def _table(found: Fit) -> Iterator[str]:
-    """Yield the lines of the output: a header, a table of both strategies, notes."""
+def _table(found: Fit, *, compiled: bool = False) -> Iterator[str]:
+    """Yield the lines of the output: a header, a table of both strategies or of the compiled step, notes."""
     yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}"
     rows = [HEADER]
-    for name, point in (("eager", found.eager), ("magis", found.magis)):
+    steps = (("compiled", found.eager),) if compiled else (("eager", found.eager), ("magis", found.magis))
+    for name, point in steps:
         if point is None:
             rows.append((name, "none", "-", "-", "-", "-"))
             continue
@@ -182,7 +187,12 @@ def _estimate(asked: argparse.Namespace) -> int:
     with shown_if_slow(on_stderr(), "estimate") as progress:
         progress("capturing the step")
         found = api.estimate(
-            asked.model, device=asked.device, preset=asked.preset, dtype=asked.dtype, memory_limit=asked.memory_limit
+            asked.model,
+            device=asked.device,
+            preset=asked.preset,
+            dtype=asked.dtype,
+            memory_limit=asked.memory_limit,
+            compiled=asked.compiled or False,
         )
     print(found)  # noqa: T201
     if not found.fits() and not asked.no_remedies:

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from magis import registry
 from magis.capture import OptimizerSpec, Workload
 from magis.cases.run_case import run_case
 from magis.errors import MagisError, UsageError
-from magis.frontends.fitting import MOST, largest, resized
+from magis.frontends.fitting import MOST, compiled_result, largest, resized
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.printable import printable
@@ -227,9 +226,7 @@ def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -
     """Return the figures of a case, eager or compiled."""
     if not compiled:
         return run_case(case, cache=bench, make=make)
-    predict = registry.load("compiled", "result")
-    found: CaseResult = predict(case, bench.subject(case, make), "model" if compiled is True else compiled)
-    return found
+    return compiled_result(case, bench.subject(case, make), compiled)
 
 
 def _bytes(limit: str | int) -> int:

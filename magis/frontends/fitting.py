@@ -1,4 +1,5 @@
-"""The largest batch (or sequence length) whose training step fits a memory limit, in eager mode and planned."""
+"""The largest batch (or sequence length) whose training step fits a memory limit, in eager mode and planned; or
+compiled."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis import registry
 from magis.capture import Workload
 from magis.cases.case_rows import run_alone
 from magis.errors import CaptureError, UsageError
@@ -23,7 +25,7 @@ from magis.planner.planning import plan
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.results import Case
+from magis.results import Case, CaseResult
 from magis.units import parse_bytes
 
 # A model at other batch sizes, and the search for the largest size that fits.
@@ -114,7 +116,9 @@ class Fit:
     """Name of the size that varies: "dimension 0", or a keyword such as "batch_size"."""
     limit_bytes: int
     eager: FitPoint | None
+    """The unplanned step: in eager mode, or compiled if that was asked for."""
     magis: FitPoint | None
+    """The planned step; None also if a compiled step was asked for."""
     bound: int | None
     """Largest size that the lower bound allows: at the next one, the persistent tensors and largest operator alone
     exceed the limit, or the model refuses it. Equal to `most` if nothing larger was tried."""
@@ -136,6 +140,8 @@ class _Sizes:
     keyword: str | None
     make: Make | None = None
     """Builds the workload from a seed; None if the model's name says how."""
+    compiled: bool | str = False
+    """What of the unplanned step is compiled."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons, by size, why the model refused sizes that were tried."""
     _peaks: dict[int, int] = field(default_factory=dict)
@@ -173,11 +179,13 @@ class _Sizes:
         return subject
 
     def peak(self, size: int) -> float:
-        """Return the peak bytes of eager's step at a size; infinity if the model refuses the size."""
+        """Return the peak bytes of the unplanned step at a size; infinity if the model refuses the size."""
         subject = self.taken(size)
         if subject is None:
             return math.inf
-        return self._peaks.setdefault(size, subject.original.peak_bytes)
+        if self.compiled and size not in self._peaks:
+            self._peaks[size] = compiled_result(self.case, subject, self.compiled).memory.peak_bytes
+        return self._peaks[size] if self.compiled else self._peaks.setdefault(size, subject.original.peak_bytes)
 
     @property
     def is_monotone(self) -> bool:
@@ -187,6 +195,13 @@ class _Sizes:
 
 def _at_size(build: Make, dim: int, size: int, seed: int) -> Workload:
     return resized(build(seed), dim, size)
+
+
+def compiled_result(case: Case, subject: Subject, compiled: bool | str) -> CaseResult:
+    """Predict a case whose network (True, "model"), or network and loss ("loss"), is compiled. Raises
+    MissingNeighbourError without the neighbour for torch.compile."""
+    predict: Callable[[Case, Subject, str], CaseResult] = registry.load("compiled", "result")
+    return predict(case, subject, "model" if compiled is True else str(compiled))
 
 
 @in_one_order("magis.fit", ORDER, {"model": "module"})
@@ -210,6 +225,7 @@ def fit(
     run: bool = False,
     cache: Bench | None = None,
     progress: Progress | None = None,
+    compiled: bool | str = False,
 ) -> Fit:
     """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, or a text: "8 GiB").
 
@@ -218,7 +234,8 @@ def fit(
     factory. Eager's size is exact if memory grows with the size, which ``Fit.is_monotone`` reports. The planned size is
     the largest at which a plan was found that fits and takes at most ``latency_ratio`` times eager's predicted time,
     within ``precision`` (a share of the size). ``run`` measures the steps of both sizes that fit into free memory.
-    ``most`` bounds the sizes that are tried.
+    ``most`` bounds the sizes that are tried. With ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled
+    step and nothing is planned.
 
     Raises MagisError for models that cannot be captured and for invalid arguments.
     """
@@ -230,10 +247,15 @@ def fit(
     case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed)
     if keyword is not None and not is_factory(name):
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
-    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make)
+    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make, compiled)
     say = progress or (lambda _text: None)
     _ = sizes.subject(min(sizes.start, most)).captured  # raise errors of the model itself first
     eager = _eager(sizes, limit, most, say)
+    dtype_of_case, what = sizes.bench.subject(case, make).source.dtype, keyword or f"dimension {dim}"
+    if compiled:
+        point = None if eager is None else _compiled_point(sizes, eager)
+        why = sizes.refused.get((eager or 0) + 1, "")
+        return Fit(name, device, dtype_of_case, what, limit, point, None, None, most, sizes.is_monotone, why)
 
     def is_possible(size: int) -> bool:
         """Return True if the lower bound of memory at a size is within the limit."""
@@ -250,8 +272,8 @@ def fit(
     return Fit(
         model=name,
         device=device,
-        dtype=sizes.bench.subject(case, make).source.dtype,
-        what=keyword or f"dimension {dim}",
+        dtype=dtype_of_case,
+        what=what,
         limit_bytes=limit,
         eager=as_it_is,
         magis=as_it_is
@@ -348,6 +370,12 @@ def _eager_point(subject: Subject, size: int, *, run: bool) -> FitPoint:
     return FitPoint(
         size, subject.original.peak_bytes, subject.latency_ns(subject.captured.original.graph) / 1e6, 1.0, measured
     )
+
+
+def _compiled_point(sizes: _Sizes, size: int) -> FitPoint:
+    """Return the figures of a compiled step; its time is that of eager."""
+    subject = sizes.subject(size)
+    return FitPoint(size, round(sizes.peak(size)), subject.latency_ns(subject.captured.original.graph) / 1e6, 1.0)
 
 
 def _planned_point(subject: Subject, size: int, found: Plan, limit: int, *, run: bool) -> FitPoint:

@@ -77,7 +77,8 @@ def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
     captured = subject.captured.original
     first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
     update = Update(captured.graph, captured.deaths, first)
-    window = compiled_window(subject.traced, what, autocast_type(subject.source.dtype), subject.roofline.rounding)
+    cast, rounding = autocast_type(subject.source.dtype), subject.roofline.rounding
+    window = compiled_window(subject.traced, what, cast, rounding, subject.kind)
     costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
     persistent = replay(captured.graph, costs.workspace, rounding=costs.rounding).persistent_bytes
     above_tensors, above = update.above(costs)
@@ -151,5 +152,5 @@ def _note(window: Window, what: str, kind: str) -> str:
     if window.breaks:
         said.append(f"graph breaks: {', '.join(window.breaks)}")
     if kind != "cpu":
-        said.append("fused as inductor does for a CPU: Triton's own choices are not known here")
+        said.append("fused by Triton's rules, without the choices that inductor makes by the GPU itself")
     return "; ".join(said)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from magis.capture.autocast import cuda_rules
 from magis.capture.contents import hollow_like, is_readable
 from magis.capture.python_state import caches_kept
 from magis.capture.schemas import looks_of
@@ -27,7 +29,7 @@ from magis.capture.snapshot import objects_kept
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, no_reports, roots_of
 from magis.errors import CaptureError, UsageError
-from magis.extensions.compile.hollow_inductor import Graphs, HollowCode, without_kernels
+from magis.extensions.compile.hollow_inductor import Graphs, HollowCode, triton_rules, without_kernels
 from magis.graph import Op, Ref, Value
 from magis.ops.call import CallError, from_torch
 from magis.ops.fake_results import bits_of
@@ -96,7 +98,7 @@ class Ledger(StorageLedger):
     ) -> Any:
         self._running = str(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(func, torch._ops.OpOverload) and not looks_of(func).view:
+        if isinstance(func, OpOverload) and not looks_of(func).view:
             made = _as_call(func, args, kwargs or {}, result, self._most)
             self.calls.extend([] if made is None else [made])
         return result
@@ -109,7 +111,7 @@ class Ledger(StorageLedger):
         super()._count(storages)
 
     def _on_size(self, serial: int, nbytes: int) -> None:
-        backward: Any = torch._C._current_autograd_node()  # None outside of the backward, unlike the stub
+        backward: Any = torch._C._current_autograd_node()  # noqa: SLF001 (None outside of the backward, unlike the stub)
         self._kinds[serial] = ("activation" if backward is None else "gradient"), nbytes
         self.events.append((serial, nbytes))
 
@@ -148,12 +150,14 @@ def _as_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return Call(Op(0, str(func), given, named, made, many), values, alive)
 
 
-def compiled_window(work: Workload, what: str, cast: str | None, rounding: int) -> Window:
-    """Run forward, loss and backward of a workload, compiled, on hollow tensors. Raises UsageError where torch.compile
+def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, kind: str = "cpu") -> Window:
+    """Run forward, loss and backward of a workload, compiled for a kind of device ("cpu", "cuda"), on hollow tensors.
+    The tensors are a CPU's for either kind: "cuda" stands for the operators and autocast rules of a GPU, and for code
+    lowered by Triton's rules. Raises UsageError where torch.compile
     fails, CaptureError where numbers are read off data between compiled graphs."""
     training = work.optimizer.kind != "none"
     trained = tuple(name for name, each in work.module.named_parameters() if training and each.requires_grad)
-    graphs, ledger = Graphs(), Ledger(rounding)
+    graphs, ledger = Graphs(on_gpu=kind == "cuda"), Ledger(rounding)
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         stack.enter_context(generators_kept())
@@ -167,7 +171,7 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int) 
             return ledger.note(mode.buffer(shape, stride, dtype))
 
         def whole() -> Any:
-            loss = work.loss_fn
+            loss: Callable[..., Any] | None = work.loss_fn
             # without a name for the network's output, which would keep it alive while the loss runs
             return call(*stand.inputs) if loss is None else loss(call(*stand.inputs), *stand.targets)
 
@@ -175,6 +179,9 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int) 
         run = graphs.compiled(whole) if what == "loss" else whole
         stack.enter_context(sdpa_kernel(SDPBackend.MATH) if work.explicit_attention else nullcontext())
         stack.enter_context(without_kernels(allocate))
+        if kind == "cuda":
+            stack.enter_context(triton_rules())
+            stack.enter_context(cuda_rules())
         stack.enter_context(no_reports())
         stack.enter_context(mode)
 

@@ -1,19 +1,22 @@
 """`torch.compile` on hollow tensors: dynamo, AOTAutograd and inductor work as for a real step, up to the C++ compiler.
 
-The Python code that inductor generates for a graph runs as it is: it allocates buffers, frees and reuses them, and calls
-torch's kernels. Only its own kernels do nothing, torch's kernels return hollow tensors, and buffers are memory that is
-never touched. So fusion, buffer reuse and saved activations are inductor's own, and every buffer dies when it would.
+The Python code that inductor generates for a graph runs as it is: it allocates buffers, frees and reuses them, and
+calls torch's kernels. Only its own kernels do nothing, torch's kernels return hollow tensors, and buffers are memory
+that is never touched. So fusion, buffer reuse and saved activations are inductor's own, and every buffer dies when it
+would in a real step.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, fx
@@ -23,16 +26,22 @@ from torch._inductor import config as inductor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.graph import GraphLowering
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from magis.capture.contents import empty_storage
+from magis.capture.autocast import form_on_cuda
+from magis.capture.contents import empty_storage, on_storage
 from magis.capture.hollow import Hollow
+from magis.capture.schemas import least_bytes, tensors_in
 from magis.cost.shapes import reach
 
 ALLOCATORS = "empty_strided_"
 """Prefix of the names under which generated code holds torch's allocation functions."""
-COMPILERS = ("cpp", "cpp_pybinding")
+COMPILERS = ("cpp", "cpp_pybinding", "triton")
 """Functions that generated code calls to compile its kernels."""
+TRITON = ("triton", "triton.language")
+"""Modules that generated code imports for Triton's kernels."""
 MOST_COMPILED = 1 << 20
 """Recompile limit while a step is predicted: each prediction compiles once more."""
 
@@ -50,18 +59,32 @@ class HollowCode(Hollow):
         """Return True: the compiler itself runs outside of this mode."""
         return True
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if not isinstance(made, Tensor):
+            return made
+        largest = max((each.numel() * each.element_size() for each in tensors_in(args)), default=0)
+        least = least_bytes(str(func), 0, made, largest)  # some kernels keep more memory than their result needs
+        if least <= made.untyped_storage().nbytes():
+            return made
+        return on_storage(empty_storage(least, self._own_contents(known=False)), made)
+
     def buffer(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a buffer of generated code, of unknown contents."""
         nbytes = reach(tuple(shape), tuple(stride)) * dtype.itemsize
         storage = empty_storage(nbytes, self._own_contents(known=False))
         with _disable_current_modes():
-            return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)  # type: ignore[call-overload, no-any-return]
+            return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
 
 
 @dataclass
 class Graphs:
     """Backend of torch.compile that runs inductor, and counts the graphs and the graph breaks that ended some."""
 
+    on_gpu: bool = False
+    """True if functions take the forms in which a GPU runs them."""
     count: int = 0
     breaks: list[str] = field(default_factory=list)
     """Reason and line of each graph break."""
@@ -74,7 +97,10 @@ class Graphs:
             at = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
             first = next((line for line in str(reason.reason).splitlines() if line.strip()), "graph break")
             self.breaks.append(f"{first.strip()}{at}")
-        return compile_fx(gm, inputs)  # type: ignore[no-any-return, arg-type]
+        if self.on_gpu:
+            _with_gpu_forms(gm)
+        made: Any = compile_fx(gm, inputs)
+        return made  # type: ignore[no-any-return]
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function compiled by this backend, with fixed sizes."""
@@ -84,7 +110,37 @@ class Graphs:
 
         code: CodeType = run.__code__.replace()  # its own: compiled code is kept by the code object that it replaces
         own = FunctionType(code, run.__globals__, run.__name__, None, run.__closure__)
-        return torch.compile(own, backend=self, dynamic=False)  # type: ignore[no-any-return, call-overload]
+        return torch.compile(own, backend=self, dynamic=False)
+
+
+def _with_gpu_forms(gm: fx.GraphModule) -> None:
+    """Replace the functions of a graph that run in another form on a GPU, such as attention."""
+    for node in gm.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
+        form = form_on_cuda(node.target)
+        if form is not None:
+            node.target = _named(form)
+    gm.recompile()
+
+
+def _named(form: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:  # graphs write functions by name
+        return form(*args, **kwargs)
+
+    return run
+
+
+class _NoKernel:
+    """A kernel that does nothing, called as C++ code or run as Triton code."""
+
+    def __call__(self, *_args: object) -> None:
+        pass
+
+    def run(self, *_args: object, **_launch: object) -> None:
+        """Do nothing."""
+
+
+def _no_kernel(_compiler: object, *_source: object, **_settings: object) -> _NoKernel:
+    return _NoKernel()
 
 
 @contextmanager
@@ -95,8 +151,10 @@ def without_kernels(allocate: Callable[[Sequence[int], Sequence[int], torch.dtyp
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None) -> ModuleType:
         found: Any = ModuleType(f"{__name__}.{key}")
         found.__file__, found.key = path, key
-        exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(found))  # noqa: S102 (inductor's own)
-        vars(found).update(attrs or {})
+        missing = {} if find_spec("triton") else {name: MagicMock() for name in TRITON}
+        with patch.dict(sys.modules, missing):  # its head imports Triton for the kernels that are left out
+            exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(found))  # noqa: S102
+        vars(found).update(attrs or {}, _linemap=linemap, get_raw_stream=_stream)
         for name in [name for name in vars(found) if name.startswith(ALLOCATORS)]:
             setattr(found, name, allocate)
         module: ModuleType = found
@@ -113,9 +171,20 @@ def without_kernels(allocate: Callable[[Sequence[int], Sequence[int], torch.dtyp
         yield
 
 
-def _no_kernel(_compiler: object, *_source: object, **_settings: object) -> Callable[..., None]:
-    return _nothing
+@contextmanager
+def triton_rules() -> Iterator[None]:
+    """Let inductor lower and fuse graphs of CPU tensors as it does for Triton, which need not be installed."""
+    with ExitStack() as stack:
+        stack.enter_context(inductor.patch(cpu_backend="triton"))
+        stack.enter_context(patch("torch.utils._triton.triton_hash_with_backend", str))  # of the missing compiler
+        # a tensor of one number on a GPU stays there; on a CPU its number would be read and passed to the kernel
+        stack.enter_context(patch.object(GraphLowering, "is_unspec_arg", _is_no_number))
+        yield
 
 
-def _nothing(*_args: object) -> None:
-    pass
+def _is_no_number(_graph: object, _name: str) -> bool:
+    return False
+
+
+def _stream(_device: int) -> int:
+    return 0

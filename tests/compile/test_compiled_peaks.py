@@ -1,0 +1,173 @@
+"""Peaks of compiled steps, predicted without inductor's kernels, are those that the CPU's allocator counts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import magis
+from magis.errors import UsageError
+from magis.extensions.compile.compiled_window import compiled_window
+from magis.models.custom import as_workload
+from magis.runtime.measure import collector_spared, window_peak
+from tests.compile.nets import fresh_dynamo
+
+compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+ROWS, WIDTH = 2048, 64
+LARGE = 4 * ROWS * WIDTH
+"""Bytes of one activation."""
+
+Parts = tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh_dynamo():
+        yield
+
+
+class Chain(nn.Module):
+    """Pointwise operators on a large tensor, then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x * self.scale).exp() + 1
+        out: Tensor = self.last(x)
+        return out
+
+
+class Blocks(nn.Module):
+    """Residual blocks, which may be checkpointed, or broken by print."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.kind == "checkpointed" else block(x))
+            if self.kind == "broken" and number == 0:
+                print("", end="")
+        return x
+
+
+def made(kind: str) -> Parts:
+    """A step by name."""
+    torch.manual_seed(0)
+    module = Chain() if kind == "chain" else Blocks(kind)
+    return module, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)), F.mse_loss
+
+
+def measured(kind: str, what: str) -> int:
+    """Bytes above what stays of one forward, loss and backward, of inductor's own code."""
+    module, (inputs, targets), loss = made(kind)
+    call = torch.compile(module) if what == "model" else module
+
+    def whole() -> Tensor:
+        return loss(call(inputs), targets)
+
+    run = torch.compile(whole) if what == "loss" else whole
+    for _ in range(2):
+        run().backward()
+        module.zero_grad()
+    with collector_spared():
+        return window_peak(lambda: run().backward()).peak_bytes
+
+
+def predicted(kind: str, what: str) -> Any:
+    return compiled_window(as_workload(kind, made(kind), "sgd", who=kind), what, None, 1)
+
+
+@compiler
+@pytest.mark.parametrize("what", ["model", "loss"])
+@pytest.mark.parametrize("kind", ["chain", "checkpointed", "broken"])
+def test_peaks_are_those_of_the_code_that_inductor_runs(kind: str, what: str) -> None:
+    found = predicted(kind, what)
+    assert found.tensor_bytes == pytest.approx(measured(kind, what), rel=0.01)
+
+
+def test_fusion_removes_what_eager_keeps() -> None:
+    eager = magis.estimate(*made("chain"), "sgd", device="cpu").peak_bytes
+    fused = magis.estimate(*made("chain"), "sgd", device="cpu", compiled="loss").peak_bytes
+    assert eager - fused > 4 * LARGE
+
+
+def test_saved_activations_are_the_partitioners() -> None:
+    from torch._functorch import config
+
+    usual = predicted("plain", "loss").tensor_bytes
+    with config.patch(activation_memory_budget=0.0):
+        assert predicted("plain", "loss").tensor_bytes < usual - 2 * LARGE
+
+
+def test_a_graph_break_is_named_and_counted() -> None:
+    found = magis.estimate(*made("broken"), "sgd", device="cpu", compiled=True)
+    assert "2 graphs" in found.result.note
+    assert "test_compiled_peaks.py:" in found.result.note
+    whole = magis.estimate(*made("plain"), "sgd", device="cpu", compiled=True)
+    assert "1 graph" in whole.result.note
+    assert "break" not in whole.result.note
+
+
+def test_the_estimate_adds_what_stays_and_the_update() -> None:
+    module, batch, loss = made("plain")
+    found = magis.estimate(module, batch, loss, "adamw", device="cpu", compiled=True)
+    weights = sum(each.nbytes for each in module.parameters())
+    window = predicted("plain", "model")
+    assert found.peak_bytes == 3 * weights + sum(each.nbytes for each in batch) + window.tensor_bytes
+    assert found.by_kind["parameter"] == weights
+    assert found.by_kind["state"] == 2 * weights
+    assert sum(found.by_kind.values()) == found.result.memory.tensor_bytes
+    assert found.remedies == ()
+    assert "compiled" in str(found)
+
+
+def test_where_the_update_is_the_peak_it_is_eagers() -> None:
+    module = nn.Linear(1024, 1024)
+    batch = torch.randn(2, 1024), torch.randn(2, 1024)
+    compiled = magis.estimate(module, batch, F.mse_loss, "adamw", device="sim:h100", compiled=True)
+    eager = magis.estimate(module, batch, F.mse_loss, "adamw", device="sim:h100")
+    assert compiled.at_peak.phase == eager.at_peak.phase == "update"
+    assert compiled.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.01)
+    assert compiled.reserved_bytes == pytest.approx(eager.reserved_bytes, rel=0.1)
+
+
+@compiler
+def test_nothing_of_a_prediction_is_left() -> None:
+    module, (inputs, targets), loss = made("plain")
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    drawn = torch.get_rng_state()
+    magis.estimate(module, (inputs, targets), loss, "sgd", device="cpu", compiled=True)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert all(each.grad is None for each in module.parameters())
+    torch.testing.assert_close(torch.compile(module)(inputs), module(inputs))  # kernels that compute
+
+
+def test_the_largest_batch_of_a_compiled_step() -> None:
+    limit = magis.estimate(*made("chain"), "sgd", device="cpu", compiled=True).peak_bytes
+    found = magis.fit(*made("chain"), "sgd", memory_limit=limit, device="cpu", compiled=True, most=ROWS + 64)
+    assert found.magis is None
+    assert found.eager is not None
+    assert found.eager.size == ROWS
+    assert found.eager.peak_bytes == limit
+
+
+def test_unknown_parts_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"compiled='whole'; use 'model' or 'loss'"):
+        magis.estimate(*made("chain"), "sgd", device="cpu", compiled="whole")
