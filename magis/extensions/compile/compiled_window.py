@@ -3,6 +3,8 @@ allocations and frees, and the calls of torch's own kernels, whose scratch is ad
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -183,6 +186,8 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
             stack.enter_context(triton_rules())
             stack.enter_context(cuda_rules())
         stack.enter_context(no_reports())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the capture has shown the step's own
         stack.enter_context(mode)
 
         def step() -> Any:
@@ -194,6 +199,7 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
                 result.backward()
             return result
 
+        refused = Counter(counters["unimplemented"])
         try:
             step()  # compiles
             for each in stand.parameters.values():
@@ -201,11 +207,18 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
             ledger.counts = True
             with ledger:
                 kept = step()
+                reasons = Counter(counters["unimplemented"]) - refused
                 window = Window(
-                    ledger.peak_bytes, ledger.alive_bytes, ledger.held, ledger.where,
-                    "backward" if any(kind == "gradient" for kind, _ in ledger.held) else "forward",
-                    tuple(ledger.events), tuple(ledger.calls), graphs.count, tuple(dict.fromkeys(graphs.breaks)),
-                )  # fmt: skip
+                    tensor_bytes=ledger.peak_bytes,
+                    kept_bytes=ledger.alive_bytes,
+                    held=ledger.held,
+                    where=ledger.where,
+                    phase="backward" if any(kind == "gradient" for kind, _ in ledger.held) else "forward",
+                    events=tuple(ledger.events),
+                    calls=tuple(ledger.calls),
+                    graphs=graphs.count,
+                    breaks=tuple(dict.fromkeys(graphs.breaks)) or _reasons(reasons),
+                )
             del kept
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = f": {graphs.breaks[0]}" if graphs.breaks else ""
@@ -217,6 +230,11 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             raise UsageError(f"torch.compile does not compile the step: {type(error).__name__}: {first}") from error
     return window
+
+
+def _reasons(refused: Counter[str]) -> tuple[str, ...]:
+    """Return dynamo's reasons for leaving functions to eager mode, one line each."""
+    return tuple(dict.fromkeys(reason.strip().splitlines()[0] for reason in refused if reason.strip()))
 
 
 def _casting(cast: str | None) -> AbstractContextManager[object]:
