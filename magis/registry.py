@@ -28,7 +28,10 @@ _PLACES = {
         "checkpoint_policy": "magis.extensions.compile.checkpointing.choose:checkpoint_policy",
         "tag_joint_graph": "magis.extensions.compile.joint_tags:tag_joint_graph",
     },
-    "compiled": {"result": "magis.extensions.compile.compiled_step:compiled_result"},
+    "compiled": {
+        "result": "magis.extensions.compile.compiled_step:compiled_result",
+        "figures": "magis.extensions.compile.compiled_step:compiled_figures",
+    },
     "networks": {"magis": "magis.extensions.models.network_names:NETWORKS"},
     "strategy": {
         "ort": "magis.extensions.onnx.ort_cases:ort_result",

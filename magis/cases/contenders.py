@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from magis import registry
 from magis.cases.case_rows import Replayed
 from magis.cases.comparison import compare_by_kind, compare_losses, shared_tensors
 from magis.dtypes import autocast_type
@@ -102,6 +103,18 @@ def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
     )
     if strategy is None or strategy.is_captured:
         return found
+    predict = registry.optional("compiled", "figures") if strategy.name == "compile" else None
+    if predict is not None:
+        figures, said = predict(subject, "loss")
+        return replace(
+            found,
+            simulated=figures.simulated,
+            reserved=figures.reserved_bytes,
+            replayed=None,
+            note=f"{said}; latency is of eager",
+            off_by=math.inf,
+            priced=False,
+        )
     nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(strategy, subject.traced)
     return replace(
         found,

@@ -70,8 +70,17 @@ class Update:
 
 
 def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
-    """Predict the memory of a case whose step is compiled: ``what`` is "model", or "loss" for network and loss as one
-    function. Raises MagisError for steps that cannot be captured or compiled."""
+    """Predict a case whose step is compiled, with the figures of `compiled_figures`."""
+    figures, note = compiled_figures(subject, what)
+    said = "not checked: compiled, and predicted"
+    found = other_result(replace(case, strategy=STRATEGY), subject, figures, figures, conformance=said)
+    return replace(found, priced=False, note=note)
+
+
+def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
+    """Predict the memory of a compiled step: ``what`` is "model", or "loss" for network and loss as one function. The
+    latency is eager's. Return the figures and a note on graphs and limits. Raises MagisError for steps that cannot be
+    captured or compiled."""
     if what not in COMPILED:
         raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
     captured = subject.captured.original
@@ -80,27 +89,19 @@ def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
     cast, rounding = autocast_type(subject.source.dtype), subject.roofline.rounding
     window = compiled_window(subject.traced, what, cast, rounding, subject.kind)
     costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
-    persistent = replay(captured.graph, costs.workspace, rounding=costs.rounding).persistent_bytes
-    above_tensors, above = update.above(costs)
+    eager = replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=rounding)
+    persistent, (above_tensors, above) = eager.persistent_bytes, update.above(costs)
     tensors = persistent + max(window.tensor_bytes, window.kept_bytes + above_tensors)
     busy = [call.alive_bytes + costs.workspace(call.op, call.values) for call in window.calls]
     peak = max(tensors, persistent + max(busy, default=0), persistent + window.kept_bytes + above)
-    reserved = None if subject.kind == "cpu" else max(peak, _reserved(update, window))
-    eager = peak_of(
-        captured.graph,
-        costs.workspace,
-        replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding),
-        deaths=captured.deaths,
-        rounding=costs.rounding,
-    )
-    at_peak = _at_peak(eager, window, above_tensors)
+    at_peak = peak_of(captured.graph, costs.workspace, eager, deaths=captured.deaths, rounding=rounding)
     figures = StepFigures(
-        Memory(tensors, peak), subject.latency_ns(captured.graph) / 1e6, reserved_bytes=reserved, at_peak=at_peak
+        Memory(tensors, peak),
+        subject.latency_ns(captured.graph) / 1e6,
+        reserved_bytes=None if subject.kind == "cpu" else max(peak, _reserved(update, window)),
+        at_peak=_at_peak(at_peak, window, above_tensors),
     )
-    found = other_result(
-        replace(case, strategy=STRATEGY), subject, figures, figures, conformance="not checked: compiled, and predicted"
-    )
-    return replace(found, priced=False, note=_note(window, what, subject.kind))
+    return figures, _note(window, what, subject.kind)
 
 
 def _workspaces(subject: Subject, calls: Sequence[Call]) -> Mapping[str, int]:
