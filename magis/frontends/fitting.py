@@ -141,7 +141,7 @@ class _Sizes:
     make: Make | None = None
     """Builds the workload from a seed; None if the model's name says how."""
     compiled: bool | str = False
-    """What of the unplanned step is compiled."""
+    """Parts of the unplanned step that are compiled, as in `fit`."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons, by size, why the model refused sizes that were tried."""
     _peaks: dict[int, int] = field(default_factory=dict)

@@ -16,13 +16,13 @@ from magis.cases.case_rows import other_result
 from magis.cost.cost_model import RooflineCosts
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
-from magis.extensions.compile.compiled_window import Call, Window, compiled_window
+from magis.extensions.compile.compiled_window import Call, CompiledWindow, compiled_window
 from magis.graph import Graph
 from magis.graph.hazards import lifetimes
 from magis.graph.nodes import PERSISTENT_KINDS
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, ModuleBytes, Peak, StepFigures, collapsed
-from magis.runtime.scratch import measure_workspaces
+from magis.runtime.scratch import Needs, measure_workspaces, needs
 from magis.simulate.cuda_caching_allocator import CachingAllocator
 from magis.simulate.peak_breakdown import ROWS, peak_of
 from magis.simulate.simulator import replay, rounded
@@ -35,7 +35,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Update:
+class EagerUpdate:
     """The update of a captured step, which begins at operator ``first``."""
 
     graph: Graph
@@ -85,7 +85,7 @@ def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
         raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
     captured = subject.captured.original
     first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
-    update = Update(captured.graph, captured.deaths, first)
+    update = EagerUpdate(captured.graph, captured.deaths, first)
     cast, rounding = autocast_type(subject.source.dtype), subject.roofline.rounding
     window = compiled_window(subject.traced, what, cast, rounding, subject.kind)
     costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
@@ -105,13 +105,17 @@ def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
 
 
 def _workspaces(subject: Subject, calls: Sequence[Call]) -> Mapping[str, int]:
-    """Return the scratch of kernels by signature, measured on this CPU; nothing for other devices."""
+    """Return the scratch of kernels by signature, measured on this CPU; nothing for other devices. Kernels that need
+    another kernel's packed bytes (an LSTM's) are measured in a run of the eager step, which has them, too."""
     if subject.kind != "cpu" or not subject.may_run:
         return {}
-    return measure_workspaces(((call.op, call.values) for call in calls), subject.free_bytes)
+    found = measure_workspaces(((call.op, call.values) for call in calls), subject.free_bytes)
+    if any(needs(call.op, call.values) is Needs.BYTES for call in calls):
+        found = {**subject.workspaces(subject.captured.original.graph), **found}
+    return found
 
 
-def _at_peak(eager: Peak, window: Window, update: int) -> Peak:
+def _at_peak(eager: Peak, window: CompiledWindow, update: int) -> Peak:
     """Return what is alive at the peak: what stays by module, as at eager's peak, and the rest by kind."""
     stays = [row for row in eager.held if row.kind in PERSISTENT_KINDS]
     in_update = window.kept_bytes + update > window.tensor_bytes
@@ -123,7 +127,7 @@ def _at_peak(eager: Peak, window: Window, update: int) -> Peak:
     return Peak(eager.op if in_update else window.where, "", phase, "", collapsed((*stays, *rest), ROWS))
 
 
-def _reserved(update: Update, window: Window) -> int:
+def _reserved(update: EagerUpdate, window: CompiledWindow) -> int:
     """Return the bytes that CUDA's caching allocator reserves for the step, without scratch."""
     allocator, numbers = CachingAllocator(), count()
     for storage in update.graph.storages.values():
@@ -145,7 +149,7 @@ def _reserved(update: Update, window: Window) -> int:
     return allocator.reserved
 
 
-def _note(window: Window, what: str, kind: str) -> str:
+def _note(window: CompiledWindow, what: str, kind: str) -> str:
     """Return what was compiled, where graphs break, and what is not known."""
     parts = "network and loss" if what == "loss" else "network"
     many = "1 graph" if window.graphs == 1 else f"{window.graphs} graphs"

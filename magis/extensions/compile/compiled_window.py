@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Window:
+class CompiledWindow:
     """Memory of forward, loss and backward above what exists before them."""
 
     tensor_bytes: int
@@ -153,7 +153,7 @@ def _as_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return Call(Op(0, str(func), given, named, made, many), values, alive)
 
 
-def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, kind: str = "cpu") -> Window:
+def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, kind: str = "cpu") -> CompiledWindow:
     """Run forward, loss and backward of a workload, compiled for a kind of device ("cpu", "cuda"), on hollow tensors.
     The tensors are a CPU's for either kind: "cuda" stands for the operators and autocast rules of a GPU, and for code
     lowered by Triton's rules. Raises UsageError where torch.compile
@@ -208,7 +208,7 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
             with ledger:
                 kept = step()
                 reasons = Counter(counters["unimplemented"]) - refused
-                window = Window(
+                window = CompiledWindow(
                     tensor_bytes=ledger.peak_bytes,
                     kept_bytes=ledger.alive_bytes,
                     held=ledger.held,
