@@ -4,8 +4,8 @@
 
 Plain training steps on the CPU (forward, loss, backward, AdamW): the network is compiled, or network and loss as one
 function. The peak is that of one step with all that stays, by the allocator's events; *eager* is the same step not
-compiled. *predicted in* are the seconds of a prediction, capture included, *compiled in* those of inductor's first two
-steps. Networks are those of `benchmarks/lib/compiled_nets.py`, and built-in ones at preset small.
+compiled. *s* are the seconds of a prediction, capture included, then those of inductor's first two steps, with whatever
+is in its cache. Networks are those of `benchmarks/lib/compiled_nets.py`, and built-in ones at preset small.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def row(name: str, what: str, errors: list[float]) -> str:
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = arguments(__doc__, names=[*NETS, *BUILT_IN], output=Path)
+    parser = arguments(__doc__, names=[*BUILT_IN, *NETS], output=Path)
     parser.add_argument("--compiled", nargs="*", choices=COMPILED, default=list(COMPILED))
     asked = parser.parse_args()
     errors: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import magis
-from magis.errors import UsageError
+from magis.errors import CaptureError, UsageError
 from magis.extensions.compile.compiled_window import compiled_window
 from magis.models.custom import as_workload
+from magis.results import Case
 from magis.runtime.measure import collector_spared, window_peak
 from tests.compile.nets import fresh_dynamo
 
@@ -135,6 +137,26 @@ def test_a_graph_break_is_named_and_counted() -> None:
     assert "graph breaks: Failed to trace builtin operator" in skipped.result.note
 
 
+class Branch(nn.Module):
+    """A branch on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def test_a_branch_on_data_is_refused_in_one_line() -> None:
+    _, batch, loss = made("plain")
+    with pytest.raises(
+        CaptureError, match=r"between its graphs: .* at test_compiled_peaks.py:\d+; remove the graph break"
+    ):
+        magis.estimate(Branch(), batch, loss, "sgd", device="cpu", compiled=True)
+
+
 def test_the_estimate_adds_what_stays_and_the_update() -> None:
     module, batch, loss = made("plain")
     found = magis.estimate(module, batch, loss, "adamw", device="cpu", compiled=True)
@@ -182,3 +204,21 @@ def test_the_largest_batch_of_a_compiled_step() -> None:
 def test_unknown_parts_are_refused() -> None:
     with pytest.raises(UsageError, match=r"compiled='whole'; use 'model' or 'loss'"):
         magis.estimate(*made("chain"), "sgd", device="cpu", compiled="whole")
+
+
+def test_the_page_is_true(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = (repository / "docs" / "estimate.md").read_text(encoding="utf-8").partition("## Compiled steps")[2]
+    block = section.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"__name__": __name__}  # dynamo imports the module of a class
+    exec(compile(block, "docs/estimate.md", "exec"), names)
+    assert names["compiled"].against(names["eager"])["activation"] < 0
+    assert "network compiled, in 1 graph" in capsys.readouterr().out
+
+
+def test_the_gate_predicts_the_strategy_compile() -> None:
+    case = Case("mlp", "compile", "sim:h100", "small")
+    found = magis.run_case(case)
+    alone = magis.estimate("mlp", device="sim:h100", preset="small", compiled="loss")
+    assert found.optimized.simulated.peak_bytes == alone.peak_bytes
+    assert found.optimized.reserved_bytes == alone.reserved_bytes
+    assert "network and loss compiled, in 1 graph" in found.note
