@@ -111,7 +111,7 @@ def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
             simulated=figures.simulated,
             reserved=figures.reserved_bytes,
             replayed=None,
-            note=f"{said}; latency is of eager",
+            note=f"{said}; a predicted latency is of eager",
             off_by=math.inf,
             priced=False,
         )
