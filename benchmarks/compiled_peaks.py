@@ -1,11 +1,13 @@
 """Peaks of compiled steps: predicted by `magis.estimate(..., compiled=...)` beside those of inductor's code as it runs.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/compiled_peaks.py [network ...] [--compiled model loss] [--output FILE]
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/compiled_peaks.py [network ...] [--compiled model loss step]
+        [--output FILE]
 
 Plain training steps on the CPU (forward, loss, backward, AdamW): the network is compiled, or network and loss as one
-function. The peak is that of one step with all that stays, by the allocator's events; *eager* is the same step not
-compiled. *s* are the seconds of a prediction, capture included, then those of inductor's first two steps, with whatever
-is in its cache. Networks are those of `benchmarks/lib/compiled_nets.py`, and built-in ones at preset small.
+function, or (*step*) the update, too. The peak is that of one step with all that stays, by the allocator's events;
+*eager* is the same step not compiled. *s* are the seconds of a prediction, capture included, then those of inductor's
+first two steps, with whatever is in its cache. Networks are those of `benchmarks/lib/compiled_nets.py`, and built-in
+ones at preset small.
 """
 
 from __future__ import annotations
@@ -55,11 +57,13 @@ def measured(work: Workload, what: str) -> int:
     def whole() -> Any:
         return call(*work.inputs) if work.loss_fn is None else work.loss_fn(call(*work.inputs), *work.targets)
 
-    run = torch.compile(whole, dynamic=False) if what == "loss" else whole
+    run = torch.compile(whole, dynamic=False) if what in ("loss", "step") else whole
+
+    update = torch.compile(optimizer.step) if what == "step" else optimizer.step
 
     def step() -> None:
         run().backward()
-        optimizer.step()
+        update()
         optimizer.zero_grad(set_to_none=True)
 
     for _ in range(2):
@@ -88,7 +92,7 @@ def row(name: str, what: str, errors: list[float]) -> str:
 def main() -> None:
     """Print the table, and write it."""
     parser = arguments(__doc__, names=[*BUILT_IN, *NETS], output=Path)
-    parser.add_argument("--compiled", nargs="*", choices=COMPILED, default=list(COMPILED))
+    parser.add_argument("--compiled", nargs="*", choices=COMPILED, default=["model", "loss"])
     asked = parser.parse_args()
     errors: list[float] = []
 

@@ -73,9 +73,7 @@ def _add_model(commands: Commands, name: str, text: str, description: str) -> ar
     parser.add_argument("--device", metavar="NAME", help="as --magis-device")
     parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
     parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
-    parser.add_argument(
-        "--compiled", nargs="?", const="model", choices=("model", "loss"), help="compiled: the model, or with its loss"
-    )
+    parser.add_argument("--compiled", nargs="?", const="model", choices=("model", "loss", "step"), help="compiled")
     return parser
 
 

@@ -209,9 +209,9 @@ def estimate(
     without arguments that returns one, which is called on fake tensors and so allocates no memory of its size; or a
     name ("bert", "package.module:factory"). ``optimizer`` is a torch optimizer of the module's parameters, or "adamw",
     "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, or "24 GiB") replaces the device's memory. With
-    ``compiled``, torch.compile's inductor compiles the network (True), or network and loss as one function ("loss");
-    its kernels are neither built nor run. Raises MagisError for models that cannot be captured, and for invalid
-    arguments.
+    ``compiled``, torch.compile's inductor compiles the network (True), network and loss as one function ("loss"), or
+    the update, too ("step"); its kernels are neither built nor run. Raises MagisError for models that cannot be
+    captured, and for invalid arguments.
     """
     asked = None if memory_limit is None else _bytes(memory_limit)
     device = default_device() if device is None else device

@@ -198,8 +198,8 @@ def _at_size(build: Make, dim: int, size: int, seed: int) -> Workload:
 
 
 def compiled_result(case: Case, subject: Subject, compiled: bool | str) -> CaseResult:
-    """Predict a case whose network (True, "model"), or network and loss ("loss"), is compiled. Raises
-    MissingNeighbourError without the neighbour for torch.compile."""
+    """Predict a case whose network (True, "model"), network and loss ("loss"), or update, too ("step"), are compiled.
+    Raises MissingNeighbourError without the neighbour for torch.compile."""
     predict: Callable[[Case, Subject, str], CaseResult] = registry.load("compiled", "result")
     return predict(case, subject, "model" if compiled is True else str(compiled))
 

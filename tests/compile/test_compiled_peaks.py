@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,32 @@ def test_where_the_update_is_the_peak_it_is_eagers() -> None:
 
 
 @compiler
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_a_compiled_update_needs_no_more_than_the_gradients(kind: str) -> None:
+    module, (inputs, targets) = nn.Linear(256, 256), (torch.randn(2, 256), torch.randn(2, 256))
+    eager, compiled = (
+        magis.estimate(module, (inputs, targets), F.mse_loss, kind, device="cpu", compiled=what)
+        for what in ("loss", "step")
+    )
+    assert compiled.peak_bytes < eager.peak_bytes or kind == "momentum"  # which takes nothing in eager mode
+    known = {"adamw": torch.optim.AdamW, "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    optimizer = known[kind](module.parameters())
+    run, update = torch.compile(lambda: F.mse_loss(module(inputs), targets)), torch.compile(optimizer.step)
+
+    def step() -> None:
+        run().backward()
+        update()
+        module.zero_grad()
+
+    for _ in range(2):
+        step()
+    states = 2 if kind == "adamw" else 1
+    stays = (1 + states) * sum(each.nbytes for each in module.parameters()) + inputs.nbytes + targets.nbytes
+    with collector_spared():
+        assert compiled.peak_bytes == pytest.approx(stays + window_peak(step).peak_bytes, rel=0.01)
+
+
+@compiler
 def test_nothing_of_a_prediction_is_left() -> None:
     module, (inputs, targets), loss = made("plain")
     before = {name: each.clone() for name, each in module.state_dict().items()}
@@ -202,7 +229,7 @@ def test_the_largest_batch_of_a_compiled_step() -> None:
 
 
 def test_unknown_parts_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"compiled='whole'; use 'model' or 'loss'"):
+    with pytest.raises(UsageError, match=r"compiled='whole'; use 'model' or 'loss' or 'step'"):
         magis.estimate(*made("chain"), "sgd", device="cpu", compiled="whole")
 
 

@@ -27,8 +27,13 @@ from magis.simulate.cuda_caching_allocator import CachingAllocator
 from magis.simulate.peak_breakdown import ROWS, peak_of
 from magis.simulate.simulator import replay, rounded
 
-COMPILED = ("model", "loss")
-"""Parts of a step that can be compiled: the network alone, or network and loss as one function."""
+COMPILED = {
+    "model": "network compiled",
+    "loss": "network and loss compiled",
+    "step": "network and loss compiled, and the update",
+}
+"""Parts of a step that can be compiled, in words: the network alone, network and loss as one function, and the update
+as another one."""
 STRATEGY = "compile"
 STEPS = 2
 """Steps after which the caching allocator's segments are counted."""
@@ -78,11 +83,14 @@ def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
 
 
 def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
-    """Predict the memory of a compiled step: ``what`` is "model", or "loss" for network and loss as one function. The
-    latency is eager's. Return the figures and a note on graphs and limits. Raises MagisError for steps that cannot be
-    captured or compiled."""
+    """Predict the memory of a compiled step: ``what`` is one of `COMPILED`. The latency is eager's. Return the figures,
+    and a note on graphs and limits. Raises MagisError for steps that cannot be captured or compiled."""
     if what not in COMPILED:
         raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
+    if what == "step" and subject.traced.optimizer.kind == "apart":
+        raise UsageError(
+            f"{subject.traced.name}: its optimizer's code is not compiled here", hint="use compiled='loss'"
+        )
     captured = subject.captured.original
     first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
     update = EagerUpdate(captured.graph, captured.deaths, first)
@@ -90,7 +98,7 @@ def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
     window = compiled_window(subject.traced, what, cast, rounding, subject.kind)
     costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
     eager = replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=rounding)
-    persistent, (above_tensors, above) = eager.persistent_bytes, update.above(costs)
+    persistent, (above_tensors, above) = eager.persistent_bytes, (0, 0) if what == "step" else update.above(costs)
     tensors = persistent + max(window.tensor_bytes, window.kept_bytes + above_tensors)
     busy = [call.alive_bytes + costs.workspace(call.op, call.values) for call in window.calls]
     peak = max(tensors, persistent + max(busy, default=0), persistent + window.kept_bytes + above)
@@ -98,7 +106,9 @@ def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
     figures = StepFigures(
         Memory(tensors, peak),
         subject.latency_ns(captured.graph) / 1e6,
-        reserved_bytes=None if subject.kind == "cpu" else max(peak, _reserved(update, window)),
+        reserved_bytes=None
+        if subject.kind == "cpu"
+        else max(peak, _reserved(update, window, eager_update=what != "step")),
         at_peak=_at_peak(at_peak, window, above_tensors),
     )
     return figures, _note(window, what, subject.kind)
@@ -127,7 +137,7 @@ def _at_peak(eager: Peak, window: CompiledWindow, update: int) -> Peak:
     return Peak(eager.op if in_update else window.where, "", phase, "", collapsed((*stays, *rest), ROWS))
 
 
-def _reserved(update: EagerUpdate, window: CompiledWindow) -> int:
+def _reserved(update: EagerUpdate, window: CompiledWindow, *, eager_update: bool) -> int:
     """Return the bytes that CUDA's caching allocator reserves for the step, without scratch."""
     allocator, numbers = CachingAllocator(), count()
     for storage in update.graph.storages.values():
@@ -136,7 +146,7 @@ def _reserved(update: EagerUpdate, window: CompiledWindow) -> int:
     for _ in range(STEPS):
         names: dict[tuple[str, int], int] = {}
         of_window = ((("window", each), nbytes) for each, nbytes in window.events)
-        of_update = ((("update", each), nbytes) for each, nbytes in update.events())
+        of_update = ((("update", each), nbytes) for each, nbytes in (update.events() if eager_update else ()))
         for key, nbytes in chain(of_window, of_update):
             if nbytes < 0:
                 allocator.release(names.pop(key, -1))
@@ -151,9 +161,8 @@ def _reserved(update: EagerUpdate, window: CompiledWindow) -> int:
 
 def _note(window: CompiledWindow, what: str, kind: str) -> str:
     """Return what was compiled, where graphs break, and what is not known."""
-    parts = "network and loss" if what == "loss" else "network"
     many = "1 graph" if window.graphs == 1 else f"{window.graphs} graphs"
-    said = [f"{parts} compiled, in {many}" if window.graphs else f"nothing of the {parts} is compiled: eager"]
+    said = [f"{COMPILED[what]}, in {many}" if window.graphs else "nothing is compiled: eager"]
     if window.breaks:
         said.append(f"graph breaks: {', '.join(window.breaks)}")
     if kind != "cpu":

@@ -37,8 +37,12 @@ from magis.graph import Op, Ref, Value
 from magis.ops.call import CallError, from_torch
 from magis.ops.fake_results import bits_of
 from magis.ops.generators import generators_kept
+from magis.ops.optimizers import torch_optimizer
 from magis.runtime.storage_ledger import StorageLedger
 from magis.simulate.simulator import rounded
+
+COMPILING = 2
+"""Steps in which a compiled update is compiled: the first one sees new state."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,12 @@ def _as_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 
 
 def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, kind: str = "cpu") -> CompiledWindow:
-    """Run forward, loss and backward of a workload, compiled for a kind of device ("cpu", "cuda"), on hollow tensors.
-    The tensors are a CPU's for either kind: "cuda" stands for the operators and autocast rules of a GPU, and for code
-    lowered by Triton's rules. Raises UsageError where torch.compile
-    fails, CaptureError where numbers are read off data between compiled graphs."""
+    """Run forward, loss and backward of a workload, and a compiled update (``what`` is "step"), on hollow tensors.
+
+    They are compiled for a kind of device, "cpu" or "cuda". The tensors are a CPU's for either kind: "cuda" stands for
+    the operators and autocast rules of a GPU, and for code lowered by Triton's rules. Raises UsageError where
+    torch.compile fails, CaptureError where numbers are read off data between compiled graphs.
+    """
     training = work.optimizer.kind != "none"
     trained = tuple(name for name, each in work.module.named_parameters() if training and each.requires_grad)
     graphs, ledger = Graphs(on_gpu=kind == "cuda"), Ledger(rounding)
@@ -178,8 +184,11 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
             # without a name for the network's output, which would keep it alive while the loss runs
             return call(*stand.inputs) if loss is None else loss(call(*stand.inputs), *stand.targets)
 
-        call: Callable[..., Any] = stand.module if what == "loss" else graphs.compiled(stand.module)
-        run = graphs.compiled(whole) if what == "loss" else whole
+        call: Callable[..., Any] = graphs.compiled(stand.module) if what == "model" else stand.module
+        run = whole if what == "model" else graphs.compiled(whole)
+        leaves = {name: stand.parameters[name] for name in trained}
+        optimizer = torch_optimizer(work.optimizer, leaves) if what == "step" else None
+        update = None if optimizer is None else graphs.compiled(optimizer.step)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH) if work.explicit_attention else nullcontext())
         stack.enter_context(without_kernels(allocate))
         if kind == "cuda":
@@ -190,23 +199,27 @@ def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, 
         warnings.simplefilter("ignore")  # the capture has shown the step's own
         stack.enter_context(mode)
 
-        def step() -> Any:
+        def step(update: Callable[[], object] | None) -> Any:
             for each in stand.parameters.values():
                 each.grad = None
             with torch.set_grad_enabled(training), _casting(cast):
                 result = run()
             if training:
                 result.backward()
+            if update is not None:
+                update()
             return result
 
         refused = Counter(counters["unimplemented"])
         try:
-            step()  # compiles
+            step(None if optimizer is None else optimizer.step)  # compiles; the update makes its state
+            for _ in range(0 if update is None else COMPILING):
+                step(update)
             for each in stand.parameters.values():
                 each.grad = None
             ledger.counts = True
             with ledger:
-                kept = step()
+                kept = step(update)
                 reasons = Counter(counters["unimplemented"]) - refused
                 window = CompiledWindow(
                     tensor_bytes=ledger.peak_bytes,
