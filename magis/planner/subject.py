@@ -25,6 +25,7 @@ from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signa
 from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, in_order_ns, sends, too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
+from magis.rewrite.flat_rows import with_flat_rows
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import quickest
@@ -138,14 +139,13 @@ class Subject(TracedModel):
     @cached_property
     def untangled(self) -> Graph:
         """Functionalized graph without needless ordering edges."""
-        graph = untangle(self.normal)
-        verify(graph)
+        verify(graph := untangle(self.normal))
         return graph
 
     @cached_property
     def lean(self) -> Graph:
-        """The untangled graph without rows that a slice drops, and with lean cross-entropies."""
-        return with_lean_cross_entropy(with_short_rows(self.untangled))
+        """The untangled graph in forms of scores and losses that are easy to cut (`magis.rewrite`)."""
+        return with_lean_cross_entropy(with_flat_rows(with_short_rows(self.untangled)))
 
     @cached_property
     def aggregated(self) -> Graph:

@@ -120,6 +120,8 @@ OF_OTHERS = {
     "magis.ops.raising": "kernels that look at the contents of their tensors, and find them wrong",
     "magis.ops.splits.products": "how parts combine",
     "magis.ops.splits.labels": "how parts combine",
+    "magis.rewrite.flat_rows": "which operators work on each row by itself",
+    "magis.fission.recomputed_head": "where the head of a loss may begin",
     "magis.rewrite.short_rows": "where a slice of rows may pass",
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
