@@ -179,10 +179,11 @@ class PlainAllocator:
         if self.collects:
             self.collect()
         found = self.grow(small, wanted)
+        if found is None:
+            self.retries += 1
         if found is None and self.release_oversize(small, wanted):
             found = self.grow(small, wanted)
         if found is None:
-            self.retries += 1
             self.empty_cache()
             found = self.grow(small, wanted)
         if found is None:

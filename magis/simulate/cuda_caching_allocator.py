@@ -15,14 +15,11 @@ segments are released, and pages of expandable ones unmapped, and the request is
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
 
-from magis.graph import Graph
-from magis.graph.hazards import lifetimes
 from magis.simulate.allocator_settings import DEFAULTS, OWN_SEGMENT, AllocatorSettings
-from magis.simulate.simulator import Workspace, rounded
+from magis.simulate.simulator import rounded
 from magis.units import MIB
 
 ROUNDING = 512
@@ -138,7 +135,7 @@ class CachingAllocator:
         self.segments = 0
         """Number of segments, or maps of pages, that were made."""
         self.retries, self.failed = 0, False
-        """Number of requests that were tried again after a release of all that was cached; True if one failed then."""
+        """Number of requests for which cached memory was released; True if one failed nonetheless."""
         self._settings = settings
         self._capacity, self._allowed = capacity or UNLIMITED, allowed or UNLIMITED
         self._small, self._large = _Pool(True, SMALL_SEGMENT), _Pool(False, settings.large_segment_bytes)
@@ -198,10 +195,10 @@ class CachingAllocator:
         if self._collects:
             self._collect()
         block = self._new(pool, wanted)
+        self.retries += block is None
         if block is None and self._release_oversize(pool, wanted):
             block = self._new(pool, wanted)
         if block is None:
-            self.retries += 1
             self._release_all()
             block = self._new(pool, wanted)
         if block is not None:
@@ -330,88 +327,3 @@ def _has_room(block: _Block | None, wanted: int) -> bool:
         nbytes += block.nbytes
         block = block.behind
     return nbytes >= wanted
-
-
-# Bytes that the caching allocator reserves for a step, with fragmentation and rounding.
-# The schedule is replayed as allocations and frees on `CachingAllocator`, twice: the second step reuses the
-# segments of the first, and usually needs no more.
-
-STEPS = 2
-Event = tuple[int, int]
-"""Index of an allocation, and its bytes; -1 bytes: free."""
-RELEASE = -1
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """Peaks of some steps: of reserved segments, and of allocations (``torch.cuda.max_memory_reserved`` and
-    ``max_memory_allocated``)."""
-
-    reserved_bytes: int
-    allocated_bytes: int
-    segments: int
-    retries: int = 0
-    """Number of requests that were tried again after a release of all that was cached."""
-    failed: bool = False
-    """True if a request failed nonetheless."""
-
-
-def reserved(
-    graph: Graph,
-    workspace: Workspace,
-    *,
-    deaths: Mapping[int, int] | None = None,
-    steps: int = STEPS,
-    allocator: CachingAllocator | None = None,
-) -> Reserved:
-    """Simulate a new allocator (None: with torch's defaults and unlimited memory) over a schedule; arguments as for
-    ``replay``. Persistent storages are allocated first, in order.
-
-    An operator allocates its outputs, in order, then its workspace, which it frees at once; a loop does so for each
-    operator of its body, part by part. Host copies are assumed to use the one stream.
-    """
-    allocator = allocator or CachingAllocator()
-    numbers = count()
-    for storage in sorted(graph.storages):
-        if graph.storages[storage].persistent:
-            allocator.allocate(next(numbers), graph.storages[storage].nbytes)
-    trace = list(_events(graph, workspace, deaths, numbers))
-    for _ in range(steps):
-        for name, nbytes in trace:
-            if nbytes == RELEASE:
-                allocator.release(name)
-            else:
-                allocator.allocate(name, nbytes)
-    return Reserved(
-        allocator.most_reserved, allocator.most_allocated, allocator.segments, allocator.retries, allocator.failed
-    )
-
-
-def _events(
-    graph: Graph, workspace: Workspace, deaths: Mapping[int, int] | None, numbers: Iterator[int]
-) -> Iterator[Event]:
-    """Yield the allocations and frees of one step, after which all temporary storages are freed."""
-    lives = lifetimes(graph, deaths)
-    names: dict[int, int] = {}
-    dying: dict[int, list[int]] = {}
-    for storage, position in lives.dies.items():
-        dying.setdefault(position, []).append(storage)
-    for position, op in enumerate(graph.ops):
-        for value in op.made():
-            storage = graph.values[value].storage
-            fresh = lives.born.get(storage) == position and storage not in names
-            if fresh and graph.storages[storage].kind == "temporary":
-                names[storage] = next(numbers)
-                yield names[storage], graph.storages[storage].nbytes
-        if op.body is None:
-            scratch = next(numbers)
-            yield scratch, workspace(op, graph.values)
-            yield scratch, RELEASE
-        else:
-            for _ in range(op.body.parts):
-                yield from _events(op.body.graph, workspace, None, numbers)
-        for storage in dying.get(position, ()):
-            if storage in names:
-                yield names.pop(storage), RELEASE
-    for name in names.values():
-        yield name, RELEASE
