@@ -90,7 +90,7 @@ HEADER = ("strategy", "size", "peak", "measured", "step", "latency ratio")
 def _add_fit(commands: Commands) -> None:
     parser = _add_model(commands, "fit", "the largest batch that fits a memory limit", FIT_DESCRIPTION)
     parser.add_argument("--memory-limit", metavar="BYTES", required=True, help='such as "8 GiB", or a card: rtx4090')
-    parser.add_argument("--allocator", metavar="CONF", help="limit reserved bytes, with settings as --magis-allocator")
+    parser.add_argument("--allocator", metavar="CONF", help="limit reserved bytes: settings as in PYTORCH_ALLOC_CONF")
     parser.add_argument("--dim", metavar="N", help="the dimension of the batch to vary (default: 0)")
     parser.add_argument("--keyword", metavar="NAME", help="vary this keyword of the factory instead")
     parser.add_argument("--latency-ratio", metavar="R", help="the most that the optimized step may take, times eager's")
@@ -174,7 +174,7 @@ DOES_NOT_FIT = 1
 def _add_estimate(commands: Commands) -> None:
     parser = _add_model(commands, "estimate", "what a training step needs on a device", ESTIMATE_DESCRIPTION)
     parser.add_argument("--memory-limit", metavar="BYTES", help="in place of the device's memory: 24GiB, rtx4090")
-    parser.add_argument("--allocator", metavar="CONF", help="as --magis-allocator (default: PYTORCH_ALLOC_CONF)")
+    parser.add_argument("--allocator", metavar="CONF", help="settings in place of those of PYTORCH_ALLOC_CONF")
     parser.add_argument("--largest-batch", action="store_true", help="also the largest batch that fits")
     parser.add_argument("--no-remedies", action="store_true", help="do not try what would make it fit")
     parser.set_defaults(run=_estimate)

@@ -225,9 +225,7 @@ class Estimate:
         return f"{of}, with {self.allocator or 'the default allocator'}"
 
 
-RELEASED = (
-    "it runs nonetheless: torch releases cached memory where it runs out ({} times in two steps), which takes time"
-)
+RELEASED = "runs nonetheless: where memory runs out, torch releases what is cached ({} in two steps), which takes time"
 
 
 @in_one_order("magis.estimate", ("module", "optimizer", "batch", "loss"), {"model": "module"})
