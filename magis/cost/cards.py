@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from magis.errors import UsageError
-from magis.units import GIB, MIB, parse_bytes
+from magis.units import MIB, parse_bytes
 
 CONTEXT_BYTES = 600 * MIB
 """Bytes of CUDA's context and of the libraries' kernels: what processes on large cards are seen to hold at most."""
@@ -24,8 +24,8 @@ CARDS = tuple(_GIB)
 
 
 def card_bytes(name: str) -> int:
-    """Return a card's memory as CUDA reports it. Raises KeyError for an unknown card."""
-    return int(_GIB[name] * GIB)
+    """Return a card's memory as CUDA reports it, in whole MiB. Raises KeyError for an unknown card."""
+    return int(_GIB[name] * 1024) * MIB
 
 
 def limit_bytes(limit: str | int) -> int:

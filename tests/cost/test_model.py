@@ -114,7 +114,7 @@ def test_a_limit_is_an_amount_or_a_card() -> None:
 def test_the_page_has_the_memory_of_every_card(repository: Path) -> None:
     page = (repository / "docs" / "notes" / "cards.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([0-9.]+) \|", page, re.MULTILINE)
-    assert {name: int(float(gib) * 2**30) for name, gib in rows} == {name: card_bytes(name) for name in CARDS}
+    assert {name: int(float(gib) * 1024) * 2**20 for name, gib in rows} == {name: card_bytes(name) for name in CARDS}
 
 
 @pytest.mark.parametrize(
