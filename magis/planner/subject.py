@@ -282,9 +282,10 @@ class Subject(TracedModel):
         """Simulate a CUDA caching allocator for eager's step, or a plan with an unplanned optimizer; None on a CPU."""
         if self.kind == "cpu":
             return None
-        whole = (self.whole(step) or step) if isinstance(step, Graph) else step
+        whole = self.whole(step) or step if isinstance(step, Graph) else step
+        graph, deaths = (whole, None) if isinstance(whole, Graph) else (whole.graph, whole.deaths)
         made = simulated_allocator(allocator, device_memory(self.source.device), capacity)
-        return reserved(whole, self.roofline.workspace, allocator=made)
+        return reserved(graph, self.roofline.workspace, deaths, allocator=made)
 
     def reserved_bytes(self, step: Graph | Captured, allocator: str = "") -> int | None:
         """Predict the bytes that a CUDA caching allocator reserves; None on a CPU."""
@@ -296,8 +297,7 @@ class Subject(TracedModel):
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
-        """Return the latency to report for a graph: by this machine's profile on a CPU, if there is one; else
-        ``planned_ns``."""
+        """Return the latency to report for a graph: by this machine's profile of a CPU, if any; else ``planned_ns``."""
         if self.kind != "cpu" or self.pricing.profile is None:
             return planned_ns
         return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)

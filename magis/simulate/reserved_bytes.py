@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from magis.graph import Graph
 from magis.graph.hazards import lifetimes
@@ -46,30 +45,21 @@ class Reserved:
     """True if a request failed nonetheless."""
 
 
-class TimedFrees(Protocol):
-    """A graph in program order, and after how many operators eager frees each storage."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def deaths(self) -> Mapping[int, int]: ...
-
-
 def reserved(
-    step: Graph | TimedFrees,
+    graph: Graph,
     workspace: Workspace,
+    deaths: Mapping[int, int] | None = None,
     *,
     steps: int = STEPS,
     allocator: CachingAllocator | None = None,
 ) -> Reserved:
-    """Simulate a new allocator (None: with torch's defaults and unlimited memory) over a schedule; ``workspace`` as for
+    """Simulate a new allocator (None: with torch's defaults and unlimited memory) over a schedule; arguments as for
     ``replay``. Persistent storages are allocated first, in order.
 
     An operator allocates its outputs, in order, then its workspace, which it frees at once; a loop does so for each
     operator of its body, part by part. Host copies are assumed to use the one stream.
     """
     allocator = allocator or CachingAllocator()
-    graph, deaths = (step, None) if isinstance(step, Graph) else (step.graph, step.deaths)
     numbers = count()
     for storage in sorted(graph.storages):
         if graph.storages[storage].persistent:

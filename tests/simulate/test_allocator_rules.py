@@ -83,6 +83,24 @@ def test_the_rules_are_those_of_a_plain_reading(calls: list[Call], text: str, me
     compare(calls, text, memory)
 
 
+def test_memory_may_be_used_up_to_the_last_byte() -> None:
+    for limits in ({"allowed": 22 * MIB}, {"capacity": 22 * MIB}):
+        ours = CachingAllocator(**limits)
+        ours.allocate(0, 1)
+        ours.allocate(1, 2 * MIB)
+        assert (ours.reserved, ours.retries, ours.failed) == (22 * MIB, 0, False)
+        ours.allocate(2, 21 * MIB)
+        assert (ours.retries, ours.failed) == (1, True)
+
+
+def test_blocks_that_are_never_split_are_released_first() -> None:
+    """Two blocks of exactly the size from which on they are not split; a small segment stays cached."""
+    calls = [(0, 1), (1, 20 * MIB), (2, 20 * MIB), (0, 0), (1, 0), (2, 0), (3, 40 * MIB)]
+    ours = compare(calls, "max_split_size_mb:20", 42 * MIB)
+    assert (ours.reserved, ours.retries, ours.failed) == (42 * MIB, 1, False)
+    assert compare(calls, "", 42 * MIB).reserved == 40 * MIB
+
+
 def drawn(seed: int, count: int, live: int) -> list[Call]:
     """A trace of ``count`` allocations, of which about ``live`` are held at a time; last, all are released."""
     draw = random.Random(seed)

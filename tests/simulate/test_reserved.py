@@ -31,7 +31,7 @@ def test_a_step_reserves_what_it_allocates_and_repeats_in_that(model: str) -> No
     graph, workspace = subject.captured.graph, subject.roofline.workspace
     deaths = subject.captured.deaths
     profile = replay(graph, workspace, deaths=deaths, rounding=512)
-    once, twice, often = (reserved(subject.captured, workspace, steps=steps) for steps in (1, 2, 5))
+    once, twice, often = (reserved(graph, workspace, deaths, steps=steps) for steps in (1, 2, 5))
     assert profile.peak_bytes <= once.allocated_bytes <= once.reserved_bytes
     assert once.reserved_bytes <= twice.reserved_bytes == often.reserved_bytes
     # A block may be larger than what was asked for by 1 MiB at most, and small ones are not.
