@@ -81,8 +81,8 @@ def check_precision(case: Case) -> None:
         raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
 
 
-def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
-    """Return the simulated candidate of a strategy; None: of the original."""
+def make_candidate(subject: Subject, strategy: Local | None, allocator: str = "") -> Candidate:
+    """Return the simulated candidate of a strategy (None: of the original); ``allocator``: as in `Case`."""
     captured, moved_ns = subject.captured.original, 0
     if strategy is not None and strategy.is_captured:
         under, moved = subject.captured_as(strategy)
@@ -95,7 +95,7 @@ def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
         partial(_make_step, subject, strategy),
         SearchStats(),
         {},
-        subject.reserved_bytes(captured.graph, captured.deaths),
+        subject.reserved_bytes(captured, allocator),
         Replayed(subject, captured.graph, captured),
         strategy,
         off_by=SCALER if strategy is not None and strategy.is_scaled else 0.0,

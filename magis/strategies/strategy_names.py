@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from magis import registry
 from magis.errors import UsageError
+from magis.simulate.allocator_settings import allocator_text
 from magis.strategies.distributed_names import (
     DISTRIBUTED,
     PLANNED,
@@ -32,6 +33,7 @@ __all__ = [
     "SEARCHES",
     "OrtName",
     "accumulated",
+    "allocator_text",
     "check_installed",
     "check_limit_of",
     "check_parts",
