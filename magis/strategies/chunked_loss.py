@@ -31,8 +31,12 @@ _LOOKS = {
     *(getattr(_tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__", "register_hook")),
 }
 """Functions that need no scores to answer."""
+_VIEWS = {_tensor.view, _tensor.__getitem__}
 _SHAPES = {_tensor.view, _tensor.reshape, _tensor.flatten, torch.reshape, torch.flatten, _tensor.contiguous}
 
+
+_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "pow"))
+"""Operators that write their left side."""
 
 Layer: TypeAlias = Callable[[Tensor], Tensor]
 Casting: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -49,6 +53,8 @@ class DeferredScores(Tensor):
     made: Layer | None
     known: Tensor | None
     """Scores, once they are computed."""
+    copied: bool
+    """True if a copy was made of these, which a write in place leaves as it is."""
 
     @staticmethod
     def of(
@@ -65,12 +71,21 @@ class DeferredScores(Tensor):
             DeferredScores, shape, dtype=dtype, device=x.device, requires_grad=True
         )
         self.x, self.layer, self.source, self.made, self.known = x, layer, source, made, None
+        self.copied = False
         self.register_hook(_refused)  # type: ignore[no-untyped-call]
         return self
 
     def is_pending(self) -> bool:
         """Return True if nothing has read the scores, or those from which they were made."""
         return self.known is None and (self.source is None or self.source.is_pending())
+
+    def has_copies(self) -> bool:
+        """Return True if a copy was made of these scores, or of those of which they are a view."""
+        return self.copied or (self.source is not None and self.is_view() and self.source.has_copies())
+
+    def is_view(self) -> bool:
+        """Return True if these share the memory of those from which they are made."""
+        return isinstance(self.made, partial) and self.made.args[0] in _VIEWS
 
     def whole(self) -> Tensor:
         """Return the scores, computed once."""
@@ -91,6 +106,8 @@ class DeferredScores(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = None
+        if _overwrites(func) and isinstance(args[0], DeferredScores) and args[0].has_copies():
+            raise UsageError("strategy 'by-hand': scores are written in place after a copy of them was taken")
         if func is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
         elif isinstance(args[0] if args else None, DeferredScores) and args[0].is_pending():
@@ -110,6 +127,19 @@ def _refused(_given: object) -> None:
     raise UsageError("strategy 'by-hand': scores go to an autograd function of the user's own, not to F.cross_entropy")
 
 
+def _overwrites(func: Any) -> bool:
+    """Return True for a function that writes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _note_copy(scores: DeferredScores) -> None:
+    """Note that a copy was made of scores, and of those of which they are a view."""
+    scores.copied = True
+    if scores.source is not None and scores.is_view():
+        _note_copy(scores.source)
+
+
 def _kept_pending(
     scores: DeferredScores, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DeferredScores | None:
@@ -119,8 +149,10 @@ def _kept_pending(
     columns = scores.shape[-1]
     if func is _tensor.float or (func is _tensor.to and len(args) == 1 and isinstance(args[0], torch.dtype)):
         wanted = args[0] if args else torch.float32
-        layer = partial(_cast, layer, wanted)
-        return scores if dtype == wanted else DeferredScores.of(x, layer, columns, wanted, scores, made)
+        if dtype == wanted:
+            return scores
+        _note_copy(scores)
+        return DeferredScores.of(x, partial(_cast, layer, wanted), columns, wanted, scores, made)
     if func is _tensor.__getitem__:
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if not all(each is None or each is ... or isinstance(each, (int, slice)) for each in index):
@@ -134,6 +166,8 @@ def _kept_pending(
     rows = x[args[0]] if func is _tensor.__getitem__ else x.reshape(*shape[:-1], x.shape[-1])
     if rows.shape != (*shape[:-1], x.shape[-1]):
         return None
+    if func not in _VIEWS:
+        _note_copy(scores)
     return DeferredScores.of(rows, layer, columns, dtype, scores, made)
 
 

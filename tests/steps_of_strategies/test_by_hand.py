@@ -78,6 +78,25 @@ def written(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def copied_first(logits: Tensor, labels: Tensor) -> Tensor:
+    """On a copy, which the write in place leaves as it is."""
+    scores = logits[:, :-1].contiguous()
+    logits.mul_(2)
+    return F.cross_entropy(scores.view(-1, WORDS), labels[:, 1:].flatten())
+
+
+def cast_first(logits: Tensor, labels: Tensor) -> Tensor:
+    scores = logits.view(-1, WORDS).to(torch.float64)
+    logits[:, 0] = 0
+    return F.cross_entropy(scores, labels.flatten())
+
+
+def copy_written(logits: Tensor, labels: Tensor) -> Tensor:
+    scores = logits[:, :-1].contiguous()
+    scores /= 2
+    return F.cross_entropy(scores.view(-1, WORDS), labels[:, 1:].flatten())
+
+
 def looked_at(logits: Tensor, labels: Tensor) -> Tensor:
     """Read without gradients before the loss."""
     with torch.no_grad():
@@ -156,7 +175,7 @@ def test_numbers_are_eagers(loss: Loss | None, monkeypatch: pytest.MonkeyPatch, 
     assert compare(work_of(Net(loss, tied=tied)), monkeypatch) == chunked_loss.CHUNKS
 
 
-@pytest.mark.parametrize("loss", [scaled, written, looked_at, of_classes])
+@pytest.mark.parametrize("loss", [scaled, written, copy_written, looked_at, of_classes])
 def test_scores_that_are_used_otherwise_are_computed_whole(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     assert compare(work_of(Net(loss)), monkeypatch) == 0
@@ -188,6 +207,9 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         local("checkpoint+by-hand", "cpu")
     with pytest.raises(UsageError, match="autograd function of the user's own"):
         steps_of("by-hand", work_of(Net(lambda logits, _labels: OwnLoss.apply(logits))))  # type: ignore[no-untyped-call]
+    for loss in (copied_first, cast_first):
+        with pytest.raises(UsageError, match="written in place after a copy of them was taken"):
+            steps_of("by-hand", work_of(Net(loss)))
 
 
 def case(strategy: str, device: str = "cpu", optimizer: type[Any] = torch.optim.AdamW, dtype: str = "") -> CaseResult:
