@@ -128,6 +128,7 @@ OF_OTHERS = {
     "magis.runtime.scratch": "kinds of operators",
     "magis.extensions.onnx.functional_trace": "operators that ONNX lacks, written in others",
     "magis.extensions.onnx.onnx_operators": "how an operator is written in ONNX",
+    "magis.strategies.chunked_loss": "operators that write their left side in place",
     "magis.strategies.single_device": "what a strategy of others keeps",
     "magis.extensions.ranks.strategies.vocabulary": "functions that leave distributed tensors in parts",
 }
