@@ -10,7 +10,7 @@ ahead of its gradients, the head is part of two loops, and the scores ``y`` neve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from magis.fission.candidates import Axis, connected, factories, grow
@@ -44,16 +44,17 @@ class RecomputedHead:
     """True if a loop along another axis has all of the head, to the loss and back, in few parts."""
 
 
-def heads(graph: Graph) -> tuple[list[int], list[int]]:
-    """Return values with which a loss head may begin: the results of the widest products, last ones first, if these
-    are few; and results at the last places of each axis, of which one at most is a head."""
+def heads(graph: Graph) -> Iterator[tuple[int, bool]]:
+    """Yield values with which a loss head may begin: the results of the widest products, last ones first, if these are
+    few; then, marked True, results at the last places of each axis, of which one at most is a head."""
     wide = _wide(graph, 2 * WIDE)  # scores become twice as wide in float32
     made = [op.made()[0] for op in graph.ops if op.phase == "forward" and op.target in PRODUCTS]
     nbytes = {value: graph.values[value].nbytes for value in made if value in wide}
     widest = [value for value, held in nbytes.items() if 2 * held >= max(nbytes.values())]
-    last = [at for axis in axes(graph) for at in places(graph, axis, 1)[:-3:-1]] if wide else []
-    made_last = dict.fromkeys(graph.ops[at].made()[0] for at in last)
-    return widest[::-1] if len(widest) <= HEADS else [], list(made_last)
+    tried = widest[::-1] if len(widest) <= HEADS else []
+    yield from ((value, False) for value in tried)
+    last = (graph.ops[at].made()[0] for axis in axes(graph) for at in places(graph, axis, 1)[:-3:-1]) if wide else ()
+    yield from ((value, True) for value in dict.fromkeys(last) if value not in tried)
 
 
 def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:

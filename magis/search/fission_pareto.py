@@ -124,9 +124,10 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
     """Return a step whose loss heads must run twice with the first times as loops, and the second time of the last one
     as a place, of others as loops; other steps as they are, without a place."""
     whole, found = step, list[RecomputedHead]()
-    widest, last = heads(step.graph)
-    for value in (*widest, *last):
-        head = None if found and value not in widest else recomputed_head(step.graph, value)
+    for value, alone in heads(step.graph):
+        if found and alone:
+            break
+        head = recomputed_head(step.graph, value)
         looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)))
         if head is not None and looped is not None:
             found.append(head)

@@ -109,7 +109,7 @@ def case(loss: Callable[[Tensor, Tensor], Tensor], batch: int) -> tuple[Built, G
 
 
 def last_head(graph: Graph) -> RecomputedHead | None:
-    return next((found for each in heads(graph) for value in each if (found := recomputed_head(graph, value))), None)
+    return next((found for value, _ in heads(graph) if (found := recomputed_head(graph, value))), None)
 
 
 @pytest.mark.parametrize("batch", [2, 4])
