@@ -4,10 +4,10 @@
 
 By hand, every block is checkpointed, and so are head and loss, in chunks of 1,024 tokens. The losses: cross-entropy on
 scores (``flat``), inside of the module on shifted labels (``inside``), or on sliced scores (``shifted``); the
-preference of the first sequence to the second (``preferred``, DPO); the divergence from a teacher's scores
-(``distilled``). The planned step has the latency of that step as its limit. Columns: eager's peak, the peak by hand
-and its latency over eager's, ours and its latency, our peak over the one by hand, and what runs in parts. All figures
-are simulated.
+preference of the first sequence to the second (``preferred``, DPO), each in a pass of its own (``apart``); clipped
+ratios weighted by rewards (``rewarded``, GRPO); the divergence from a teacher's scores (``distilled``). The planned
+step has the latency of that step as its limit. Columns: eager's peak, the peak by hand and its latency over eager's,
+ours and its latency, our peak over the one by hand, and what runs in parts. All figures are simulated.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ SETTINGS = {
     "one-shifted": Setting(1, 8192, 32_000, "shifted"),
     "two-inside": Setting(2, 2048, 32_000, "inside"),
     "two-preferred": Setting(2, 4096, 32_000, "preferred"),
+    "two-apart": Setting(2, 4096, 32_000, "apart"),
+    "four-rewarded": Setting(4, 2048, 32_000, "rewarded"),
     "one-distilled": Setting(1, 4096, 32_000, "distilled"),
     "many-words": Setting(1, 4096, 152_064, "inside"),
 }
@@ -79,16 +81,22 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, given.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.by_hand else layer(x)
-        x = self.norm(x)
+        if self.loss == "apart" and labels is not None:
+            first, second = (self._known(self._hidden(ids[n : n + 1]), labels[n : n + 1]).sum() for n in (0, 1))
+            return -F.logsigmoid(0.1 * (first - second))
+        x = self._hidden(ids)
         if labels is None:
             scores: Tensor = self.head(x).flatten(0, 1)
             return scores
         if self.loss == "preferred":
-            known = torch.cat(self._chunks(self._likelihoods, x[:, :-1], labels[:, 1:]), 1).sum(1)
+            known = self._known(x, labels).sum(1)
             return -F.logsigmoid(0.1 * (known[0] - known[1]))
+        if self.loss == "rewarded":
+            known = self._known(x, labels)
+            rewards = torch.linspace(-1, 1, len(ids))[:, None]
+            ratio, mask = (known - known.detach()).exp(), (labels[:, 1:] != 0).float()
+            gain = torch.min(ratio * rewards, ratio.clamp(0.8, 1.2) * rewards) - 0.04 * known.square()
+            return -((gain * mask).sum(1) / mask.sum(1)).mean()
         if self.loss == "distilled":
             return torch.stack(self._chunks(self._divergence, x, labels)).sum() / labels.shape[1]
         if self.loss == "shifted" and not self.by_hand:
@@ -97,6 +105,17 @@ class Decoder(nn.Module):
         if not self.by_hand:
             return F.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten(), ignore_index=-100)
         return torch.stack(self._chunks(summed_entropy(self.head), x, targets)).sum() / (targets != -100).sum()
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.by_hand else layer(x)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def _known(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Log-likelihoods of the next tokens."""
+        return torch.cat(self._chunks(self._likelihoods, x[:, :-1], labels[:, 1:]), 1)
 
     def _chunks(self, part: Part, x: Tensor, labels: Tensor) -> list[Tensor]:
         """The parts of a loss by chunks of tokens, by hand; else one for all."""

@@ -72,6 +72,9 @@ class Case:
     on a swap; no effect on a CPU."""
     memory_limit: int | None = None
     """Memory limit in bytes, instead of the memory ratio."""
+    allocator: str = ""
+    """Settings of a GPU's caching allocator for predicted reserved bytes, as in PYTORCH_ALLOC_CONF; empty: torch's
+    defaults, whatever the environment says."""
 
     @property
     def limits_memory(self) -> bool:

@@ -101,7 +101,7 @@ def configuration_key(case: Case) -> str:
 
 
 def case_key(label: str, case: Case) -> str:
-    """Return the key of a case in its configuration: its label, and budget, seed and slack unless default.
+    """Return the key of a case in its configuration: its label, and budget, seed, slack and allocator unless default.
 
     Another budget finds another plan, so it is another case. A cap in seconds is not part of the key: a result that the
     cap did not stop is the same without it.
@@ -109,7 +109,7 @@ def case_key(label: str, case: Case) -> str:
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
     slack = f" slack={case.slack:g}" if case.has_limit and case.device != "cpu" and case.slack != Case.slack else ""
-    return f"{label}{budget}{seed}{slack}"
+    return f"{label}{budget}{seed}{slack}{f' allocator={case.allocator}' if case.allocator else ''}"
 
 
 def identity_key(result: CaseResult) -> str:

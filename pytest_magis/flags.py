@@ -207,6 +207,14 @@ class Settings:
         "quicker by half of it, and both at once; the latency that is reported is that of the device as it is said to "
         "be. 0 plans for that device alone ([what it costs](search.md#slack)). Nothing is swapped on `cpu`.",
     )
+    allocator: str = option(
+        kinds.text("CONF"),
+        "",
+        "settings of the allocator whose reserved bytes are predicted, as in PYTORCH_ALLOC_CONF",
+        in_words="torch's own, whatever the environment says",
+        expert=True,
+        details="Cases of one device then have [baselines of their own](estimate.md#settings-of-the-allocator).",
+    )
     processes: int = option(
         kinds.whole(1),
         1,
@@ -215,10 +223,7 @@ class Settings:
         details="The result does not depend on it. Each worker of pytest-xdist has processes of its own.",
     )
     resume: Path | None = option(
-        kinds.DIR,
-        None,
-        "directory for finished pieces of searches; an interrupted run continues from there",
-        expert=True,
+        kinds.DIR, None, "directory for finished pieces of searches; a run that was cut off goes on there", expert=True
     )
     baselines: Path = option(
         kinds.DIR,
@@ -261,11 +266,7 @@ class Settings:
         "but does not fail. A mark's `required=True` demands the limits of one test.",
     )
     memory_tolerance: float = option(
-        kinds.SHARE,
-        0.0,
-        "share by which memory may exceed its baseline",
-        in_mark=True,
-        details="0.05 allows 5% more.",
+        kinds.SHARE, 0.0, "share by which memory may exceed its baseline", in_mark=True, details="0.05 allows 5% more."
     )
     latency_tolerance: float | None = option(
         kinds.SHARE,
@@ -330,10 +331,7 @@ class Settings:
         details="[How to read it](report.md).",
     )
     trace: Path | None = option(
-        kinds.DIR,
-        None,
-        "directory for each case's simulated time lines, for Perfetto",
-        scope=RUN,
+        kinds.DIR, None, "directory for each case's simulated time lines, for Perfetto", scope=RUN
     )
     only_gate: bool = False
     """True if models were given on the command line: without paths, pytest then collects only the gate's cases."""

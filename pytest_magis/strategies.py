@@ -13,6 +13,7 @@ from magis.strategies.strategy_names import (
     PLANNED_CODE,
     RESERVED,
     accumulated,
+    allocator_text,
     check_limit_of,
     check_parts,
     family,
@@ -100,9 +101,17 @@ class Magis:
 
 
 def case_of(settings: Settings, model: str, strategy: str) -> Case:
-    """Create the case of a strategy without a search."""
+    """Create the case of a strategy without a search. Settings of the allocator hold for strategies of one device."""
+    is_single = family(strategy) in ("original", "plan", "local")
     return Case(
-        model, strategy, settings.device, settings.preset, settings.dtype, seed=settings.seed, slack=settings.slack
+        model,
+        strategy,
+        settings.device,
+        settings.preset,
+        settings.dtype,
+        seed=settings.seed,
+        slack=settings.slack,
+        allocator=allocator_text(settings.allocator, settings.device) if is_single else "",
     )
 
 

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from magis.runtime.steps import EagerStep, GraphStep, Step
 from magis.runtime.swap_streams import HostMemory
 from magis.simulate.compiled_problem import redo_form
 from tests.nets import Built
+from tests.plain_allocator import PlainAllocator
 
 
 class Workspaces:
@@ -228,62 +228,6 @@ def lives(graph: Graph, deaths: Mapping[int, int] | None, storage: int) -> range
 def no_scratch(op: Op, values: Mapping[int, Value]) -> int:
     """Operators without a workspace."""
     return 0
-
-
-MIB = 2**20
-
-
-@dataclass
-class PlainAllocator:
-    """The rules of torch's caching allocator on lists that are looked through from end to end; a stretch is [size, name
-    or None]."""
-
-    segments: list[tuple[bool, list[list[int | None]]]] = field(default_factory=list)
-
-    def allocate(self, name: int, nbytes: int) -> None:
-        if not nbytes:
-            return
-        wanted = (nbytes + 511) // 512 * 512
-        small = wanted <= MIB
-        found = None
-        for which, (kind, stretches) in enumerate(self.segments):
-            for at, (size, owner) in enumerate(stretches):
-                fits = kind == small and owner is None and size is not None and size >= wanted
-                if fits and (found is None or (size or 0) < found[0]):
-                    found = (size or 0, which, at)
-        if found is None:
-            size = (
-                2 * MIB if small else 20 * MIB if wanted < 10 * MIB else (wanted + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-            )
-            self.segments.append((small, [[size, None]]))
-            found = (size, len(self.segments) - 1, 0)
-        size, which, at = found
-        stretches = self.segments[which][1]
-        if size - wanted >= 512 if small else size - wanted > MIB:
-            stretches[at : at + 1] = [[wanted, name], [size - wanted, None]]
-        else:
-            stretches[at] = [size, name]
-
-    def release(self, name: int) -> None:
-        for _, stretches in self.segments:
-            for stretch in stretches:
-                if stretch[1] == name:
-                    stretch[1] = None
-            merged: list[list[int | None]] = []
-            for size, owner in stretches:
-                if merged and merged[-1][1] is None and owner is None:
-                    merged[-1][0] = (merged[-1][0] or 0) + (size or 0)
-                else:
-                    merged.append([size, owner])
-            stretches[:] = merged
-
-    @property
-    def reserved(self) -> int:
-        return sum(size or 0 for _, stretches in self.segments for size, _ in stretches)
-
-    @property
-    def allocated(self) -> int:
-        return sum(size or 0 for _, stretches in self.segments for size, owner in stretches if owner is not None)
 
 
 def plainly_reserved(

@@ -12,7 +12,7 @@ from torch._dynamo import graph_break
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lib.llama import Llama, Sizes, turned
+from .llama import Llama, Sizes, turned
 
 Parts = tuple[Any, ...]
 """Module, (inputs, targets), loss; or module and batch where the module returns its loss."""
@@ -135,7 +135,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
-        out: Tensor = sum(weights[..., n, None] * expert(x) for n, expert in enumerate(self.experts))  # type: ignore[assignment]
+        out: Tensor = sum(weights[..., n, None] * expert(x) for n, expert in enumerate(self.experts))
         return out
 
 

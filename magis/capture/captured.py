@@ -136,19 +136,21 @@ def capture(
     settled: bool = True,
     heard: Heard | None = None,
     results: bool = False,
+    early: bool = False,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
     The tensors may be real, hollow or fake, and are not changed. ``device`` ("cpu" or "cuda") selects the operators of
     that device, ``autocast`` ("bfloat16" or "float16") the autocast dtype of forward and loss. With ``settled`` False
     the module may replace buffers, as some modules do in their first step. ``heard`` is what `record_eager` recorded of
-    this step. With ``results`` the tensors that the forward stores in attributes are graph outputs, too.
+    this step. With ``results`` the tensors that the forward stores in attributes are graph outputs, too. With ``early``
+    each weight is updated in the backward, as soon as its gradient is complete.
 
     Raises CaptureError, naming module and line, for steps that are not one static graph, BranchError if ``heard`` would
     help.
     """
     check_tensors(module, inputs, targets)
-    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device)
+    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device, early)
     with caches_kept() as caches:
         mode = Hollow(heard=heard, made=caches.made)
         try:
@@ -174,6 +176,7 @@ class _Step:
     explicit_attention: bool
     autocast: str | None
     device: str = "cpu"
+    early: bool = False
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -306,7 +309,7 @@ def _recorded(
     kinds = optimizers.state_names(rule)
     leaves = [stand.parameters[name] for name in trained]
     states = [{kind: optimizers.new_state(kind, leaf) for kind in kinds} for leaf in leaves]
-    numbers = optimizers.sentinels(rule)
+    numbers, done = optimizers.sentinels(rule), set[str]()
     for name, tensor in stand.named().items():
         kind = name.partition(":")[0]
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
@@ -323,7 +326,8 @@ def _recorded(
             check_loss(result)
             recorder.phase = "backward"
             # Held to the end of the step, as ``.grad`` holds them in eager.
-            with no_gradient_for(recorder.graded.values(), result):
+            hooks = _updated_early(recorder, step, leaves, states, done) if step.early else nullcontext()
+            with no_gradient_for(recorder.graded.values(), result), hooks:
                 grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
@@ -341,7 +345,7 @@ def _recorded(
                 parameters=trained,
                 dtype=next((str(p.dtype).removeprefix("torch.") for p in stand.module.parameters()), "float32"),
                 rule=rule,
-                graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
+                graded=tuple(n for n, grad in zip(trained, grads, strict=False) if grad is not None or n in done),
                 results=tuple(left),
             )
 
@@ -355,6 +359,29 @@ def _recorded(
                 weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
+
+
+@contextmanager
+def _updated_early(
+    recorder: Recorder, step: _Step, leaves: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], done: set[str]
+) -> Iterator[None]:
+    """Record each weight's update, and add its name to `done`, when its gradient is complete within the context."""
+    trained = step.trained
+
+    def updated(weight: Tensor) -> None:
+        grads = [leaf.grad for leaf in leaves]  # None but for this weight's
+        weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
+        done.update(each.name for each in weights if each.grad is not None)
+        recorder.phase = "update"
+        _register_states(recorder, trained, grads, states)
+        with torch.no_grad():
+            update(step.rule, weights, optimizers.sentinels(step.rule), device=step.device)
+        weight.grad, recorder.phase = None, "backward"
+
+    with ExitStack() as hooks:
+        for leaf in leaves:
+            hooks.callback(leaf.register_post_accumulate_grad_hook(updated).remove)
+        yield
 
 
 def _register_states(

@@ -144,7 +144,7 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
         subject.latency_ns(captured.graph) / 1e6,
         memory,
         () if memory is None else subject.original_times_ms,
-        subject.reserved_bytes(captured.graph, captured.deaths),
+        subject.reserved_bytes(captured),
         Replayed(subject, captured.graph, captured).at_peak(),
     )
 

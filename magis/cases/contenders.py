@@ -22,6 +22,8 @@ from magis.strategies.strategy_names import LISTED, check_planned, family
 
 SCALER = 0.001
 """Relative tolerance of peaks with a GradScaler, whose few tensors are not in the captured step."""
+ORDER_OFF = 1e-4
+"""Relative tolerance of the loss for strategies that add up in another order, in float32."""
 MOST_OFF = 0.05
 """Relative tolerance of the loss for strategies that compute other numbers, other random numbers included."""
 PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
@@ -82,8 +84,8 @@ def check_precision(case: Case) -> None:
         raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
 
 
-def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
-    """Return the simulated candidate of a strategy; None: of the original."""
+def make_candidate(subject: Subject, strategy: Local | None, allocator: str = "") -> Candidate:
+    """Return the simulated candidate of a strategy (None: of the original); ``allocator``: as in `Case`."""
     captured, moved_ns = subject.captured.original, 0
     if strategy is not None and strategy.is_captured:
         under, moved = subject.captured_as(strategy)
@@ -96,16 +98,17 @@ def make_candidate(subject: Subject, strategy: Local | None) -> Candidate:
         partial(_make_step, subject, strategy),
         SearchStats(),
         {},
-        subject.reserved_bytes(captured.graph, captured.deaths),
+        subject.reserved_bytes(captured, allocator),
         Replayed(subject, captured.graph, captured),
         strategy,
         off_by=SCALER if strategy is not None and strategy.is_scaled else 0.0,
+        note=strategy.note(subject.traced) if strategy is not None else "",
     )
     if strategy is None or strategy.is_captured:
         return found
     predict = registry.optional("compiled", "figures") if strategy.name == "compile" else None
     if predict is not None:
-        figures, said = predict(subject, "loss")
+        figures, said = predict(subject, "loss", allocator)
         return replace(
             found,
             simulated=figures.simulated,
@@ -143,7 +146,9 @@ def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eage
     off = compare_losses(eager, step, seed, shared_tensors(subject))
     if strategy.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
         return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
-    why = " and ".join(name for name, given in (("precision", strategy.cast), ("compiler", strategy.compiled)) if given)
-    if not off <= MOST_OFF:
+    reasons = (("precision", strategy.cast), ("compiler", strategy.compiled), ("order of sums", strategy.is_by_hand))
+    why = " and ".join(name for name, given in reasons if given)
+    whole = why == "order of sums" and subject.source.dtype in ("float32", "float64")
+    if not off <= (ORDER_OFF if whole else MOST_OFF):
         return f"differs: loss by {100 * off:.2g}%, more than another {why} explains"
     return f"another {why}: loss within {100 * off:.2g}%"

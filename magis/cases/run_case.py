@@ -146,15 +146,13 @@ class CaseRun:
             table = planning_workspaces(subject, stored, expected_graph)
             original_bytes = reference.peak_bytes
             if case.memory_limit_of == RESERVED:
-                captured = subject.captured.original
-                original_bytes = (
-                    reference.reserved_bytes or subject.reserved_bytes(captured.graph, captured.deaths) or 0
-                )
+                predicted = subject.reserved_bytes(subject.captured.original, case.allocator)
+                original_bytes = reference.reserved_bytes or predicted or 0
             limit = case.memory_limit or share_of(case.memory_ratio, original_bytes)
             if case.strategy in PLANS:
                 candidate = self._plan_candidate(table, limit, original_ns, reference)
             else:
-                candidate = make_candidate(subject, self._strategy)
+                candidate = make_candidate(subject, self._strategy, case.allocator)
             if measured is not None:
                 outcome = self._run_both(candidate, measured)
             else:
@@ -189,7 +187,7 @@ class CaseRun:
             )
 
         if target is not None and case.memory_limit_of == RESERVED:
-            found = within_reserved(subject, target, case.seconds, search)
+            found = within_reserved(subject, target, case.seconds, search, case.allocator)
         else:
             found = search(target, case.seconds)
         portable = True
@@ -211,7 +209,7 @@ class CaseRun:
             lambda _stack: subject.generated(found.graph),
             stats,
             found.workspaces,
-            subject.reserved_by(found.graph),
+            subject.reserved_bytes(found.graph, case.allocator),
             step,
             portable=portable,
         )
@@ -287,7 +285,7 @@ class CaseRun:
     def _assemble(self, candidate: Candidate, outcome: _RunFigures, limit: int | None, original_ns: int) -> CaseResult:
         case, subject, opt_step = self.case, self.subject, candidate.replayed
         ori_step = Replayed(subject, subject.captured.original.graph, subject.captured.original)
-        eager = subject.reserved_bytes(subject.captured.original.graph, subject.captured.original.deaths)
+        eager = subject.reserved_bytes(subject.captured.original, case.allocator)
         expected_ns = subject.predicted_ns(subject.captured.original.graph, original_ns)
         original = StepFigures(
             subject.original,

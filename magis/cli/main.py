@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from magis import __version__, registry
 from magis.child_process import terminated_in_order
 from magis.cli.arguments import above_zero, look_here, real_number, show, tell, whole_number
+from magis.cost.cards import limit_bytes
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.model_specs import resolve
@@ -18,7 +19,7 @@ from magis.progress import on_stderr, shown_if_slow
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.results_table import case_name, merge_results
-from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
+from magis.units import aligned, format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
@@ -89,7 +90,8 @@ HEADER = ("strategy", "size", "peak", "measured", "step", "latency ratio")
 
 def _add_fit(commands: Commands) -> None:
     parser = _add_model(commands, "fit", "the largest batch that fits a memory limit", FIT_DESCRIPTION)
-    parser.add_argument("--memory-limit", metavar="BYTES", required=True, help='such as "8 GiB"')
+    parser.add_argument("--memory-limit", metavar="BYTES", required=True, help='such as "8 GiB", or a card: rtx4090')
+    parser.add_argument("--allocator", metavar="CONF", help="limit reserved bytes: settings as in PYTORCH_ALLOC_CONF")
     parser.add_argument("--dim", metavar="N", help="the dimension of the batch to vary (default: 0)")
     parser.add_argument("--keyword", metavar="NAME", help="vary this keyword of the factory instead")
     parser.add_argument("--latency-ratio", metavar="R", help="the most that the optimized step may take, times eager's")
@@ -102,7 +104,7 @@ def _add_fit(commands: Commands) -> None:
 
 def _fit(asked: argparse.Namespace) -> int:
     look_here()
-    limit = parse_bytes(asked.memory_limit)
+    limit = limit_bytes(asked.memory_limit)
     models = resolve([asked.model])
     if len(models) != 1:
         raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
@@ -125,6 +127,7 @@ def _fit(asked: argparse.Namespace) -> int:
             keyword=asked.keyword,
             latency_ratio=latency_ratio,
             budget=budget,
+            allocator=asked.allocator,
             run=asked.measured,
             compiled=asked.compiled or False,
             progress=progress,
@@ -137,8 +140,9 @@ def _fit(asked: argparse.Namespace) -> int:
 
 def _table(found: Fit, *, compiled: bool = False) -> Iterator[str]:
     """Yield the lines of the output: a header, a table of both strategies or of the compiled step, notes."""
-    yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}"
-    rows = [HEADER]
+    of = "" if found.allocator is None else f" reserved with {found.allocator or 'the default allocator'}"
+    yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}{of}"
+    rows = [HEADER if found.allocator is None else tuple("reserved" if name == "peak" else name for name in HEADER)]
     steps = (("compiled", found.eager),) if compiled else (("eager", found.eager), ("magis", found.magis))
     for name, point in steps:
         if point is None:
@@ -146,7 +150,7 @@ def _table(found: Fit, *, compiled: bool = False) -> Iterator[str]:
             continue
         measured = "-" if point.measured_bytes is None else format_bytes(point.measured_bytes)
         step = format_milliseconds(point.latency_ms)
-        peak = format_bytes(point.peak_bytes)
+        peak = format_bytes(point.reserved_bytes or point.peak_bytes)
         rows.append((name, str(point.size), peak, measured, step, f"{point.latency_ratio:.3f}"))
     yield from aligned(rows, left=(0,))
     if found.refused:
@@ -172,7 +176,8 @@ DOES_NOT_FIT = 1
 
 def _add_estimate(commands: Commands) -> None:
     parser = _add_model(commands, "estimate", "what a training step needs on a device", ESTIMATE_DESCRIPTION)
-    parser.add_argument("--memory-limit", metavar="BYTES", help='in place of the device\'s memory: "24 GiB"')
+    parser.add_argument("--memory-limit", metavar="BYTES", help="in place of the device's memory: 24GiB, rtx4090")
+    parser.add_argument("--allocator", metavar="CONF", help="settings in place of those of PYTORCH_ALLOC_CONF")
     parser.add_argument("--largest-batch", action="store_true", help="also the largest batch that fits")
     parser.add_argument("--no-remedies", action="store_true", help="do not try what would make it fit")
     parser.set_defaults(run=_estimate)
@@ -190,6 +195,7 @@ def _estimate(asked: argparse.Namespace) -> int:
             preset=asked.preset,
             dtype=asked.dtype,
             memory_limit=asked.memory_limit,
+            allocator=asked.allocator,
             compiled=asked.compiled or False,
         )
     print(found)  # noqa: T201

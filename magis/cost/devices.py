@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from magis.cost.cards import card_bytes
 from magis.errors import UsageError
 from magis.units import GIB, MIB
 
@@ -62,6 +63,7 @@ class DeviceModel:
     vector_flops: float
     bandwidth: float
     memory_bytes: int
+    """Memory as the driver reports it."""
     launch_ns: int
     view_ns: int
     rates: Mapping[str, Rates]
@@ -165,7 +167,6 @@ def _gpu(
     tera: Mapping[str, float],
     vector_tera: float,
     bandwidth: float,
-    memory_bytes: int,
     link_bytes_per_s: float,
     lays_out: frozenset[str] = _HALF | {"float32"},
 ) -> DeviceModel:
@@ -179,7 +180,7 @@ def _gpu(
         matrix_flops={dtype: value * 1e12 for dtype, value in tera.items()},
         vector_flops=vector_tera * 1e12,
         bandwidth=bandwidth,
-        memory_bytes=memory_bytes,
+        memory_bytes=card_bytes(name),
         launch_ns=_LAUNCH_NS,
         view_ns=0,
         rates=gpu_rates(FITTED[name]),
@@ -205,25 +206,25 @@ FITTED = {
 
 _H100 = _gpu(
     "h100", multiprocessors=132, tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
-    vector_tera=66.9, bandwidth=3350e9, memory_bytes=80 * GIB, link_bytes_per_s=50e9,
+    vector_tera=66.9, bandwidth=3350e9, link_bytes_per_s=50e9,
 )  # fmt: skip
 _A100 = _gpu(
     "a100", multiprocessors=108, tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
-    vector_tera=19.5, bandwidth=2039e9, memory_bytes=80 * GIB, link_bytes_per_s=25e9,
+    vector_tera=19.5, bandwidth=2039e9, link_bytes_per_s=25e9,
 )  # fmt: skip
 _GPUS = (
     _gpu(
         "rtx3090", multiprocessors=82, tera={"float64": 0.556, "float32": 35.6, "float16": 71.0, "bfloat16": 71.0},
-        vector_tera=35.6, bandwidth=936e9, memory_bytes=24 * GIB, link_bytes_per_s=25e9,
+        vector_tera=35.6, bandwidth=936e9, link_bytes_per_s=25e9,
     ),
     _gpu(
         "v100", multiprocessors=80, tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
-        vector_tera=15.7, bandwidth=900e9, memory_bytes=32 * GIB, link_bytes_per_s=12e9,
+        vector_tera=15.7, bandwidth=900e9, link_bytes_per_s=12e9,
         lays_out=frozenset({"float16"}),
     ),
     _A100,
     _H100,
-    replace(_H100, name="h200", bandwidth=4800e9, memory_bytes=140 * GIB, rates=gpu_rates(FITTED["h200"])),
+    replace(_H100, name="h200", bandwidth=4800e9, memory_bytes=card_bytes("h200"), rates=gpu_rates(FITTED["h200"])),
 )  # fmt: skip
 
 _CPU_FLOPS = 400e9  # 2 cores x 64 flop a cycle (two AVX-512 fused multiply-adds) x 3.1 GHz

@@ -46,11 +46,11 @@ class Axis:
     """True if a region along the axis must hold no operators but those of ``cuts``."""
 
 
-def components(graph: Graph, least: int) -> list[Axis]:
+def components(graph: Graph, least: int, *, even: bool = True) -> list[Axis]:
     """Return the components of the D-Graph as axes, those with most bytes of temporary tensors first.
 
-    ``least`` divides the extent of every operator's split. A tensor of which a component has two dimensions (scores of
-    tokens with tokens) is not cut.
+    ``least`` divides the extent of every operator's split; if not ``even``, no extent is smaller. A tensor of which a
+    component has two dimensions (scores of tokens with tokens) is not cut.
     """
     links: rx.PyGraph[tuple[int, int], None] = rx.PyGraph()
     node: dict[tuple[int, int], int] = {}
@@ -59,7 +59,7 @@ def components(graph: Graph, least: int) -> list[Axis]:
         for split in () if op.random or op.phase == "update" else ways(op, graph.values):
             pairs = zip((*op.inputs(), *op.outputs), (*split.inputs, *split.outputs), strict=True)
             tied = [(value, how) for value, how in pairs if value is not None and isinstance(how, int)]
-            if split.extent % least or not tied:
+            if (split.extent % least if even else split.extent < least) or not tied:
                 continue
             node.update((vertex, links.add_node(vertex)) for vertex in dict.fromkeys(tied) if vertex not in node)
             links.add_edges_from_no_data([(node[tied[0]], node[vertex]) for vertex in tied[1:]])
@@ -253,27 +253,33 @@ SMALL = 16
 
 
 def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, Split]]:
-    """Return up to ``most`` candidate regions around the operator at ``position``; some may be illegal.
-
-    Candidates with most bytes of inner tensors come first.
-    """
+    """Return up to ``most`` candidate regions around the operator at ``position``, and up to ``most`` of what waits for
+    it; some may be illegal. Candidates with most bytes of inner tensors come first."""
     dag = dependency_graph(graph)
-    found: dict[tuple[tuple[int, Split], ...], int] = {}
     ahead = [p for p in range(position) if graph.ops[p].phase != "update"][-REACH:]
     behind = [p for p in range(position, len(graph.ops)) if graph.ops[p].phase != "update"]
-    for start, first in _starts(graph, [*ahead, position]):
-        for length in LENGTHS:
-            allowed = range(first, behind[min(length, len(behind) - 1)] + 1)
-            cuts = grow(graph, start, allowed, dag)
-            makers = factories(graph, cuts, range(ahead[0] if ahead else first, allowed.stop))
-            if makers:
-                cuts = grow(graph, start, {*allowed, *makers}, dag, makers)
-            pieces = connected(graph, cuts, dag)
-            for cuts in (piece for piece in pieces if position in piece):
-                found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
-    for split in ways(graph.ops[position], graph.values):
-        cuts = {position: split}
-        found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
+
+    def grown(starts: Iterator[tuple[dict[int, int], int]]) -> Iterator[dict[int, Split]]:
+        for start, first in starts:
+            for length in LENGTHS:
+                allowed = range(first, behind[min(length, len(behind) - 1)] + 1)
+                cuts = grow(graph, start, allowed, dag)
+                makers = factories(graph, cuts, range(min([first, *ahead]), allowed.stop))
+                if makers:
+                    cuts = grow(graph, start, {*allowed, *makers}, dag, makers)
+                yield from (piece for piece in connected(graph, cuts, dag) if position in piece)
+
+    alone = ({position: split} for split in ways(graph.ops[position], graph.values))
+    near = _varied(graph, [*grown(_starts(graph, [*ahead, position])), *alone], most)
+    return [
+        *near,
+        *(cuts for cuts in _varied(graph, grown(_starts_of_held(graph, position)), most) if cuts not in near),
+    ]
+
+
+def _varied(graph: Graph, regions: Iterable[dict[int, Split]], most: int) -> list[dict[int, Split]]:
+    """Return up to ``most`` regions, those first that hold most bytes; of those that hold equal ones, the smallest."""
+    found = {tuple(cuts.items()): inner_bytes(graph, cuts) for cuts in regions}
     ranked = sorted(found, key=lambda key: (-found[key], len(key)))
     smallest: dict[int, tuple[tuple[int, Split], ...]] = {}  # inner bytes -> smallest region
     for key in ranked:
@@ -295,6 +301,29 @@ def _starts(graph: Graph, near: Sequence[int]) -> Iterator[tuple[dict[int, int],
                 if size > 1 and (value, dim, at) not in seen:
                     seen.add((value, dim, at))
                     yield {value: dim}, at
+
+
+def _starts_of_held(graph: Graph, position: int) -> Iterator[tuple[dict[int, int], int]]:
+    """Yield starts at the operators that lead from small tensors to the large ones that wait for ``position``.
+
+    A head that is made before the blocks' backward and read after it (log-probabilities of another loss) is far away
+    from the peak; its loop begins where small tensors become large.
+    """
+    maker = {value: at for at in range(position) for value in graph.ops[at].made()}
+    later = {value for op in graph.ops[position:] if op.phase != "update" for value in op.inputs()}
+    sizes = {value: graph.values[value].nbytes for value in maker if _weight(graph, value)}
+    least = max((sizes[value] for value in later & sizes.keys()), default=0) / SMALL
+    wanted = sorted((value for value in later & sizes.keys() if sizes[value] >= least), key=lambda value: maker[value])
+    seen = set(wanted)
+    for value in wanted:
+        at = maker[value]
+        large = {each for each in graph.ops[at].inputs() if sizes.get(each, 0) >= least}
+        wanted.extend(large - seen)
+        seen |= large
+        if not large:
+            for taken in dict.fromkeys(graph.ops[at].inputs()):
+                if _weight(graph, taken):
+                    yield from (({taken: dim}, at) for dim, size in enumerate(graph.values[taken].shape) if size > 1)
 
 
 def _weight(graph: Graph, value: int) -> int:

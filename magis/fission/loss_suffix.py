@@ -47,7 +47,8 @@ def axes(graph: Graph) -> Iterator[Axis]:
     enough = sum(held_bytes(graph, axis.dims) for axis in many)
     if not many or (found and enough < held_bytes(graph, found[0].dims) // 2):
         yield from found
-        odd = (axis for axis in components(graph, 1)[:COMPONENTS] if most_parts(axis.cuts) % FEW)  # 99 rows of 100
+        rows = components(graph, FEW // 2, even=False)[:COMPONENTS]
+        odd = (axis for axis in rows if most_parts(axis.cuts) % FEW)  # 99 rows of 100
         yield from (axis for axis in odd if any(each.parts >= FEW // 2 for each in regions_in_parts(axis.cuts)))
 
 
@@ -200,6 +201,8 @@ class Piece:
     nbytes: int
     closed: bool = False
     """True if it is cut along a component of the D-Graph, not along an axis of the inputs."""
+    graph: Graph | None = None
+    """The step whose operators these are, if it is not the one given: its head is computed twice."""
 
     @property
     def at(self) -> int:

@@ -10,17 +10,22 @@ ahead of its gradients, the head is part of two loops, and the scores ``y`` neve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from magis.fission.candidates import Axis, connected, factories, grow
-from magis.fission.loss_suffix import Piece, axes, heaviest, own_bytes, places, suffix
+from magis.fission.loss_suffix import FEW, Piece, axes, heaviest, own_bytes, places, suffix
+from magis.fission.region import most_parts
 from magis.graph import Graph, Op, Storage, Value, with_inputs
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Split
 
 WIDE = 16
 """Reciprocal of the fraction of the step's bytes that a tensor must hold to be worth a second computation."""
+
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.convolution.default")
+HEADS = 4
+"""Most loss heads of a step: two of a preference loss, those of teachers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,33 +35,68 @@ class RecomputedHead:
     graph: Graph
     first: Piece
     """The first computation."""
+    once: frozenset[int]
+    """Values of the first computation."""
     again: frozenset[int]
-    """Values of the second computation."""
+    """Values of the second computation; none where the head runs once only."""
     axis: Axis
+    in_few: bool = False
+    """True if a loop along another axis has all of the head, to the loss and back, in few parts."""
 
 
-def recomputed_head(graph: Graph) -> RecomputedHead | None:
-    """Return the step with its loss head computed twice. None where a loop to the loss and back has all of it, where
-    the gradients read nothing wide of it, where other forward operators make wide tensors of it, or where it cannot
-    run again behind its first time."""
+def heads(graph: Graph) -> Iterator[tuple[int, bool]]:
+    """Yield values with which a loss head may begin: the results of the widest products, last ones first, if these are
+    few; then, marked True, results at the last places of each axis, of which one at most is a head."""
+    wide = _wide(graph, 2 * WIDE)  # scores become twice as wide in float32
+    made = [op.made()[0] for op in graph.ops if op.phase == "forward" and op.target in PRODUCTS]
+    nbytes = {value: graph.values[value].nbytes for value in made if value in wide}
+    widest = [value for value, held in nbytes.items() if 2 * held >= max(nbytes.values())]
+    tried = widest[::-1] if len(widest) <= HEADS else []
+    yield from ((value, False) for value in tried)
+    last = (graph.ops[at].made()[0] for axis in axes(graph) for at in places(graph, axis, 1)[:-3:-1]) if wide else ()
+    yield from ((value, True) for value in dict.fromkeys(last) if value not in tried)
+
+
+def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
+    """Return the step with the loss head that begins with a value computed twice; once only, if gradients read nothing
+    wide of it. None where a loop to the loss and back has all of it, where other forward operators make wide tensors
+    of it, or where it cannot run again behind its first time."""
     gradients, wide, dag = _gradients(graph), _wide(graph), dependency_graph(graph)
-    for axis in axes(graph) if wide else ():
-        for at in reversed(places(graph, axis, 1)[-2:]):
-            pieces = connected(graph, suffix(graph, axis, at, dag), dag)
-            piece = next((piece for piece in pieces if at in piece), {})
-            if any(not gradients.isdisjoint(graph.ops[position].made()) for position in piece):
+    at = next((at for at, op in enumerate(graph.ops) if head in op.made()), None)
+    if at is None:
+        return None  # part of another head
+    few: RecomputedHead | None = None
+    in_few = False
+    # rows of a few sequences have more parts together than the sequences
+    enough = FEW if len(graph.values[head].shape) == 2 else 1
+    for axis in axes(graph):
+        pieces = connected(graph, suffix(graph, axis, at, dag), dag)
+        piece = next((piece for piece in pieces if at in piece), {})
+        if any(not gradients.isdisjoint(graph.ops[position].made()) for position in piece):
+            if most_parts(piece) >= enough:
                 return None
-            # a view that the backward takes of the forward's results is one of their readers
-            cuts = {each: split for each, split in piece.items() if graph.ops[each].phase == "forward"}
-            made = {value for position in cuts for value in graph.ops[position].made()}
-            behind = [op for position, op in enumerate(graph.ops) if position > at and position not in cuts]
-            others = {value for op in behind if op.phase == "forward" for value in op.made()}
-            read = {value for op in behind if op.phase == "backward" for value in op.inputs()}
-            needed = made & wide & read
-            again = _made_again(graph, cuts, needed)
-            if needed and not others & wide and _may_repeat(graph, again, max(cuts)):
-                return _computed_twice(graph, cuts, axis, again)
-    return None
+            in_few = True
+            continue
+        # a view that the backward takes of the forward's results is one of their readers
+        cuts = {each: split for each, split in piece.items() if graph.ops[each].phase == "forward"}
+        made = {value for position in cuts for value in graph.ops[position].made()}
+        behind = [op for position, op in enumerate(graph.ops) if position > at and position not in cuts]
+        others = set[int]()  # made of the head's results by other forward operators
+        for op in behind:
+            if op.phase == "forward" and not (others | made).isdisjoint(op.inputs()):
+                others.update(op.made())
+        read = {value for op in behind for value in op.inputs()} & made
+        needed = {value for op in behind if op.phase == "backward" for value in op.inputs()} & made & wide
+        again = _made_again(graph, cuts, needed)
+        found: RecomputedHead | None = None
+        if read and not read & wide and made & wide:
+            found = RecomputedHead(graph, Piece(cuts, 0, axis.closed), frozenset(made), frozenset(), axis)
+        elif needed and not others & wide and _may_repeat(graph, again, max(cuts)):
+            found = _computed_twice(graph, cuts, axis, again)
+        if found is not None and most_parts(cuts) >= enough:
+            return replace(found, in_few=in_few)
+        few = few or found
+    return few if few is None else replace(few, in_few=in_few)
 
 
 def _may_repeat(graph: Graph, again: Sequence[int], last: int) -> bool:
@@ -89,11 +129,11 @@ def _gradients(graph: Graph) -> set[int]:
     return found
 
 
-def _wide(graph: Graph) -> set[int]:
+def _wide(graph: Graph, share: int = WIDE) -> set[int]:
     """Return the temporary values on wide storages."""
     whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
     storages = ((value, graph.storages[graph.values[value].storage]) for op in graph.ops for value in op.made())
-    return {value for value, each in storages if each.kind == "temporary" and each.nbytes * WIDE >= whole}
+    return {value for value, each in storages if each.kind == "temporary" and each.nbytes * share >= whole}
 
 
 def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, second: Sequence[int]) -> RecomputedHead:
@@ -120,7 +160,8 @@ def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, second:
     storages = {n: each for n, each in twins.storages.items() if n in alive or each.kind != "temporary"}
     first = {number: split for number, (_, split) in enumerate(found) if split is not None}
     changed = replace(graph, ops=numbered, values=values, storages=storages)
-    return RecomputedHead(changed, Piece(first, 0, axis.closed), frozenset(twins.value.values()), axis)
+    once = frozenset(value for position in cuts for value in ops[position].made())
+    return RecomputedHead(changed, Piece(first, 0, axis.closed), once, frozenset(twins.value.values()), axis)
 
 
 @dataclass
@@ -162,7 +203,7 @@ def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:
     with the first one as a loop."""
     dag = dependency_graph(graph)
     copies = [at for at, op in enumerate(graph.ops) if not head.again.isdisjoint(op.made())]
-    loop = next(at for at, op in enumerate(graph.ops) if op.body is not None)
+    loop = next(at for at, op in enumerate(graph.ops) if op.body is not None and not head.once.isdisjoint(op.made()))
     given = {graph.values[value].storage for at in (loop, *copies) for value in graph.ops[at].inputs()}
     early = {graph.values[value].storage for op in graph.ops[:loop] for value in op.made()} - given
     early = {storage for storage in early if graph.storages[storage].kind == "temporary"}
@@ -176,4 +217,9 @@ def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:
     taken = {value for at in allowed for value in graph.ops[at].inputs()} - made
     start = {value: dim for value, dim in head.axis.dims.items() if value in taken}
     cuts = grow(graph, start, allowed, dag)
-    return heaviest(graph, grow(graph, start, allowed, dag, factories(graph, cuts, allowed)), dag)
+    rows = {cuts[at].extent for at in copies if at in cuts}
+    makers = factories(graph, cuts, allowed)
+    if head.axis.closed:  # of a few sequences, cut all rows together
+        allowed = {at for at in allowed if at not in cuts or cuts[at].extent in rows}
+        makers = {at: split for at, split in makers.items() if split.extent in rows}
+    return heaviest(graph, grow(graph, start, allowed, dag, makers), dag)

@@ -17,19 +17,24 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.cases.run_case import run_case
+from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, compiled_result, largest, resized
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
+from magis.planner.subject import Subject
 from magis.printable import printable
 from magis.results import Case, CaseResult, Peak
-from magis.units import format_bytes, format_milliseconds, parse_bytes
+from magis.runtime.measure import device_memory, usable_memory
+from magis.simulate.allocator_settings import allocator_settings, allocator_text
+from magis.units import format_bytes, format_milliseconds
 
 QUICK = 3_000
 """Budget of the search, in plans evaluated, as with `--magis-budget=quick`."""
 RATIO_STEPS = 10_000
 """Memory ratios that are suggested for the gate have four decimal places, rounded down."""
 ADAPTER_RANK = 8
+EXPANDABLE = "expandable_segments:True"
 SHOWN = 6
 
 
@@ -38,7 +43,7 @@ class Remedy:
     """A way to run the step with less memory, and the bytes and time that the step then needs."""
 
     name: str
-    """ "checkpoint", "magis" or "lora"."""
+    """ "expandable", "checkpoint", "magis" or "lora"."""
     needed_bytes: int
     """Bytes reserved by the caching allocator on a GPU, peak of allocated bytes on a CPU."""
     latency_ratio: float
@@ -51,13 +56,23 @@ class Estimate:
     """The predicted memory of one training step on a device."""
 
     def __init__(
-        self, result: CaseResult, bench: Bench, make: Make | None, limit: int, compiled: str | bool = False
+        self,
+        result: CaseResult,
+        bench: Bench,
+        make: Make | None,
+        limit: int,
+        *,
+        is_devices_limit: bool = False,
+        compiled: bool | str = False,
     ) -> None:
         self.result = result
         """Result of the gate's case "eager" on the device; of a compiled step, its predicted figures."""
         self._compiled = compiled
         self.limit_bytes = limit
-        """Memory limit in bytes: the one that was given, else the device's memory."""
+        """Memory limit in bytes: the one that was given, else what the device has without CUDA's context and other
+        processes."""
+        self.is_devices_limit = is_devices_limit
+        """True if no limit was given."""
         self._bench = bench
         self._make = make
 
@@ -71,6 +86,21 @@ class Estimate:
         """Peak bytes that CUDA's caching allocator will reserve for the step, fragmentation included; None for a
         CPU."""
         return self.result.original.reserved_bytes
+
+    @property
+    def allocator(self) -> str:
+        """Settings of the allocator, as in PYTORCH_ALLOC_CONF; empty for torch's defaults."""
+        return self.result.case.allocator
+
+    @cached_property
+    def releases(self) -> int | None:
+        """Number of requests in two steps that fail at first within the limit, until torch releases what it has cached;
+        None if one fails nonetheless, for a CPU, and for a compiled step."""
+        if self._compiled:
+            return None
+        subject = self._subject
+        found = subject.reserved(subject.captured.original, self.allocator, self.limit_bytes)
+        return None if found is None or found.failed else found.retries
 
     @property
     def needed_bytes(self) -> int:
@@ -99,13 +129,14 @@ class Estimate:
         return dict(found.most_common())
 
     def fits(self, limit: str | int | None = None) -> bool:
-        """Return True if the step fits the device's memory, or a given limit (bytes, or a text such as "24 GiB")."""
+        """Return True if the step fits the device's memory, or a given limit (bytes, or a text: "24 GiB", "rtx4090"),
+        without a release of cached memory."""
         return self.missing_bytes(limit) <= 0
 
     def missing_bytes(self, limit: str | int | None = None) -> int:
         """Return the bytes by which the step exceeds the device's memory or a given limit; negative if bytes are
         left."""
-        return self.needed_bytes - (self.limit_bytes if limit is None else _bytes(limit))
+        return self.needed_bytes - (self.limit_bytes if limit is None else limit_bytes(limit))
 
     def against(self, other: Estimate) -> dict[str, int]:
         """Return by kind how many more bytes this step holds at its peak than another step; largest differences
@@ -116,13 +147,19 @@ class Estimate:
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """Ways to need less memory: checkpointing of each block, a plan for the limit, LoRA adapters instead of full
-        training; none for a compiled step. Left out is a way that cannot be applied (no repeated blocks, PEFT not
+        """Ways to need less memory: segments that grow, checkpointing of each block, a plan for the limit, LoRA
+        adapters instead of full training; none for a compiled step. Left out is a way that cannot be applied (no
+        repeated blocks, PEFT not
         installed, an optimizer that is not part of the step), and one that saves no memory."""
         found: list[Remedy] = []
         if self._compiled:
             return ()
         case, make = self.result.case, self._make
+        growing = ",".join(filter(None, (self.allocator, EXPANDABLE)))
+        grown = self._subject.reserved_bytes(self._subject.captured.original, growing)
+        if grown is not None:
+            how = f"let segments grow: PYTORCH_ALLOC_CONF={growing}"
+            found.append(Remedy("expandable", grown, 1.0, grown <= self.limit_bytes, how))
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
             how = "checkpoint each block: --magis-strategies=checkpoint"
@@ -133,6 +170,7 @@ class Estimate:
         planned = self._tried(asked, make)
         if planned is not None:
             of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
+            of += f" --magis-allocator={self.allocator}" if self.allocator else ""
             how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
             found.append(self._remedy("magis", planned, how))
         if importlib.util.find_spec("peft") is not None:
@@ -141,6 +179,10 @@ class Estimate:
                 how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
                 found.append(self._remedy("lora", adapted, how))
         return tuple(remedy for remedy in found if remedy.needed_bytes < self.needed_bytes)
+
+    @property
+    def _subject(self) -> Subject:
+        return self._bench.subject(self.result.case, self._make)
 
     def _make_workload(self, seed: int) -> Workload:
         return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
@@ -159,14 +201,14 @@ class Estimate:
     def largest_batch(self, limit: str | int | None = None, *, dim: int = 0, most: int = MOST) -> int | None:
         """Return the largest extent of dimension ``dim`` of the batch with which the step fits; None if not even 1
         fits. Every size that is tried is captured, so this takes a few times as long as the estimate."""
-        allowed = self.limit_bytes if limit is None else _bytes(limit)
+        allowed = self.limit_bytes if limit is None else limit_bytes(limit)
         make, case = self._make or self._make_workload, self.result.case
 
         def fits(size: int) -> bool:
             found = self._tried(case, lambda seed: resized(make(seed), dim, size))
             return found is not None and (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
 
-        start = self._bench.subject(case, self._make).traced.inputs[0].shape[dim]
+        start = self._subject.traced.inputs[0].shape[dim]
         return largest(fits, start, most)
 
     def __str__(self) -> str:
@@ -179,13 +221,24 @@ class Estimate:
         peak = f"peak {format_bytes(self.peak_bytes)}{reserved}"
         lines = [
             f"{result.case.model} on {result.case.device}, {result.dtype}: {peak}; {took}",
-            f"{verdict} for {format_bytes(self.limit_bytes)}",
+            f"{verdict} for {format_bytes(self.limit_bytes)}{self._limit_in_words()}",
+            *([] if missing <= 0 or self.releases is None else [RELEASED.format(self.releases)]),
             "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items()),
         ]
         for row in self.at_peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
             lines.append(f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}")
         return "\n".join(map(printable, lines))
+
+    def _limit_in_words(self) -> str:
+        device = self.result.case.device
+        if device == "cpu":
+            return ""
+        of = f", what CUDA leaves of {format_bytes(device_memory(device))}" if self.is_devices_limit else ""
+        return f"{of}, with {self.allocator or 'the default allocator'}"
+
+
+RELEASED = "runs nonetheless: where memory runs out, torch releases what is cached ({} in two steps), which takes time"
 
 
 @in_one_order("magis.estimate", ("module", "optimizer", "batch", "loss"), {"model": "module"})
@@ -199,6 +252,7 @@ def estimate(
     dtype: str | None = None,
     preset: str | None = None,
     memory_limit: str | int | None = None,
+    allocator: str | None = None,
     seed: int = 0,
     compiled: bool | str = False,
 ) -> Estimate:
@@ -208,18 +262,24 @@ def estimate(
     and the targets, unless the module returns its loss. ``module`` may also be a tuple of these arguments; a function
     without arguments that returns one, which is called on fake tensors and so allocates no memory of its size; or a
     name ("bert", "package.module:factory"). ``optimizer`` is a torch optimizer of the module's parameters, or "adamw",
-    "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, or "24 GiB") replaces the device's memory. With
-    ``compiled``, torch.compile's inductor compiles the network (True), network and loss as one function ("loss"), or
-    the update, too ("step"); its kernels are neither built nor run. Raises MagisError for models that cannot be
-    captured, and for invalid arguments.
+    "adam", "sgd", "momentum" or "none". ``memory_limit`` (bytes, "24 GiB", or a card: "rtx4090") replaces the device's
+    memory. ``allocator`` are settings of a GPU's caching allocator, "expandable_segments:True" for example; None takes
+    those of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. With ``compiled``, torch.compile's inductor compiles the
+    network (True), network and loss as one function ("loss"), or the update, too ("step"); its kernels are neither
+    built nor run. Raises MagisError for models that cannot be captured, and for invalid arguments.
     """
-    asked = None if memory_limit is None else _bytes(memory_limit)
+    asked = None if memory_limit is None else limit_bytes(memory_limit)
     device = default_device() if device is None else device
+    settings = allocator_text(allocator, device)
     name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
     case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
-    bench = Bench()
+    bench, case = Bench(), replace(case, allocator=settings)
     result = _result(case, bench, make, compiled)
-    return Estimate(result, bench, make, result.device_memory_bytes if asked is None else asked, compiled)
+    limit = asked
+    if limit is None:
+        limit = result.device_memory_bytes if device == "cpu" else usable_memory(device)
+        limit = min(limit, allocator_settings(settings).allowed_bytes(device_memory(device)) or limit)
+    return Estimate(result, bench, make, limit, is_devices_limit=asked is None, compiled=compiled)
 
 
 def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -> CaseResult:
@@ -227,10 +287,6 @@ def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -
     if not compiled:
         return run_case(case, cache=bench, make=make)
     return compiled_result(case, bench.subject(case, make), compiled)
-
-
-def _bytes(limit: str | int) -> int:
-    return parse_bytes(limit) if isinstance(limit, str) else limit
 
 
 def _with_adapters(make: Make, seed: int) -> Workload:

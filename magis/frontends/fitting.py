@@ -14,19 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis import registry
-from magis.capture import Workload
+from magis.capture import Captured, Workload
 from magis.cases.case_rows import run_alone
+from magis.cost.cards import limit_bytes
 from magis.errors import CaptureError, UsageError
+from magis.graph import Graph
 from magis.models.model_specs import factory_default, get, is_factory
 from magis.models.step_parts import ORDER, in_one_order, recipe_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench, Make, default_device
-from magis.planner.planning import plan
+from magis.planner.planning import plan, within_reserved
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case, CaseResult
-from magis.units import parse_bytes
+from magis.simulate.allocator_settings import allocator_text
 
 # A model at other batch sizes, and the search for the largest size that fits.
 
@@ -103,6 +105,8 @@ class FitPoint:
     """Predicted latency divided by that of eager at this size."""
     measured_bytes: int | None = None
     """Peak bytes that the allocator measured; None if not requested, or if the step does not fit into free memory."""
+    reserved_bytes: int | None = None
+    """Bytes that a GPU's caching allocator is predicted to reserve; None unless its settings were given."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ class Fit:
     """True if eager's peak grew with every larger size that was tried."""
     refused: str = ""
     """One line that says why the model refuses the next size; empty if memory is the reason."""
+    allocator: str | None = None
+    """Settings of the allocator whose reserved bytes are limited; None if the peak is."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,8 @@ class _Sizes:
     keyword: str | None
     make: Make | None = None
     """Builds the workload from a seed; None if the model's name says how."""
+    reserves: bool = False
+    """True if the limit is on bytes reserved with the case's settings of the allocator."""
     compiled: bool | str = False
     """Parts of the unplanned step that are compiled, as in `fit`."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -178,14 +186,28 @@ class _Sizes:
             return None
         return subject
 
-    def peak(self, size: int) -> float:
-        """Return the peak bytes of the unplanned step at a size; infinity if the model refuses the size."""
-        subject = self.taken(size)
-        if subject is None:
-            return math.inf
-        if self.compiled and size not in self._peaks:
-            self._peaks[size] = compiled_result(self.case, subject, self.compiled).memory.peak_bytes
-        return self._peaks[size] if self.compiled else self._peaks.setdefault(size, subject.original.peak_bytes)
+    def needed(self, size: int) -> float:
+        """Return the bytes of the unplanned step at a size that are limited; infinity if the model refuses the size."""
+        if size not in self._peaks:
+            subject = self.taken(size)
+            if subject is None:
+                return math.inf
+            eager = subject.captured.original
+            point = self.compiled_point(size) if self.compiled else None
+            peak = subject.original.peak_bytes if point is None else point.peak_bytes
+            reserved = self.reserved(subject, eager) if point is None else point.reserved_bytes
+            self._peaks[size] = peak if reserved is None else reserved
+        return self._peaks[size]
+
+    def compiled_point(self, size: int) -> FitPoint:
+        """Return the figures of the compiled step at a size; its time is that of eager."""
+        found = compiled_result(self.case, self.subject(size), self.compiled)
+        reserved = found.optimized.reserved_bytes if self.reserves else None
+        return FitPoint(size, found.memory.peak_bytes, found.optimized.simulated_ms, 1.0, reserved_bytes=reserved)
+
+    def reserved(self, subject: Subject, step: Graph | Captured) -> int | None:
+        """Return the bytes reserved for a step; None if the limit is on the peak."""
+        return subject.reserved_bytes(step, self.case.allocator) if self.reserves else None
 
     @property
     def is_monotone(self) -> bool:
@@ -222,40 +244,45 @@ def fit(
     seed: int = 0,
     most: int = MOST,
     precision: float = PRECISION,
+    allocator: str | None = None,
     run: bool = False,
     cache: Bench | None = None,
     progress: Progress | None = None,
     compiled: bool | str = False,
 ) -> Fit:
-    """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, or a text: "8 GiB").
+    """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, "8 GiB", or a card:
+    "rtx4090").
 
     Module, batch, loss and optimizer are the arguments of `magis.estimate`. The size is the extent of dimension ``dim``
     of the first input, and of every input and target that has that extent there; or the value of a ``keyword`` of the
     factory. Eager's size is exact if memory grows with the size, which ``Fit.is_monotone`` reports. The planned size is
     the largest at which a plan was found that fits and takes at most ``latency_ratio`` times eager's predicted time,
     within ``precision`` (a share of the size). ``run`` measures the steps of both sizes that fit into free memory.
-    ``most`` bounds the sizes that are tried. With ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled
-    step and nothing is planned.
+    ``most`` bounds the sizes that are tried. With ``allocator``, settings of a GPU's caching allocator as in
+    PYTORCH_ALLOC_CONF ("": torch's defaults), the limit is on the bytes that it reserves, else on the peak. With
+    ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled step and nothing is planned.
 
     Raises MagisError for models that cannot be captured and for invalid arguments.
     """
-    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    limit = limit_bytes(memory_limit)
     _check_amounts(limit, dim, latency_ratio, most, precision, seed, budget)
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     name, make = recipe_of("magis.fit", module, batch, loss, optimizer)
-    case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed)
+    settings = allocator_text(allocator or "", device)
+    case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed, allocator=settings)
     if keyword is not None and not is_factory(name):
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
-    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make, compiled)
+    reserves = allocator is not None and device != "cpu"
+    sizes = _Sizes(Bench() if cache is None else cache, case, dim, keyword, make, reserves, compiled)
     say = progress or (lambda _text: None)
     _ = sizes.subject(min(sizes.start, most)).captured  # raise errors of the model itself first
     eager = _eager(sizes, limit, most, say)
     dtype_of_case, what = sizes.bench.subject(case, make).source.dtype, keyword or f"dimension {dim}"
     if compiled:
-        point = None if eager is None else _compiled_point(sizes, eager)
-        why = sizes.refused.get((eager or 0) + 1, "")
-        return Fit(name, device, dtype_of_case, what, limit, point, None, None, most, sizes.is_monotone, why)
+        point = None if eager is None else sizes.compiled_point(eager)
+        why, by = sizes.refused.get((eager or 0) + 1, ""), settings if reserves else None
+        return Fit(name, device, dtype_of_case, what, limit, point, None, None, most, sizes.is_monotone, why, by)
 
     def is_possible(size: int) -> bool:
         """Return True if the lower bound of memory at a size is within the limit."""
@@ -267,7 +294,7 @@ def fit(
     plans: dict[int, Plan] = {}
     best = _optimized(sizes, limit, latency_ratio, eager, ceiling, precision, plans, say)
     last = max((size for size in (eager, ceiling) if size is not None), default=0)
-    as_it_is = None if eager is None else _eager_point(sizes.subject(eager), eager, run=run)
+    as_it_is = None if eager is None else _eager_point(sizes, eager, run=run)
     planned = None if best is None else plans.get(best)
     return Fit(
         model=name,
@@ -276,13 +303,12 @@ def fit(
         what=what,
         limit_bytes=limit,
         eager=as_it_is,
-        magis=as_it_is
-        if best is None or planned is None
-        else _planned_point(sizes.subject(best), best, planned, limit, run=run),
+        magis=as_it_is if best is None or planned is None else _planned_point(sizes, best, planned, limit, run=run),
         bound=ceiling,
         most=most,
         is_monotone=sizes.is_monotone,
         refused=sizes.refused.get(last + 1, ""),
+        allocator=settings if reserves else None,
     )
 
 
@@ -305,7 +331,7 @@ def _eager(sizes: _Sizes, limit: int, most: int, say: Progress) -> int | None:
 
     def fits(size: int) -> bool:
         say(f"eager at {size}")
-        return sizes.peak(size) <= limit
+        return sizes.needed(size) <= limit
 
     found = largest(fits, sizes.start, most)
     while found is not None:
@@ -338,15 +364,20 @@ def _optimized(
             return False
         say(f"searching at {size}")
         case = sizes.case
-        found = plans[size] = plan(
-            subject,
-            memory_limit=limit,
-            latency_limit_ns=None,
-            budget=case.budget,
-            seconds=None,
-            seed=case.seed,
-            stored=None,
-        )
+
+        def search(nbytes: int, _: float | None = None) -> Plan:
+            return plan(
+                subject,
+                memory_limit=nbytes,
+                latency_limit_ns=None,
+                budget=case.budget,
+                seconds=None,
+                seed=case.seed,
+                stored=None,
+            )
+
+        found = within_reserved(subject, limit, None, search, case.allocator) if sizes.reserves else search(limit)
+        plans[size] = found
         return found.feasible and (
             latency_ratio is None or latency_ratio_of(subject, found.latency_ns) <= latency_ratio
         )
@@ -365,24 +396,21 @@ def latency_ratio_of(subject: Subject, latency_ns: int) -> float:
     return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
-def _eager_point(subject: Subject, size: int, *, run: bool) -> FitPoint:
-    measured = subject.original_measured.peak_bytes if run and subject.runs else None
-    return FitPoint(
-        size, subject.original.peak_bytes, subject.latency_ns(subject.captured.original.graph) / 1e6, 1.0, measured
-    )
-
-
-def _compiled_point(sizes: _Sizes, size: int) -> FitPoint:
-    """Return the figures of a compiled step; its time is that of eager."""
+def _eager_point(sizes: _Sizes, size: int, *, run: bool) -> FitPoint:
     subject = sizes.subject(size)
-    return FitPoint(size, round(sizes.peak(size)), subject.latency_ns(subject.captured.original.graph) / 1e6, 1.0)
+    measured = subject.original_measured.peak_bytes if run and subject.runs else None
+    eager = subject.captured.original
+    latency_ms = subject.latency_ns(eager.graph) / 1e6
+    return FitPoint(size, subject.original.peak_bytes, latency_ms, 1.0, measured, sizes.reserved(subject, eager))
 
 
-def _planned_point(subject: Subject, size: int, found: Plan, limit: int, *, run: bool) -> FitPoint:
+def _planned_point(sizes: _Sizes, size: int, found: Plan, limit: int, *, run: bool) -> FitPoint:
     """Simulate a plan with this machine's workspaces. Raises UsageError if its peak then exceeds the limit."""
+    subject = sizes.subject(size)
     peak = subject.simulate_graph(found.graph).peak_bytes
     if peak > limit:
         raise UsageError(f"fit: the plan at {size} needs {peak:,} bytes here, more than the limit of {limit:,}")
     alone = run_alone(subject, lambda: subject.generated(found.graph)) if run and subject.may_run else None
     measured = None if alone is None else alone.memory.peak_bytes
-    return FitPoint(size, peak, found.latency_ns / 1e6, latency_ratio_of(subject, found.latency_ns), measured)
+    ratio = latency_ratio_of(subject, found.latency_ns)
+    return FitPoint(size, peak, found.latency_ns / 1e6, ratio, measured, sizes.reserved(subject, found.graph))

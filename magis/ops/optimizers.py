@@ -314,6 +314,17 @@ def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimi
     return cls(groups, foreach=rule.foreach, fused=rule.fused)
 
 
+def one_by_one(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> dict[str, Optimizer]:
+    """Return an optimizer for each of these parameters, by name, that runs the rule of the parameter's group."""
+    names, found = tuple(params), dict[str, Optimizer]()
+    for group, positions in zip(rule.alone(), rule.split(names), strict=True):
+        for position in positions:
+            name = names[position]
+            if (optimizer := torch_optimizer(group, {name: params[name]})) is not None:
+                found[name] = optimizer
+    return found
+
+
 def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[str, float], ...]:
     """Return the named scalars of each rule in ``alone``, without the group's suffix in their names."""
     return tuple(

@@ -132,9 +132,14 @@ def plan(
 
 
 def within_reserved(
-    subject: Subject, limit: int, seconds: float | None, search: Callable[[int, float | None], Plan]
+    subject: Subject,
+    limit: int,
+    seconds: float | None,
+    search: Callable[[int, float | None], Plan],
+    allocator: str = "",
 ) -> Plan:
-    """Return the fastest plan for which a GPU's caching allocator reserves at most ``limit`` bytes.
+    """Return the fastest plan for which a GPU's caching allocator, with these settings, reserves at most ``limit``
+    bytes.
 
     If none fits, return an infeasible one with the fewest reserved bytes. ``search`` (peak limit in bytes, seconds
     left) bounds peaks only, so the allocator is simulated for each plan: until one fits, each search gets a limit lower
@@ -146,7 +151,7 @@ def within_reserved(
     low, high = 0, limit  # limits on the peak: the highest that fits, and the lowest that does not
     for _ in range(ROUNDS):
         found = search(target, left)
-        nbytes = subject.reserved_by(found.graph)
+        nbytes = subject.reserved_bytes(found.graph, allocator)
         if nbytes is None:
             raise UsageError(f"{subject.source.device} reserves nothing")
         tried.append((nbytes, found))

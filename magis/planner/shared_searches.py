@@ -130,7 +130,7 @@ class _Store:
 
     def __init__(self, kept: Kept, work: DivisibleStep) -> None:
         self._kept = kept
-        places = [(place.at, sorted(place.cuts.items())) for place in work.places]
+        places = [(place.at, sorted(place.cuts.items()), place.graph and digest(place.graph)) for place in work.places]
         self._key = kept.key("place", digest(work.graph), work.costs, work.reuse, work.efforts, places)
 
     def load(self, number: int) -> Findings | None:

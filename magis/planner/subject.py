@@ -25,19 +25,20 @@ from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signa
 from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, in_order_ns, sends, too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
+from magis.rewrite.flat_rows import with_flat_rows
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.losses import with_lean_cross_entropy
 from magis.rewrite.rules.rule_table import quickest
 from magis.rewrite.short_rows import with_short_rows
 from magis.runtime.behind_step import BehindStep
-from magis.runtime.measure import free_device_memory, tensor_peak, trim, window_peak
+from magis.runtime.measure import device_memory, free_device_memory, tensor_peak, trim, window_peak
 from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of
 from magis.search.loop_places import TriedPlaces, first_look, places_front, with_little_effort
 from magis.search.pareto_sweep import FULL, Effort
-from magis.simulate.cuda_caching_allocator import reserved
+from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.strategies.rank_step import loss_of_shares
 
@@ -138,14 +139,13 @@ class Subject(TracedModel):
     @cached_property
     def untangled(self) -> Graph:
         """Functionalized graph without needless ordering edges."""
-        graph = untangle(self.normal)
-        verify(graph)
+        verify(graph := untangle(self.normal))
         return graph
 
     @cached_property
     def lean(self) -> Graph:
-        """The untangled graph without rows that a slice drops, and with lean cross-entropies."""
-        return with_lean_cross_entropy(with_short_rows(self.untangled))
+        """The untangled graph in forms of scores and losses that are easy to cut (`magis.rewrite`)."""
+        return with_lean_cross_entropy(with_flat_rows(with_short_rows(self.untangled)))
 
     @cached_property
     def aggregated(self) -> Graph:
@@ -278,33 +278,33 @@ class Subject(TracedModel):
             return self.memo.get(("in order", self.digest), lambda: in_order_ns(self.normal, self.roofline))
         return self.latency_ns(self.captured.original.graph) - self.behind_ns
 
-    def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
-        """Predict the bytes that a CUDA caching allocator reserves for a graph (``deaths``: eager's frees); None on a
-        CPU."""
+    def reserved(self, step: Graph | Captured, allocator: str = "", capacity: int | None = None) -> Reserved | None:
+        """Simulate a CUDA caching allocator for eager's step, or a plan with an unplanned optimizer; None on a CPU."""
         if self.kind == "cpu":
             return None
-        return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
+        whole = self.whole(step) or step if isinstance(step, Graph) else step
+        graph, deaths = (whole, None) if isinstance(whole, Graph) else (whole.graph, whole.deaths)
+        made = simulated_allocator(allocator, device_memory(self.source.device), capacity)
+        return reserved(graph, self.roofline.workspace, deaths, allocator=made)
 
-    def reserved_by(self, graph: Graph) -> int | None:
-        """Predict the bytes that a CUDA caching allocator reserves for a planned graph and an unplanned optimizer."""
-        whole = self.whole(graph)
-        return self.reserved_bytes(graph) if whole is None else self.reserved_bytes(whole.graph, whole.deaths)
+    def reserved_bytes(self, step: Graph | Captured, allocator: str = "") -> int | None:
+        """Predict the bytes that a CUDA caching allocator reserves; None on a CPU."""
+        found = self.reserved(step, allocator)
+        return None if found is None else found.reserved_bytes
 
     def latency_ns(self, graph: Graph) -> int:
         """Return the simulated latency of a graph without swaps: the sum over its operators."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
-        """Return the latency to report for a graph: by this machine's profile on a CPU, if there is one; else
-        ``planned_ns``."""
+        """Return the latency to report for a graph: by this machine's profile of a CPU, if any; else ``planned_ns``."""
         if self.kind != "cpu" or self.pricing.profile is None:
             return planned_ns
         return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)
 
     def provenance(self, graph: Graph) -> Provenance:
         """Return the sources of the latency that is reported for a graph."""
-        found = shares(self.predicting, graph)
-        by = self.pricing
+        found, by = shares(self.predicting, graph), self.pricing
         return Provenance(
             found.measured, found.interpolated, found.estimated, found.error, by.source, by.digest, by.note
         )

@@ -218,11 +218,11 @@ class TracedModel:
         """Return the step captured under a strategy, and the bytes moved over the host link by the strategy; cached."""
         if strategy.name not in self._variants:
             with strategy.in_capture(self.traced, self.kind) as moved:
-                captured = self._captured(self.traced, strategy.cast)
+                captured = self._captured(self.traced, strategy.cast, early=strategy.updates_early(self.traced))
             self._variants[strategy.name] = captured, moved.nbytes
         return self._variants[strategy.name]
 
-    def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
+    def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True, early: bool = False) -> Captured:
         begun = time.perf_counter()
         with generators_kept():
             self._asked.start()
@@ -234,6 +234,7 @@ class TracedModel:
                 settled=settled,
                 heard=self._heard,
                 results=self._asked.keeps_results,
+                early=early,
             )
             found = self.followed(found, workload)
         verify(found.graph)

@@ -21,7 +21,7 @@ from magis.graph.hazards import is_pure_view
 
 _PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1}
 """Products of rows, and the position of the rows among the arguments."""
-_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _BY_ROW = frozenset(
     f"aten.{name}" for name in (
         "_to_copy.default", "clone.default", "neg.default", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar",
@@ -87,8 +87,8 @@ def _found(graph: Graph, at: int) -> _Dropped | None:
     op = graph.ops[at]
     (taken,), (made,) = op.inputs(), op.made()
     shape, left = graph.values[taken].shape, graph.values[made].shape
-    chain = _chain(graph, taken, shape)
-    if chain is None:
+    chain = wide_product(graph, taken)
+    if chain is None or not _folds(graph, chain[1], shape):
         return None
     first, between = chain
     backs = [p for p, each in enumerate(graph.ops) if each.target == _BACK and each.args[1:5] == (shape, *_ends(op))]
@@ -107,24 +107,31 @@ def _found(graph: Graph, at: int) -> _Dropped | None:
     return _Dropped(op, shape[:-2], shape[-2], left[-2], first, frozenset(between), back, padded)
 
 
+def _folds(graph: Graph, chain: list[int], shape: tuple[int, ...]) -> bool:
+    """Return True if all tensors of a chain are scores of one shape, or matrices."""
+    made = {graph.values[value].shape for position in chain for value in graph.ops[position].made()}
+    return made <= {shape, (prod(shape[:-1]), shape[-1])}
+
+
 def _ends(op: Op) -> tuple[Arg, ...]:
     """Return dimension, start and end of a slice."""
     return (*op.args[1:4], *((0, 0, 2**63 - 1)[len(op.args) - 1 :]))
 
 
-def _chain(graph: Graph, value: int, shape: tuple[int, ...]) -> tuple[int, list[int]] | None:
+def wide_product(graph: Graph, value: int) -> tuple[int, list[int]] | None:
     """Return the positions of the wide product that makes a tensor, and of the operators in between, by row each."""
     makers = {made: at for at, op in enumerate(graph.ops) for made in op.made()}
+    shape = graph.values[value].shape
     between: list[int] = []
     while value in makers:
         at = makers[value]
-        op = graph.ops[at]
-        if graph.values[value].shape not in (shape, (prod(shape[:-1]), shape[-1])):
+        op, looks = graph.ops[at], graph.values[value]
+        if looks.shape[-1:] != shape[-1:] or looks.numel != prod(shape):
             return None
         if op.target in _PRODUCTS:
             width = graph.values[op.inputs()[_PRODUCTS[op.target]]].shape[1]
-            return (at, between) if width < shape[-1] and len(graph.values[value].shape) == 2 else None
-        if op.target not in (*_VIEWS, *_BY_ROW) or len(op.inputs()) != 1:
+            return (at, between) if width < shape[-1] and len(looks.shape) == 2 else None
+        if op.target not in (*VIEWS, *_BY_ROW) or len(op.inputs()) != 1:
             return None
         between.append(at)
         (value,) = op.inputs()
@@ -141,7 +148,7 @@ def _padded(graph: Graph, back: int, shape: tuple[int, ...], scores: set[int]) -
             continue
         (value, *others) = op.inputs()
         size = graph.values[value].shape
-        alone = not others and op.target in (*_VIEWS, *_BY_ROW)
+        alone = not others and op.target in (*VIEWS, *_BY_ROW)
         if value in known and (alone or (op.target == _TANH_BACK and others[0] in scores)):
             if graph.values[op.made()[0]].shape not in (shape, (rows, shape[-1])):
                 return None
@@ -185,7 +192,7 @@ class _Moving:
             if at == found.first:
                 self._product(op)
             elif op is found.slice or at == found.back:
-                self._call(op, _VIEWS[0], (Ref(op.inputs()[0]), self._shape(op.inputs()[0])), op.made()[0])
+                self._call(op, VIEWS[0], (Ref(op.inputs()[0]), self._shape(op.inputs()[0])), op.made()[0])
             elif at in found.chain or (at in found.padded and not _ends_there(op)):
                 self._resized(op)
             elif at in found.padded:
@@ -206,13 +213,13 @@ class _Moving:
         """Return the rows of a matrix that the slice leaves, as a matrix."""
         if value not in self.short:
             found, width = self.found, self.values[value].shape[1]
-            folded = self._call(like, _VIEWS[0], (Ref(value), (*found.lead, found.rows, width)))
+            folded = self._call(like, VIEWS[0], (Ref(value), (*found.lead, found.rows, width)))
             left = self._call(like, _SLICE, (Ref(folded), len(found.lead), *_ends(found.slice)[1:]))
             if prod(found.lead) > 1:
                 kwargs = (("memory_format", Const("memory_format", "contiguous_format")),)
                 left = self._call(like, "aten.clone.default", (Ref(left),), kwargs=kwargs)
             rows = prod(found.lead) * found.left
-            self.short[value] = self._call(like, _VIEWS[0], (Ref(left), (rows, width)))
+            self.short[value] = self._call(like, VIEWS[0], (Ref(left), (rows, width)))
         return self.short[value]
 
     def _product(self, op: Op) -> None:
@@ -224,7 +231,7 @@ class _Moving:
     def _resized(self, op: Op) -> None:
         """Emit an operator on fewer rows."""
         args = op.args
-        if op.target in _VIEWS:
+        if op.target in VIEWS:
             flat = len(self.graph.values[op.made()[0]].shape) == 2
             shape = self._shape(op.inputs()[0])
             args = (args[0], (prod(shape[:-1]), shape[-1]) if flat else shape)
@@ -238,14 +245,14 @@ class _Moving:
             self._call(op, op.target, args, op.made()[0], op.kwargs)
             return
         narrow = self._call(op, op.target, op.args)
-        folded = self._call(op, _VIEWS[0], (Ref(narrow), self._shape(narrow)))
+        folded = self._call(op, VIEWS[0], (Ref(narrow), self._shape(narrow)))
         width = self.values[narrow].shape[-1]
         sizes = (*found.lead, found.rows, width)
         padded = self._call(op, _BACK, (Ref(folded), sizes, len(found.lead), *_ends(found.slice)[1:], 1))
         storage = self.graph.values[op.made()[0]].storage  # whose readers stay as they are
         del self.storages[self.values[padded].storage]
         self.values[padded] = replace(self.values[padded], storage=storage)
-        self._call(op, _VIEWS[0], (Ref(padded), (prod(found.lead) * found.rows, width)), op.made()[0])
+        self._call(op, VIEWS[0], (Ref(padded), (prod(found.lead) * found.rows, width)), op.made()[0])
 
     def _as_it_is(self, op: Op) -> None:
         """Append an operator that works on all that it did, with the strides of its results."""

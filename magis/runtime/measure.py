@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from magis.cost.cards import CONTEXT_BYTES
 from magis.cost.devices import CONSTANTS_VERSION, find_device
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import states_recorded
@@ -250,8 +251,8 @@ _ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
 
 
 def device_memory(device: str) -> int:
-    """Return the memory of `device` in bytes: of the machine or its container for "cpu", a constant for
-    "sim:<name>"."""
+    """Return the memory of `device` in bytes, as CUDA reports it for a GPU: of the machine or its container for "cpu",
+    a constant for "sim:<name>"."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     if device != "cpu":
@@ -259,13 +260,20 @@ def device_memory(device: str) -> int:
     return min(_meminfo("MemTotal"), _container_limit()[0])
 
 
+def usable_memory(device: str) -> int:
+    """Return the bytes of `device` without what other processes and CUDA itself use."""
+    if device in ("cpu", "cuda"):
+        return device_memory(device) - others_memory(device)
+    return device_memory(device) - CONTEXT_BYTES
+
+
 def free_device_memory(device: str) -> int:
-    """Return the bytes that a step can allocate on `device`; a simulated device is empty."""
+    """Return the bytes that a step can allocate on `device`; a simulated device is empty but for CUDA's context."""
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + cached
     if device != "cpu":
-        return find_device(device).memory_bytes
+        return usable_memory(device)
     limit, used = _container_limit()
     return max(0, min(_meminfo("MemAvailable"), limit - used))
 

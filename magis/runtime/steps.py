@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,10 +80,12 @@ class EagerStep:
         scaler: torch.amp.GradScaler | None = None,
         transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
         seed: int | None = None,
+        early: bool = False,
     ) -> None:
         """Set up a step in eager mode. ``around`` makes a context for forward and loss, such as autocast. ``scaler``
         scales the loss. ``transform`` takes the function that computes forward and loss, and returns the function to
-        call, such as compiled code. With a ``seed`` every step draws equal random numbers."""
+        call, such as compiled code. With a ``seed`` every step draws equal random numbers. ``early`` updates each
+        weight in the backward, as soon as its gradient is complete."""
         self.module = module
         self._seed = seed
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
@@ -93,7 +96,11 @@ class EagerStep:
         self._rule = rule
         self._explicit = explicit_attention
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._optimizer = optimizers.torch_optimizer(rule, dict(self._trained))
+        self._early = optimizers.one_by_one(rule, dict(self._trained)) if early else {}
+        self._optimizer = None if early else optimizers.torch_optimizer(rule, dict(self._trained))
+        for name, parameter in self._trained:
+            if early:
+                parameter.register_post_accumulate_grad_hook(partial(_update, self._early[name]))
         self._scaler = scaler
         self._call = self._forward_and_loss if transform is None else transform(self._forward_and_loss)
         self._outputs: tuple[Tensor, ...] = ()
@@ -165,9 +172,14 @@ class EagerStep:
             parameter.grad = None
 
     def state(self) -> Mapping[str, Tensor]:
-        if self._optimizer is None:
-            return {}
-        return optimizers.states_by_name(self._rule, self._optimizer, dict(self._trained))
+        parameters, every = dict(self._trained), [*self._early.values(), self._optimizer]
+        named = [optimizers.states_by_name(self._rule, each, parameters) for each in every if each is not None]
+        return {name: tensor for each in named for name, tensor in each.items()}
+
+
+def _update(optimizer: Optimizer, _parameter: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def settle(optimizer: Optimizer, steps: int) -> int:

@@ -20,7 +20,7 @@ from magis.fission.candidates import region_in_parts, regions_in_parts
 from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import FEW, PLACES, Piece, pieces
 from magis.fission.part_sums import with_sums_apart
-from magis.fission.recomputed_head import gradients_of_head, recomputed_head
+from magis.fission.recomputed_head import RecomputedHead, gradients_of_head, heads, recomputed_head
 from magis.fission.region import most_parts, ways
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split
@@ -39,7 +39,7 @@ BODIES = 32
 """Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
 """Plans of the step around a loop, per sweep, that are evaluated with other bodies."""
-LITTLE_TIME = 0.02
+LITTLE_TIME = 0.05
 """Share of a step's latency that the parts of a loss head may take in its first computation."""
 HASTY = Effort(
     levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000, stretches=(1.3,)
@@ -116,29 +116,44 @@ def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL
     most = PLACES
     if len(graph.ops) > MOST_OPERATORS:
         most, efforts = 1, replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
-    step, heads = _with_head_in_parts(DivisibleStep(graph, costs, reuse, (), efforts))
+    step, heads = _with_heads_in_parts(DivisibleStep(graph, costs, reuse, (), efforts))
     return replace(step, places=(*heads, *pieces(step.graph, most)))
 
 
-def _with_head_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece]]:
-    """Return a step whose loss head must run twice with the first time as a loop, and the second time as a place;
-    other steps as they are, without a place."""
-    found = recomputed_head(step.graph)
-    if found is None:
-        return step, []
-    twice = replace(step, graph=found.graph, places=(found.first,))
-    most_ns = int(compile_problem(found.graph, step.costs, reuse=step.reuse).problem.least_ns * (1 + LITTLE_TIME))
+def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece]]:
+    """Return a step whose loss heads must run twice with the first times as loops, and the second time of the last one
+    as a place, of others as loops; other steps as they are, without a place."""
+    whole, found = step, list[RecomputedHead]()
+    for value, alone in heads(step.graph):
+        if found and alone:
+            break
+        head = recomputed_head(step.graph, value)
+        looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)))
+        if head is not None and looped is not None:
+            found.append(head)
+            step = replace(step, graph=looped)
+    place: list[Piece] = []
+    for head in (head for head in reversed(found) if head.again):
+        if place and (looped := _in_few_parts(replace(step, places=(*place,)))) is not None:
+            step = replace(step, graph=looped)
+        piece = gradients_of_head(step.graph, head)
+        place = place if piece is None else [piece]
+    if any(head.in_few for head in found):  # both are worth a try
+        return whole, [replace(piece, graph=step.graph) for piece in place]
+    return step, place
+
+
+def _in_few_parts(step: DivisibleStep) -> Graph | None:
+    """Return the step with the first place as a loop in so few parts that they take little time, but those with the
+    least memory; None if no loop is legal."""
+    least_ns = compile_problem(step.graph, step.costs, reuse=step.reuse).problem.least_ns
     tried: list[tuple[int, int, Graph]] = []
-    for _, here in levels_at(twice, 0):
+    for _, here in levels_at(step, 0):
         looped = with_loops_in_place(here.compiled.graph, step.costs) if step.reuse else here.compiled.graph
         problem = compile_problem(looped, step.costs, reuse=step.reuse).problem
-        ((node, _),) = here.loops
-        tried.append((max(0, problem.least_ns - most_ns), int(problem.node_ws[node]), looped))
-    if not tried:
-        return step, []
-    _, _, looped = min(tried, key=lambda each: each[:2])
-    head = gradients_of_head(looped, found)
-    return (step, []) if head is None else (replace(step, graph=looped), [head])
+        node = next(node for node, _ in here.loops)
+        tried.append((max(0, problem.least_ns - int(least_ns * (1 + LITTLE_TIME))), int(problem.node_ws[node]), looped))
+    return min(tried, key=lambda each: each[:2])[2] if tried else None
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
@@ -155,6 +170,7 @@ def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
 def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """Yield the step with a place's region as a loop in every number of parts; only the first once ``over`` is True."""
     place = work.places[number]
+    graph = place.graph or work.graph
     found: list[tuple[LoopPlace, LoopNest]] = []
     regions = regions_in_parts(place.cuts)
     regions = regions[len(regions) // 2 :][:1] if work.efforts.middling else regions
@@ -163,11 +179,11 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
             return
         try:
             if not found:
-                planned = frozenset(value for op in work.graph.ops if op.body is not None for value in op.made())
-                whole = expand(work.graph, region, in_place=True)
+                planned = frozenset(value for op in graph.ops if op.body is not None for value in op.made())
+                whole = expand(graph, region, in_place=True)
                 here = level(whole, work.costs, reuse=work.reuse, planned=planned)
             else:
-                loop = reparted(work.graph, region, in_place=True)
+                loop = reparted(graph, region, in_place=True)
                 here = other_parts(found[0][1], loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part

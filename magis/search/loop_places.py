@@ -160,8 +160,12 @@ def _promising(
     for number in untried:
         if known is not None and wanted.over():
             return
-        cuts = work.places[number].cuts
-        held = (its for its in (work.places[other].cuts for other in beaten) if its.items() <= cuts.items())
+        cuts, graph = work.places[number].cuts, work.places[number].graph
+        held = (
+            its
+            for its in (work.places[other].cuts for other in beaten if work.places[other].graph is graph)
+            if its.items() <= cuts.items()
+        )
         if any(most_parts(its) == most_parts(cuts) for its in held):  # contains a beaten loop, in as many parts
             continue
         if is_beaten(work, number, wanted, tried, known):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import EagerStep
-from magis.strategies.strategy_names import KINDS, PLANNED_CODE, check_parts, is_local
+from magis.strategies.chunked_loss import deferred_scores
+from magis.strategies.strategy_names import BY_HAND, KINDS, PLANNED_CODE, check_parts, is_local
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -129,7 +130,7 @@ class Local:
     cast: str = ""
     """Autocast dtype of forward and loss: "bfloat16", or "float16" with a GradScaler."""
     blocks: str = ""
-    """Checkpointing of blocks: "checkpoint" or "selective-checkpoint"."""
+    """Checkpointing of blocks: "checkpoint", "selective-checkpoint" or "by-hand"."""
     given: str = ""
     """Autocast dtype set by the case's own data type."""
     offloads: bool = False
@@ -154,12 +155,30 @@ class Local:
     @property
     def keeps_numbers(self) -> bool:
         """Return True if results are bitwise equal to eager's."""
-        return not self.cast and not self.compiled
+        return not self.cast and not self.compiled and not self.is_by_hand
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Return True if the loss is in chunks, and weights are updated in the backward."""
+        return self.blocks == BY_HAND
+
+    def updates_early(self, work: Workload) -> bool:
+        """Return True if weights are updated in the backward. A GradScaler must see all gradients first, and so may an
+        optimizer of the user's own."""
+        return self.is_by_hand and not self.is_scaled and not work.optimizer.stops and work.optimizer.kind != "none"
 
     def check(self, work: Workload) -> None:
         """Raise UsageError for a network without blocks to checkpoint."""
         if self.blocks and not blocks_of(work):
             raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
+
+    def note(self, work: Workload) -> str:
+        """Return a caveat about the step; "" without one."""
+        own = work.optimizer.own
+        if not self.is_by_hand or not (self.is_scaled or own):
+            return ""
+        who = own.name if own else "a GradScaler"
+        return f"by-hand updates weights behind the backward: {who} may look at all gradients"
 
     @contextmanager
     def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
@@ -173,14 +192,17 @@ class Local:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(moved.away, moved.back))
             yield moved
 
-    def wrapped(
-        self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
-    ) -> AbstractContextManager[object]:
-        """Return the context in which the module's blocks are checkpointed; ``states`` False: without saving generator
-        states, as in compiled code."""
-        if not self.blocks:
-            return nullcontext()
-        return checkpointed(module, blocks, selective=self.blocks != "checkpoint", preserve_rng_state=states)
+    @contextmanager
+    def wrapped(self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True) -> Iterator[None]:
+        """Checkpoint the module's blocks within the context; ``states`` False: without saving generator states, as in
+        compiled code."""
+        with ExitStack() as stack:
+            if self.blocks:
+                selective = self.blocks == "selective-checkpoint"
+                stack.enter_context(checkpointed(module, blocks, selective=selective, preserve_rng_state=states))
+            if self.is_by_hand:
+                stack.enter_context(deferred_scores(module, blocks))
+            yield
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -204,6 +226,7 @@ class Local:
             around=self.around,
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
             transform=self._compile if self.compiled else None,
+            early=self.updates_early(work),
         )
 
     def _compile(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -244,6 +267,8 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         known = ", ".join(part for kind in KINDS for part in kind)
         raise UsageError(f"strategy {name!r}: unknown part {unknown[0]!r}", hint=f"combine {known}")
     cast, blocks, offload, compiled = (next((part for part in parts if part in kind), "") for kind in KINDS)
+    if compiled and blocks == BY_HAND:
+        raise UsageError(f"strategy {name!r}: {BY_HAND} is not compiled", hint=f"leave out {compiled}")
     return Local(
         name,
         device,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from magis import registry
 from magis.errors import UsageError
+from magis.simulate.allocator_settings import allocator_text
 from magis.strategies.distributed_names import (
     DISTRIBUTED,
     PLANNED,
@@ -21,6 +22,7 @@ from magis.strategies.distributed_names import (
 
 __all__ = [
     "BLOCK",
+    "BY_HAND",
     "KINDS",
     "LIMITS_OF",
     "LISTED",
@@ -32,6 +34,7 @@ __all__ = [
     "SEARCHES",
     "OrtName",
     "accumulated",
+    "allocator_text",
     "check_installed",
     "check_limit_of",
     "check_parts",
@@ -53,14 +56,16 @@ LIMITS_OF = ("peak", RESERVED)
 """Bases of a memory limit: the peak of tensors and scratch, or the bytes reserved by a GPU's caching allocator."""
 PLANNED_CODE = "magis+compile"
 """Strategy that compiles with inductor and saves for the backward the tensors that a plan saves; not combined."""
+BY_HAND = "by-hand"
+"""Strategy of checkpointed blocks, a loss in chunks, and weights updated in the backward."""
 KINDS = (
     ("amp", "amp-bfloat16", "amp-float16"),
-    ("checkpoint", "selective-checkpoint"),
+    ("checkpoint", "selective-checkpoint", BY_HAND),
     ("offload",),
     ("compile", "compile-budget"),
 )
 """Parts of names by kind; parts of one kind exclude each other."""
-_LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "compile-budget")
+_LOCAL = ("amp", "checkpoint", "selective-checkpoint", BY_HAND, "offload", "compile", "compile-budget")
 
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
 """Pattern of ONNX Runtime's strategies: "ort", "amp+ort-unoptimized", "ort-inference"."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from magis.cli.main import main
 from magis.errors import CaptureError
 from magis.frontends.fitting import Fit, _Sizes, fit
 from magis.planner.bench import Bench
@@ -106,3 +107,34 @@ def test_a_registered_network_is_resized() -> None:
     found = fit("mlp", memory_limit=own, device=DEVICE, preset="small", budget=10, precision=0.5, most=5000)
     assert found.eager is not None
     assert found.eager.size == 4096
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_with_settings_of_the_allocator_the_limit_is_on_reserved_bytes(allocator: str) -> None:
+    eager = {size: at(STACK, size).captured.original for size in (4, 9, 14)}
+    reserved = {size: at(STACK, size).reserved_bytes(step, allocator) or 0 for size, step in eager.items()}
+    found = fit_here(STACK, memory_limit=reserved[9], allocator=allocator, budget=5, precision=0.5, most=MOST)
+    assert found.eager is not None
+    assert found.magis is not None
+    assert found.allocator == allocator
+    assert found.eager.size >= 9
+    assert (found.eager.size < 14) == (reserved[14] > reserved[9])
+    assert found.eager.peak_bytes < (found.eager.reserved_bytes or 0) <= reserved[9]
+    assert found.magis.size >= found.eager.size
+    assert (found.magis.reserved_bytes or 0) <= reserved[9]
+    on_peak = fit_here(STACK, memory_limit=reserved[9], budget=5, precision=0.5, most=MOST)
+    assert on_peak.eager is not None
+    assert (on_peak.allocator, on_peak.eager.reserved_bytes) == (None, None)
+    assert on_peak.eager.size >= found.eager.size
+
+
+def test_the_command_names_reserved_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["fit", STACK, "--device", DEVICE, "--memory-limit", "rtx4090", "--most", "2", "--budget", "5"]
+    assert main([*asked, "--allocator", "expandable_segments:True"]) == 0
+    head, names, eager, *_ = capsys.readouterr().out.splitlines()
+    assert head.endswith("dimension 0, at most 22.93 GiB reserved with expandable_segments:True")
+    assert names.split()[:3] == ["strategy", "size", "reserved"]
+    assert eager.split()[1] == "2"
+    assert main([*asked, "--allocator", "pinned_use_background_threads:True"]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ERROR: allocator: 'pinned_use_background_threads' is not simulated; it has no part in")

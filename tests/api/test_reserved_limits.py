@@ -70,7 +70,7 @@ def test_a_plan_that_meets_the_limit_is_served_within_it(ratio: float, met: bool
 def test_of_plans_that_miss_the_limit_alike_the_fastest_is_taken() -> None:
     subject = bench().subject(CASE)
     fast = plan(subject, memory_limit=2**40, latency_limit_ns=None, budget=10, seconds=None, seed=0, stored=None)
-    limit = (subject.reserved_by(fast.graph) or 0) - 2**20
+    limit = (subject.reserved_bytes(fast.graph) or 0) - 2**20
     slow = replace(fast, latency_ns=3 * fast.latency_ns)
     plans = iter((slow, fast, *[slow] * 9))
     found = within_reserved(subject, limit, None, lambda _target, _left: next(plans))

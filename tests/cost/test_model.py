@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.cost.cards import CARDS, CONTEXT_BYTES, card_bytes, limit_bytes
 from magis.cost.cost_model import RooflineCosts, device_model
 from magis.cost.devices import FITTED, DeviceModel, device_names, find_device
 from magis.cost.flops import work
@@ -13,6 +17,7 @@ from magis.cost.machines import machines
 from magis.cost.operator_latency import ESTIMATED, MEASURED, Price, roofline_ns
 from magis.cost.profile_store import Entry, Profile
 from magis.cost.signature import signature
+from magis.errors import UsageError
 from magis.graph.nodes import Arg, Op, Ref, Value
 
 DEVICES = [find_device(name) for name in device_names()]
@@ -90,11 +95,26 @@ def test_big_operators_reach_the_fitted_shares(device: DeviceModel) -> None:
 def test_devices_by_name(name: str, memory_gib: int, link: float) -> None:
     costs: RooflineCosts = device_model(f"sim:{name}")
     assert costs.name == f"sim:{name}"
-    assert costs.memory_bytes == memory_gib * 2**30
+    assert costs.memory_bytes == card_bytes(name)
+    assert 0.98 * memory_gib * 2**30 < card_bytes(name) < memory_gib * 2**30
     assert costs.rounding == 512
     assert costs.link_bytes_per_s == link
     assert costs.transfer_ns(0) == costs.copy_ns == 10_000
     assert costs.transfer_ns(10**9) == 10_000 + round(1e18 / link)
+
+
+def test_a_limit_is_an_amount_or_a_card() -> None:
+    assert limit_bytes(5) == 5
+    assert limit_bytes("24 GiB") == 24 * 2**30
+    assert limit_bytes("RTX4090") == card_bytes("rtx4090") - CONTEXT_BYTES < 24 * 2**30
+    with pytest.raises(UsageError, match=r"not an amount of memory: 'rtx9'.*, or a card: t4, "):
+        limit_bytes("rtx9")
+
+
+def test_the_page_has_the_memory_of_every_card(repository: Path) -> None:
+    page = (repository / "docs" / "notes" / "cards.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([0-9.]+) \|", page, re.MULTILINE)
+    assert {name: int(float(gib) * 1024) * 2**20 for name, gib in rows} == {name: card_bytes(name) for name in CARDS}
 
 
 @pytest.mark.parametrize(

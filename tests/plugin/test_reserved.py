@@ -80,3 +80,35 @@ def test_a_limit_of_reserved_bytes_is_a_case_of_its_own(gate, node_ids):
     assert (
         node_ids(gate(*SIM, "--magis-memory-limit-of=peak", "--collect-only", "-q"))[1] == "magis::bert[magis-mem0.8]"
     )
+
+
+def test_settings_of_the_allocator_make_cases_of_their_own(gate, monkeypatch):
+    growing = "expandable_segments:True"
+    gate.fake(any_case=HELD)
+    gate.accept(*SIM)
+    cases = gate.baseline(device="sim-rtx3090")["configurations"]["paper"]["cases"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", growing)
+    gate(*SIM).assert_outcomes(passed=2)
+    gate.accept(*SIM, f"--magis-allocator={growing}")
+    both = gate.baseline(device="sim-rtx3090")["configurations"]["paper"]["cases"]
+    assert both == cases | {f"{label} allocator={growing}": case for label, case in cases.items()}
+    gate(*SIM, "--magis-allocator=backend:native").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("max_split_size_mb:1", "allocator: max_split_size_mb:1: must be at least 20"),
+        ("backend:cudaMallocAsync", "allocator: backend:cudaMallocAsync: not simulated"),
+    ],
+)
+def test_other_settings_are_refused_before_a_case_runs(gate, given, said):
+    result = gate(*SIM, f"--magis-allocator={given}")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines([f"ERROR: {said}*"])
+
+
+def test_a_cpu_has_no_allocator_to_set(gate):
+    result = gate("--magis-models=bert", "--magis-device=cpu", "--magis-allocator=expandable_segments:True")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["ERROR: allocator: a CPU has no caching allocator*"])

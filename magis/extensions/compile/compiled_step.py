@@ -8,9 +8,9 @@ and attention, is known as in eager's prediction: measured kernel by kernel on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import count
 
 from magis.cases.case_rows import other_result
 from magis.cost.cost_model import RooflineCosts
@@ -22,9 +22,10 @@ from magis.graph.hazards import lifetimes
 from magis.graph.nodes import PERSISTENT_KINDS
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, ModuleBytes, Peak, StepFigures, collapsed
+from magis.runtime.measure import device_memory
 from magis.runtime.scratch import Needs, measure_workspaces, needs
-from magis.simulate.cuda_caching_allocator import CachingAllocator
 from magis.simulate.peak_breakdown import ROWS, peak_of
+from magis.simulate.reserved_bytes import RELEASE, Event, replayed, simulated_allocator
 from magis.simulate.simulator import replay, rounded
 
 COMPILED = {
@@ -35,8 +36,6 @@ COMPILED = {
 """Parts of a step that can be compiled, in words: the network alone, network and loss as one function, and the update
 as another one."""
 STRATEGY = "compile"
-STEPS = 2
-"""Steps after which the caching allocator's segments are counted."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,16 @@ class EagerUpdate:
 
 def compiled_result(case: Case, subject: Subject, what: str) -> CaseResult:
     """Predict a case whose step is compiled, with the figures of `compiled_figures`."""
-    figures, note = compiled_figures(subject, what)
+    figures, note = compiled_figures(subject, what, case.allocator)
     said = "not checked: compiled, and predicted"
     found = other_result(replace(case, strategy=STRATEGY), subject, figures, figures, conformance=said)
     return replace(found, priced=False, note=note)
 
 
-def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
-    """Predict the memory of a compiled step: ``what`` is one of `COMPILED`. The latency is eager's. Return the figures,
-    and a note on graphs and limits. Raises MagisError for steps that cannot be captured or compiled."""
+def compiled_figures(subject: Subject, what: str, allocator: str = "") -> tuple[StepFigures, str]:
+    """Predict the memory of a compiled step: ``what`` is one of `COMPILED`, ``allocator`` are settings as in
+    PYTORCH_ALLOC_CONF. The latency is eager's. Return the figures, and a note on graphs and limits. Raises MagisError
+    for steps that cannot be captured or compiled."""
     if what not in COMPILED:
         raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
     if what == "step" and subject.traced.optimizer.kind == "apart":
@@ -102,13 +102,13 @@ def compiled_figures(subject: Subject, what: str) -> tuple[StepFigures, str]:
     tensors = persistent + max(window.tensor_bytes, window.kept_bytes + above_tensors)
     busy = [call.alive_bytes + costs.workspace(call.op, call.values) for call in window.calls]
     peak = max(tensors, persistent + max(busy, default=0), persistent + window.kept_bytes + above)
+    events = _numbered(window.events, () if what == "step" else update.events())
+    reserved = None if subject.kind == "cpu" else _reserved(subject, events, allocator)
     at_peak = peak_of(captured.graph, costs.workspace, eager, deaths=captured.deaths, rounding=rounding)
     figures = StepFigures(
         Memory(tensors, peak),
         subject.latency_ns(captured.graph) / 1e6,
-        reserved_bytes=None
-        if subject.kind == "cpu"
-        else max(peak, _reserved(update, window, eager_update=what != "step")),
+        reserved_bytes=None if reserved is None else max(peak, reserved),
         at_peak=_at_peak(at_peak, window, above_tensors),
     )
     return figures, _note(window, what, subject.kind)
@@ -137,26 +137,26 @@ def _at_peak(eager: Peak, window: CompiledWindow, update: int) -> Peak:
     return Peak(eager.op if in_update else window.where, "", phase, "", collapsed((*stays, *rest), ROWS))
 
 
-def _reserved(update: EagerUpdate, window: CompiledWindow, *, eager_update: bool) -> int:
-    """Return the bytes that CUDA's caching allocator reserves for the step, without scratch."""
-    allocator, numbers = CachingAllocator(), count()
-    for storage in update.graph.storages.values():
-        if storage.persistent:
-            allocator.allocate(next(numbers), storage.nbytes)
-    for _ in range(STEPS):
-        names: dict[tuple[str, int], int] = {}
-        of_window = ((("window", each), nbytes) for each, nbytes in window.events)
-        of_update = ((("update", each), nbytes) for each, nbytes in (update.events() if eager_update else ()))
-        for key, nbytes in chain(of_window, of_update):
-            if nbytes < 0:
-                allocator.release(names.pop(key, -1))
-            else:
-                allocator.release(names.pop(key, -1))  # a storage that is resized
-                names[key] = next(numbers)
-                allocator.allocate(names[key], nbytes)
-        for name in names.values():
-            allocator.release(name)
-    return allocator.reserved
+def _reserved(subject: Subject, events: Iterable[Event], settings: str) -> int:
+    """Return the bytes that CUDA's caching allocator with settings reserves for the step, without scratch."""
+    storages = subject.captured.original.graph.storages.values()
+    made = simulated_allocator(settings, device_memory(subject.source.device))
+    return replayed([each.nbytes for each in storages if each.persistent], events, made).reserved_bytes
+
+
+def _numbered(*events: Iterable[tuple[int, int]]) -> Iterator[Event]:
+    """Yield allocations and frees of consecutive parts of a step, each allocation with a number of its own; what is
+    left is freed at the end, and a storage that is resized before its new allocation."""
+    names: dict[tuple[int, int], int] = {}
+    numbers = count()
+    for part, found in enumerate(events):
+        for storage, nbytes in found:
+            if (part, storage) in names:
+                yield names.pop((part, storage)), RELEASE
+            if nbytes >= 0:
+                names[part, storage] = next(numbers)
+                yield names[part, storage], nbytes
+    yield from ((name, RELEASE) for name in names.values())
 
 
 def _note(window: CompiledWindow, what: str, kind: str) -> str:
