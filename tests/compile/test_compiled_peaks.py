@@ -228,6 +228,20 @@ def test_the_largest_batch_of_a_compiled_step() -> None:
     assert found.eager.peak_bytes == limit
 
 
+def test_reserved_bytes_are_those_of_the_settings() -> None:
+    rows = 10 * ROWS + 1
+    step = Chain(), (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), F.mse_loss, "sgd"
+    predict = partial(magis.estimate, *step, device="sim:h100", compiled=True)
+    plain, growing = (predict(allocator=text) for text in ("", "expandable_segments:True"))
+    assert plain.peak_bytes == growing.peak_bytes <= growing.needed_bytes < plain.needed_bytes
+    assert plain.remedies == ()
+    for limited in (growing, plain):
+        limit, settings = limited.needed_bytes, limited.allocator
+        found = magis.fit(*step, memory_limit=limit, device="sim:h100", allocator=settings, compiled=True, most=rows)
+        assert found.eager is not None
+        assert (found.eager.size, found.eager.reserved_bytes) == (rows, limit)
+
+
 def test_unknown_parts_are_refused() -> None:
     with pytest.raises(UsageError, match=r"compiled='whole'; use 'model' or 'loss' or 'step'"):
         magis.estimate(*made("chain"), "sgd", device="cpu", compiled="whole")
