@@ -64,6 +64,36 @@ def test_only_strides_that_say_nothing_may_differ() -> None:
             check_conforms(other, found)
 
 
+class Weighted(nn.Module):
+    """A sum of parts, each by its own weights: the backward multiplies a spread gradient by weights that lie across."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.split, self.weights, self.joined = nn.Linear(6, parts * 6), nn.Linear(6, parts), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.split(x).unflatten(-1, (-1, 6)).movedim(1, 0)
+        return (self.joined(y) * self.weights(x).softmax(-1).T[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_results_lie_where_eagers_lie_in_any_dtype(dtype: torch.dtype, autocast: str | None) -> None:
+    """Torch's functions for fakes lay out a product of half precision as if its operands were copied first."""
+    module, inputs = Weighted(4).to(dtype), (torch.randn(5, 6, dtype=dtype),)
+    eager = record_eager(module, inputs, (), squares, RULE, autocast=autocast)
+    found = capture(module, inputs, (), squares, RULE, autocast=autocast)
+    check_conforms(found.graph, eager.graph)
+
+
+def test_a_difference_of_strides_alone_is_said() -> None:
+    found = capture(OneQuery(), (torch.randn(3, 5, 16),), (), squares, RULE).graph
+    moved = next(value for op in found.ops for value in op.made() if len(found.values[value].shape) > 2)
+    stride = (999, *found.values[moved].stride[1:])
+    other = replace(found, values={**found.values, moved: replace(found.values[moved], stride=stride)})
+    assert f"strides {[*stride]} captured" in first_difference(other, found)
+
+
 def is_odd(value: Value) -> bool:
     return 1 in value.shape and max(value.shape) > 1
 
