@@ -15,6 +15,9 @@ from magis.capture.refusals import BranchError
 from magis.errors import CaptureError
 from magis.graph import Graph, Value
 from magis.planner.conformance import check_conforms, first_difference
+from magis.simulate.simulator import replay
+from tests.nets import Built
+from tests.oracles import differences, eager_step, graph_step, observed, workspaces
 
 RULE = OptimizerSpec("gradients")
 
@@ -84,6 +87,13 @@ def test_results_lie_where_eagers_lie_in_any_dtype(dtype: torch.dtype, autocast:
     eager = record_eager(module, inputs, (), squares, RULE, autocast=autocast)
     found = capture(module, inputs, (), squares, RULE, autocast=autocast)
     check_conforms(found.graph, eager.graph)
+    net = Built(module, inputs, (), squares, RULE)
+    if autocast is None:
+        persistent = found.graph.persistent_bytes()
+        expected, peak, tensors = observed(eager_step(net), persistent)
+        profile = replay(found.graph, workspaces().of(found.graph), deaths=found.deaths, numbers=found.numbers)
+        assert [peak, tensors] == [profile.peak_bytes, profile.tensor_bytes]
+        assert differences(expected, observed(graph_step(found.graph, net), persistent)[0]) == []
 
 
 def test_a_difference_of_strides_alone_is_said() -> None:
