@@ -126,13 +126,13 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
         if found and alone:
             break
         head = recomputed_head(step.graph, value)
-        looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)))
+        looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)), whole)
         if head is not None and looped is not None:
             found.append(head)
             step = replace(step, graph=looped)
     place: list[Piece] = []
     for head in (head for head in reversed(found) if head.again):
-        if place and (looped := _in_few_parts(replace(step, places=(*place,)))) is not None:
+        if place and (looped := _in_few_parts(replace(step, places=(*place,)), whole)) is not None:
             step = replace(step, graph=looped)
         piece = gradients_of_head(step.graph, head)
         place = place if piece is None else [piece]
@@ -141,16 +141,17 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
     return step, place
 
 
-def _in_few_parts(step: DivisibleStep) -> Graph | None:
+def _in_few_parts(step: DivisibleStep, whole: DivisibleStep) -> Graph | None:
     """Return the step with the first place as a loop in so few parts that more would take more time for the bytes that
-    they save than the step does for its own; None if no loop is legal."""
-    (whole,) = own_bytes(step.graph, dict.fromkeys(range(len(step.graph.ops)), 0), 1)
-    tried: list[tuple[float, Graph]] = []
+    they save than the ``whole`` step does for its own; None if no loop is legal."""
+    (held,) = own_bytes(whole.graph, dict.fromkeys(range(len(whole.graph.ops)), 0), 1)
+    ns = compile_problem(whole.graph, step.costs, reuse=step.reuse).problem.least_ns
+    tried: list[tuple[int, Graph]] = []
     for _, here in levels_at(step, 0):
         looped = with_loops_in_place(here.compiled.graph, step.costs) if step.reuse else here.compiled.graph
         problem = compile_problem(looped, step.costs, reuse=step.reuse).problem
         node = next(node for node, _ in here.loops)
-        tried.append((problem.least_ns * (1 + int(problem.node_ws[node]) / whole), looped))
+        tried.append((problem.least_ns * held + int(problem.node_ws[node]) * ns, looped))
     return min(tried, key=lambda each: each[0])[1] if tried else None
 
 
