@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import rustworkx as rx
 
@@ -26,12 +26,17 @@ from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not
 
 
-def axes(graph: Graph) -> Iterator[Axis]:
+def axes(graph: Graph, at: int | None = None) -> Iterator[Axis]:
     """Yield the batch axis; with a batch of 1, the spatial axes of images: height, width ...
 
     Where these allow few parts, or hold less than half of what the largest component of the D-Graph does, the largest
-    components follow: the tokens of one sequence, say.
+    components follow, of those that cut the operator at a position, if one is given: the tokens of one sequence, say.
     """
+
+    def largest(least: int, *, even: bool) -> list[Axis]:
+        found = (axis for axis in components(graph, least, even=even) if at is None or at in axis.cuts)
+        return list(islice(found, COMPONENTS))
+
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
     single = any(shape[:1] == (1,) for shape in shapes)
@@ -43,11 +48,11 @@ def axes(graph: Graph) -> Iterator[Axis]:
         inputs = [follow(graph, {v: dim for v in batch if len(graph.values[v].shape) == longest}) for dim in dims]
     yield from (axis for axis in inputs if axis.cuts)
     many = [axis for axis in inputs if axis.cuts and most_parts(axis.cuts) >= FEW]
-    found = components(graph, FEW)[:COMPONENTS] if single or not many else []
+    found = largest(FEW, even=True) if single or not many else []
     enough = sum(held_bytes(graph, axis.dims) for axis in many)
     if not many or (found and enough < held_bytes(graph, found[0].dims) // 2):
         yield from found
-        rows = components(graph, FEW // 2, even=False)[:COMPONENTS]
+        rows = largest(FEW // 2, even=False)
         odd = (axis for axis in rows if most_parts(axis.cuts) % FEW)  # 99 rows of 100
         yield from (axis for axis in odd if any(each.parts >= FEW // 2 for each in regions_in_parts(axis.cuts)))
 

@@ -69,7 +69,7 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
     in_few = False
     # rows of a few sequences have more parts together than the sequences
     enough = FEW if len(graph.values[head].shape) == 2 else 1
-    for axis in axes(graph):
+    for axis in axes(graph, at):
         pieces = connected(graph, suffix(graph, axis, at, dag), dag)
         piece = next((piece for piece in pieces if at in piece), {})
         if any(not gradients.isdisjoint(graph.ops[position].made()) for position in piece):
@@ -91,22 +91,28 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
         found: RecomputedHead | None = None
         if read and not read & wide and made & wide:
             found = RecomputedHead(graph, Piece(cuts, 0, axis.closed), frozenset(made), frozenset(), axis)
-        elif needed and not others & wide and _may_repeat(graph, again, max(cuts)):
-            found = _computed_twice(graph, cuts, axis, again)
+        elif needed and not others & wide and _may_repeat(graph, again, reader := _first_gradient(graph, again)):
+            found = _computed_twice(graph, cuts, axis, again, reader)
         if found is not None and most_parts(cuts) >= enough:
             return replace(found, in_few=in_few)
         few = few or found
     return few if few is None else replace(few, in_few=in_few)
 
 
-def _may_repeat(graph: Graph, again: Sequence[int], last: int) -> bool:
-    """Return True if some operators compute the same behind operator ``last``, and no gradient comes earlier."""
-    written = {storage: version for op in graph.ops[: last + 1] for storage, version in op.writes}
+def _first_gradient(graph: Graph, again: Sequence[int]) -> int:
+    """Return the position of the first operator of the backward that reads results of some operators."""
+    made = {value for at in again for value in graph.ops[at].made()}
+    readers = (op.phase == "backward" and not made.isdisjoint(op.inputs()) for op in graph.ops)
+    return next(at for at, reads in enumerate(readers) if reads)
+
+
+def _may_repeat(graph: Graph, again: Sequence[int], before: int) -> bool:
+    """Return True if some operators compute the same ahead of the operator at a position, which is behind them."""
+    written = {storage: version for op in graph.ops[:before] for storage, version in op.writes}
     repeated = [graph.ops[at] for at in again]
     reads = [read for op in repeated for read in op.reads]
     stale = any(written.get(storage, version) != version for storage, version in reads)
-    early = any(op.phase == "backward" for op in graph.ops[:last])
-    return not (stale or early or any(op.writes for op in repeated))
+    return not (stale or max(again) >= before or any(op.writes for op in repeated))
 
 
 def _made_again(graph: Graph, cuts: Collection[int], needed: set[int]) -> list[int]:
@@ -136,9 +142,11 @@ def _wide(graph: Graph, share: int = WIDE) -> set[int]:
     return {value for value, each in storages if each.kind == "temporary" and each.nbytes * share >= whole}
 
 
-def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, second: Sequence[int]) -> RecomputedHead:
+def _computed_twice(
+    graph: Graph, cuts: Mapping[int, Split], axis: Axis, second: Sequence[int], before: int
+) -> RecomputedHead:
     """Return the step in which gradients read the results of some operators of ``cuts`` from a second computation,
-    behind the first."""
+    ahead of the first of them."""
     ops = graph.ops
     used, dropped = set(graph.outputs), set[int]()  # of the first computation, what only gradients have read
     for position in reversed(range(len(ops))):
@@ -149,10 +157,10 @@ def _computed_twice(graph: Graph, cuts: Mapping[int, Split], axis: Axis, second:
     twins = _Twins(dict(graph.values), dict(graph.storages), {}, {})
     found: list[tuple[Op, Split | None]] = []
     for position, op in enumerate(ops):
+        if position == before:
+            found += [(twins.operator(ops[each]), None) for each in second]
         if position not in dropped:
             found.append((twins.reader(op) if op.phase == "backward" else op, cuts.get(position)))
-        if position == max(cuts):
-            found += [(twins.operator(ops[each]), None) for each in second]
     numbered = tuple(replace(op, id=number) for number, (op, _) in enumerate(found))
     held = {value for op in numbered for value in (*op.inputs(), *op.made())} | {*graph.inputs, *graph.outputs}
     values = {number: value for number, value in twins.values.items() if number in held}
@@ -209,7 +217,7 @@ def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:
     early = {storage for storage in early if graph.storages[storage].kind == "temporary"}
     allowed = set(copies)
     for at, op in enumerate(graph.ops):
-        if op.phase == "backward":
+        if op.phase == "backward" and op.body is None:  # a loop has the gradients of another head
             if any(graph.values[value].storage in early for value in op.inputs()):
                 break
             allowed.add(at)

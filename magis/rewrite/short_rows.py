@@ -93,17 +93,19 @@ def _found(graph: Graph, at: int) -> _Dropped | None:
     first, between = chain
     backs = [p for p, each in enumerate(graph.ops) if each.target == _BACK and each.args[1:5] == (shape, *_ends(op))]
     scores = {value for position in (first, *between) for value in graph.ops[position].made()}
-    padded = _padded(graph, backs[0], shape, scores) if len(backs) == 1 else frozenset[int]() if not backs else None
-    if padded is None:
+    # of equal slices of several passes, the first one has the last gradient
+    known = ((back, _padded(graph, back, shape, scores)) for back in reversed(backs))
+    back, padded = next(((back, found) for back, found in known if found is not None), (-1, frozenset[int]()))
+    if backs and back < 0:
         return None
-    ours = {at, first, *between, *backs, *padded}
-    inside = {value for position in (first, *between, *backs, *padded) for value in graph.ops[position].made()}
+    own = {first, *between, *padded} | ({back} - {-1})
+    ours = own | {at}
+    inside = {value for position in own for value in graph.ops[position].made()}
     inside -= {value for position in padded for value in graph.ops[position].made() if _ends_there(graph.ops[position])}
     outer = {value for p, each in enumerate(graph.ops) if p not in ours for value in each.inputs()} | set(graph.outputs)
     touched = any(graph.ops[position].writes or graph.ops[position].random for position in ours)
     if touched or inside & outer:
         return None
-    back = backs[0] if backs else -1
     return _Dropped(op, shape[:-2], shape[-2], left[-2], first, frozenset(between), back, padded)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.fission.candidates import region_in_parts, regions_in_parts
 from magis.fission.expand import expand, reparted
-from magis.fission.loss_suffix import FEW, PLACES, Piece, pieces
+from magis.fission.loss_suffix import FEW, PLACES, Piece, own_bytes, pieces
 from magis.fission.part_sums import with_sums_apart
 from magis.fission.recomputed_head import RecomputedHead, gradients_of_head, heads, recomputed_head
 from magis.fission.region import most_parts, ways
@@ -39,8 +39,6 @@ BODIES = 32
 """Plans of a loop body that are evaluated in the step around the loop."""
 AROUND = 32
 """Plans of the step around a loop, per sweep, that are evaluated with other bodies."""
-LITTLE_TIME = 0.05
-"""Share of a step's latency that the parts of a loss head may take in its first computation."""
 HASTY = Effort(
     levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000, stretches=(1.3,)
 )
@@ -128,13 +126,13 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
         if found and alone:
             break
         head = recomputed_head(step.graph, value)
-        looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)))
+        looped = None if head is None else _in_few_parts(replace(step, graph=head.graph, places=(head.first,)), whole)
         if head is not None and looped is not None:
             found.append(head)
             step = replace(step, graph=looped)
     place: list[Piece] = []
     for head in (head for head in reversed(found) if head.again):
-        if place and (looped := _in_few_parts(replace(step, places=(*place,)))) is not None:
+        if place and (looped := _in_few_parts(replace(step, places=(*place,)), whole)) is not None:
             step = replace(step, graph=looped)
         piece = gradients_of_head(step.graph, head)
         place = place if piece is None else [piece]
@@ -143,17 +141,18 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
     return step, place
 
 
-def _in_few_parts(step: DivisibleStep) -> Graph | None:
-    """Return the step with the first place as a loop in so few parts that they take little time, but those with the
-    least memory; None if no loop is legal."""
-    least_ns = compile_problem(step.graph, step.costs, reuse=step.reuse).problem.least_ns
-    tried: list[tuple[int, int, Graph]] = []
+def _in_few_parts(step: DivisibleStep, whole: DivisibleStep) -> Graph | None:
+    """Return the step with the first place as a loop in so few parts that more would take more time for the bytes that
+    they save than the ``whole`` step does for its own; None if no loop is legal."""
+    (held,) = own_bytes(whole.graph, dict.fromkeys(range(len(whole.graph.ops)), 0), 1)
+    ns = compile_problem(whole.graph, step.costs, reuse=step.reuse).problem.least_ns
+    tried: list[tuple[int, Graph]] = []
     for _, here in levels_at(step, 0):
         looped = with_loops_in_place(here.compiled.graph, step.costs) if step.reuse else here.compiled.graph
         problem = compile_problem(looped, step.costs, reuse=step.reuse).problem
         node = next(node for node, _ in here.loops)
-        tried.append((max(0, problem.least_ns - int(least_ns * (1 + LITTLE_TIME))), int(problem.node_ws[node]), looped))
-    return min(tried, key=lambda each: each[:2])[2] if tried else None
+        tried.append((problem.least_ns * held + int(problem.node_ws[node]) * ns, looped))
+    return min(tried, key=lambda each: each[0])[1] if tried else None
 
 
 def joined(*fronts: FissionFront) -> FissionFront:

@@ -137,6 +137,41 @@ def test_the_head_runs_twice_with_the_same_numbers(loss: Callable[[Tensor, Tenso
     assert not whole
 
 
+@pytest.mark.parametrize("passes", [2, 3])
+def test_the_heads_of_several_passes_run_twice_with_the_same_numbers(passes: int) -> None:
+    """Each has rows of its own; its gradients are computed where its pass is undone, last pass first."""
+
+    def likelihood(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
+        log = net.head(torch.tanh(net.up(net.embed(ids))))[:, :-1].log_softmax(-1)
+        return log.gather(-1, labels[:, 1:, None]).sum()
+
+    def run(net: Block, *data: Tensor) -> Tensor:
+        each = (likelihood(net, *its) for its in zip(*(some.split(1) for some in data), strict=True))
+        return -(torch.stack([*each]) / LENGTH).log_softmax(0)[0]
+
+    def module() -> nn.Module:
+        parts = {"embed": nn.Embedding(WORDS, WIDTH), "up": nn.Linear(WIDTH, WIDTH)}
+        return Block(run, **parts, head=nn.Linear(WIDTH, WORDS, bias=False)).double()
+
+    net = Net(module, lambda: sequences(passes), tuple, None, OptimizerSpec("sgd", lr=0.1)).build()
+    graph = with_flat_rows(with_short_rows(untangle(functionalize(captured(net).graph))))
+    ((_, here), *_) = levels_at(work_of(graph, COSTS, reuse=True), 0)
+    looped = with_loops_in_place(here.compiled.graph, COSTS)
+    verify(looped)
+    verify_fission(looped, graph)
+    assert [op.phase for op in looped.ops if op.body is not None] == ["forward"] * passes + ["backward"] * passes
+    assert not [op for op in looped.ops for v in op.made() if looped.values[v].shape == (LENGTH - 1, WORDS)]
+    backward = [op for op in looped.ops if op.phase == "backward"]
+    loops = [at for at, op in enumerate(backward) if op.body is not None]
+    undone = [at for at, op in enumerate(backward) if "tanh" in op.target]
+    assert sorted([*loops, *undone])[::2] == loops
+    for their, our in zip(*(history(graph_step(each, net), 2) for each in (graph, looped)), strict=True):
+        for key, tensor in their.items():
+            torch.testing.assert_close(our[key], tensor, rtol=1e-10, atol=1e-12)
+    _, peak, _ = observed(graph_step(looped, net), looped.persistent_bytes())
+    assert peak == replay(looped, workspaces().of(looped)).peak_bytes
+
+
 @pytest.mark.parametrize("loss", [policy, plain], ids=lambda loss: loss.__name__)
 def test_a_loss_of_tokens_is_in_one_loop(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     _, graph = case(loss, 2)

@@ -82,7 +82,11 @@ def case(loss: Callable[[Tensor, Tensor], Tensor], batch: int, bias: bool) -> tu
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("loss", MOVED, ids=lambda loss: loss.__name__)
 def test_a_slice_of_rows_moves_ahead_of_the_product(loss: Callable[..., Tensor], batch: int, bias: bool) -> None:
-    net, graph, short = case(loss, batch, bias)
+    assert_moved(*case(loss, batch, bias), batch)
+
+
+def assert_moved(net: Built, graph: Graph, short: Graph, batch: int) -> None:
+    """The step has no scores of all rows of a pass any more, and computes the same in the bytes predicted."""
     verify(short)
     wide = {value.shape for value in short.values.values() if value.shape[-1:] == (WORDS,)}
     assert not wide & {(batch * LENGTH, WORDS), (batch, LENGTH, WORDS)}
@@ -92,6 +96,20 @@ def test_a_slice_of_rows_moves_ahead_of_the_product(loss: Callable[..., Tensor],
             torch.testing.assert_close(our[key], tensor, rtol=1e-12, atol=1e-13)
     _, peak, _ = observed(graph_step(short, net), short.persistent_bytes())
     assert peak == replay(short, workspaces().of(short)).peak_bytes
+
+
+@pytest.mark.parametrize("loss", [likelihood, capped], ids=lambda loss: loss.__name__)
+def test_slices_of_several_passes_move(loss: Callable[..., Tensor]) -> None:
+    """Each with the gradient of its own pass."""
+
+    def run(net: Block, ids: Tensor, labels: Tensor) -> Tensor:
+        passes = zip(ids.split(1), labels.split(1), strict=True)
+        return torch.stack([loss(net.head(torch.tanh(net.embed(one))), its) for one, its in passes]).logsumexp(0)
+
+    parts = lambda: {"embed": nn.Embedding(WORDS, WIDTH), "head": nn.Linear(WIDTH, WORDS)}  # noqa: E731
+    ids = lambda: (torch.randint(WORDS, (3, LENGTH)), torch.randint(WORDS, (3, LENGTH)))  # noqa: E731
+    net = Net(lambda: Block(run, **parts()).double(), ids, tuple, None, OptimizerSpec("sgd", lr=0.1)).build()
+    assert_moved(net, graph := untangle(functionalize(captured(net).graph)), with_short_rows(graph), 1)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
