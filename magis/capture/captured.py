@@ -284,8 +284,8 @@ def record_eager(
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
-        stack.enter_context(formulas_as_eager())
         recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects))
+        stack.enter_context(formulas_as_eager())
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))

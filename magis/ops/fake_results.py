@@ -42,13 +42,15 @@ def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
     Torch's fake kernels often are chains of operators, whose layout depends on the operands' order.
     """
     wanted = op_info(target).layout
-    if not wanted:
+    if not wanted or any(argument.is_out for argument in resolve(target)._schema.arguments):
         return out
     first, *rest = out if isinstance(out, tuple) else (out,)
     match wanted:
-        case "operands":
-            strides = compute_elementwise_output_strides(*(arg for arg in args if isinstance(arg, Tensor)))
-            if first.stride() != strides:
+        case "operands" | "last operand first":
+            operands = [arg for arg in args if isinstance(arg, Tensor)]
+            if wanted != "operands":
+                operands.reverse()
+            if len(operands) > 1 and first.stride() != (strides := _strides_by_operands(operands, first)):
                 first = torch.empty_strided(first.shape, strides, dtype=first.dtype)
         case "rows" if isinstance(first, Tensor):
             formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
@@ -59,6 +61,29 @@ def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
         case "all rows":
             first, rest = first.contiguous(), [item.contiguous() for item in rest]
     return (first, *rest) if isinstance(out, tuple) else first
+
+
+def _strides_by_operands(operands: Sequence[Tensor], result: Tensor) -> tuple[int, ...]:
+    """Return the strides of an element-wise operator's result. A CPU's kernel works on copies of the operands whose
+    dtype is not the common one; torch's fake kernels also copy all operands of half precision."""
+    wide = [each for each in operands if each.dim()] + [result] * result.is_floating_point()
+    common = functools.reduce(torch.promote_types, (each.dtype for each in wide or operands))
+    lie = (each if each.dtype == common else torch.empty_like(each, dtype=common) for each in operands)
+    return _strides_in_order(tuple(result.shape), tuple((tuple(each.shape), each.stride()) for each in lie))
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_in_order(
+    shape: tuple[int, ...], operands: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> tuple[int, ...]:
+    """Return the strides of a result of `shape` from the operands' shapes and strides, by torch's rule."""
+    with _disable_current_modes():
+        spread = list[Tensor]()
+        for sizes, strides in operands:
+            new = len(shape) - len(sizes)
+            steps = (0 if size == 1 != shape[new + at] else strides[at] for at, size in enumerate(sizes))
+            spread += [torch.empty_strided(shape, (*(0,) * new, *steps), device="meta")] * bool(sizes)
+        return compute_elementwise_output_strides(*spread) if spread else ()
 
 
 # The lazy conjugate and negative bits of torch's tensors: `x.conj()`, `x.mH` and `x.conj().imag` are views that change

@@ -67,9 +67,10 @@ class OpInfo:
     scaled: int | None = None
     """Position of an argument that the schema marks as written, but that is written only with a ``grad_scale``."""
     layout: str = ""
-    """Layout of results for which fake kernels are wrong: "operands" (torch's rule for element-wise operators), "rows"
-    (first result contiguous, or channels last if it is), "all rows" (all contiguous), or "second" (first result in the
-    memory format of the second input)."""
+    """Layout of results: "operands" or "last operand first" (torch's rule for element-wise operators of several
+    tensors, whose default the first is), "rows" (first result contiguous, or channels last if it is), "all rows" (all
+    contiguous), "second" (first result in the memory format of the second input), or "fake" or "" (that of the fake
+    kernel, which is right)."""
     input_size: bool = False
     """True if the result is allocated at the input's size and then resized: its storage keeps that size (losses)."""
     one_more: int | None = None

@@ -50,6 +50,7 @@ _REDUCED = "reductions.reduction"
 _PLANES = "convolution.pad"
 _BAGS = "bags of an embedding have lengths of their own"
 _LISTS = "updates many tensors at once"
+_LAST_FIRST = "last operand first"
 _PLACES = "numbers depend on where they stand"
 
 OPERATORS: dict[str, OpInfo] = {
@@ -93,18 +94,19 @@ OPERATORS: dict[str, OpInfo] = {
         "masked_fill", "pointwise", 1, "reductions.pointwise", in_place=_NUMBERS, exact_for_complex=("Scalar",)
     ),
     **_math("relu clamp hardtanh leaky_relu", "pointwise", 1, in_place=_SAME),
-    **_math("threshold_backward leaky_relu_backward", "pointwise", 1, out="grad_input"),
-    **_math("hardtanh_backward", "pointwise", 1, out="grad_input", layout="operands"),
-    **_math("rsub abs maximum minimum sign clamp_min clamp_max eq ne lt le gt ge", "pointwise", 1),
-    **_math("where", "pointwise", 1, scratch="shapes"),
+    **_math("threshold_backward leaky_relu_backward", "pointwise", 1, out="grad_input", layout=_LAST_FIRST),
+    **_math("hardtanh_backward", "pointwise", 1, out="grad_input"),
+    **_math("rsub", "pointwise", 1, layout=_LAST_FIRST),
+    **_math("abs maximum minimum sign clamp_min clamp_max eq ne lt le gt ge", "pointwise", 1),
+    **_math("where", "pointwise", 1, scratch="shapes", layout="fake"),
     **_math("logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bitwise_xor", "pointwise", 1),
     **_math("isnan isinf isfinite floor ceil round trunc threshold fmod remainder", "pointwise", 1),
     **_math("native_dropout_backward", "pointwise", 1, scratch="shapes"),
     **_math("addcmul lerp", "pointwise", 2),
     **_math("div", "pointwise", 4, in_place=_NUMBERS),
     **_math("sqrt hardswish", "pointwise", 4, in_place=_SAME),
-    **_math("hardswish_backward", "pointwise", 4, out="out", layout="operands"),
-    **_math("hardsigmoid_backward", "pointwise", 4, layout="operands"),
+    **_math("hardswish_backward", "pointwise", 4, out="out"),
+    **_math("hardsigmoid_backward", "pointwise", 4),
     **_math("sigmoid_backward tanh_backward", "pointwise", 4, out="grad_input"),
     **_math("addcdiv rsqrt reciprocal hardsigmoid floor_divide _masked_scale _prelu_kernel", "pointwise", 4),
     **_rows("square relu6", "pointwise", 1),
@@ -116,10 +118,10 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("_foreach_pow _foreach_reciprocal _foreach_maximum", never_split=_LISTS),
     # one result per element, a polynomial each
     **_math("exp elu", "transcendental", 12, in_place=_SAME),
-    **_math("elu_backward", "transcendental", 12, out="grad_input", layout="operands"),
+    **_math("elu_backward", "transcendental", 12, out="grad_input"),
     **_math("exp2 expm1 log log2 log10 log1p sin cos", "transcendental", 12),
     **_math("sigmoid silu", "transcendental", 16, in_place=_SAME),
-    **_math("softplus_backward", "transcendental", 16, layout="operands"),
+    **_math("softplus_backward", "transcendental", 16),
     **_math("log_sigmoid_forward", "transcendental", 16, layout="all rows"),
     **_math("softplus logit", "transcendental", 16),
     **_math("tanh gelu", "transcendental", 24, in_place=_SAME),
@@ -131,7 +133,8 @@ OPERATORS: dict[str, OpInfo] = {
     **_math("rrelu_with_noise_backward", layout="rows"),
     **_math("lgamma digamma frac fmax fmin signbit logical_xor nan_to_num hypot copysign heaviside xlogy sgn"),
     **_math("logaddexp logaddexp2 conj_physical deg2rad rad2deg celu softshrink softshrink_backward hardshrink"),
-    **_math("hardshrink_backward logit_backward _prelu_kernel_backward"),
+    **_math("hardshrink_backward logit_backward"),
+    **_math("_prelu_kernel_backward", layout="fake"),
     **_rows("polar complex angle", split="reductions.pointwise"),
     # losses
     **_rows("mse_loss smooth_l1_loss", "pointwise", 2, "norms.elementwise", reduction=2, input_size=True),
@@ -341,5 +344,5 @@ def op_info(target: str) -> OpInfo:
         return _NOTHING
     found = OPERATORS.get(name_of(target), _NOTHING)
     fresh = not target.split(".")[1].endswith("_")
-    layout = found.layout if fresh and target.endswith(".default") else ""
+    layout = (found.layout or "operands" * found.elementwise) * fresh
     return replace(found, view=found.view and fresh, any_layout=found.any_layout and fresh, layout=layout)

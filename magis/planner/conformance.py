@@ -44,12 +44,12 @@ def first_difference(
     pairs = zip(_steps(captured), _steps(eager), strict=False)
     for ours, theirs in pairs:
         if ours != theirs and (strictly or _without_idle_strides(ours) != _without_idle_strides(theirs)):
-            there, here = _describe_step(theirs), _describe_step(ours)
+            there, here = step = _describe_step(theirs), _describe_step(ours)
             if there == here:
-                there, here = (
-                    f"{there}, {_describe_arguments(eager, theirs[0])},",
-                    _describe_arguments(captured, ours[0]),
-                )
+                there, here = _describe_arguments(eager, theirs[0]), _describe_arguments(captured, ours[0])
+                if there == here:
+                    there, here = _describe_strides(theirs), _describe_strides(ours)
+                there = f"{step[0]}, {there},"
             return f"{there} {sides[0]}, {here} {sides[1]}"
     rest = len([*_steps(eager)]) - len([*_steps(captured)])
     if rest:
@@ -82,6 +82,10 @@ def _describe_step(step: _Step) -> str:
     op, results = step
     shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in results if value is not None)
     return f"{op.target} -> {shapes} in module {op.module or '(root)'!r}{f' at {op.line}' if op.line else ''}"
+
+
+def _describe_strides(step: _Step) -> str:
+    return f"with strides {', '.join(str(list(value.stride)) for value in step[1] if value is not None)}"
 
 
 def _describe_arguments(graph: Graph, op: Op) -> str:

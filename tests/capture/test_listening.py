@@ -15,6 +15,9 @@ from magis.capture.refusals import BranchError
 from magis.errors import CaptureError
 from magis.graph import Graph, Value
 from magis.planner.conformance import check_conforms, first_difference
+from magis.simulate.simulator import replay
+from tests.nets import Built
+from tests.oracles import differences, eager_step, graph_step, observed, workspaces
 
 RULE = OptimizerSpec("gradients")
 
@@ -62,6 +65,43 @@ def test_only_strides_that_say_nothing_may_differ() -> None:
         assert first_difference(other, found)
         with nullcontext() if size == 1 else pytest.raises(CaptureError, match="not what eager runs"):
             check_conforms(other, found)
+
+
+class Weighted(nn.Module):
+    """A sum of parts, each by its own weights: the backward multiplies a spread gradient by weights that lie across."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.split, self.weights, self.joined = nn.Linear(6, parts * 6), nn.Linear(6, parts), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.split(x).unflatten(-1, (-1, 6)).movedim(1, 0)
+        return (self.joined(y) * self.weights(x).softmax(-1).T[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_results_lie_where_eagers_lie_in_any_dtype(dtype: torch.dtype, autocast: str | None) -> None:
+    """Torch's functions for fakes lay out a product of half precision as if its operands were copied first."""
+    module, inputs = Weighted(4).to(dtype), (torch.randn(5, 6, dtype=dtype),)
+    eager = record_eager(module, inputs, (), squares, RULE, autocast=autocast)
+    found = capture(module, inputs, (), squares, RULE, autocast=autocast)
+    check_conforms(found.graph, eager.graph)
+    net = Built(module, inputs, (), squares, RULE)
+    if autocast is None:
+        persistent = found.graph.persistent_bytes()
+        expected, peak, tensors = observed(eager_step(net), persistent)
+        profile = replay(found.graph, workspaces().of(found.graph), deaths=found.deaths, numbers=found.numbers)
+        assert [peak, tensors] == [profile.peak_bytes, profile.tensor_bytes]
+        assert differences(expected, observed(graph_step(found.graph, net), persistent)[0]) == []
+
+
+def test_a_difference_of_strides_alone_is_said() -> None:
+    found = capture(OneQuery(), (torch.randn(3, 5, 16),), (), squares, RULE).graph
+    moved = next(value for op in found.ops for value in op.made() if len(found.values[value].shape) > 2)
+    stride = (999, *found.values[moved].stride[1:])
+    other = replace(found, values={**found.values, moved: replace(found.values[moved], stride=stride)})
+    assert f"strides {[*stride]} captured" in first_difference(other, found)
 
 
 def is_odd(value: Value) -> bool:

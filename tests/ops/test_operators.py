@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from magis.ops.call import resolve
+from magis.ops.fake_results import laid_out
 from magis.ops.operators import OPERATORS, op_info
 from magis.ops.splits import rule_of
 from tests.layering import load
@@ -86,6 +89,51 @@ def test_out_forms_compute_the_same_over_each_argument(functional: str, dtype: t
                 if isinstance(argument, Tensor) and argument.dtype == wanted.dtype and argument.shape == wanted.shape:
                     mine = copied(given)
                     assert torch.equal(resolve(target)(*mine, **{keyword: mine[position]}), wanted)
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.rand(2, 3, 4),
+    "planes": lambda: torch.rand(4, 2, 3).permute(1, 2, 0),
+    "part": lambda: torch.rand(2, 3, 6)[..., :4],
+    "spread": lambda: torch.rand(1, 3, 4).expand(2, 3, 4),
+    "across": lambda: torch.rand(3, 2).T[..., None],
+    "number": lambda: torch.rand(()),
+}
+
+
+def tensors_of(target: str) -> int:
+    return sum(str(argument.type) == "Tensor" for argument in resolve(target)._schema.arguments)
+
+
+TWO = [
+    f"aten.{name}.{overload}"
+    for name, row in OPERATORS.items()
+    if row.split == "reductions.pointwise" and name not in ("_prelu_kernel_backward", "rrelu_with_noise_backward")
+    for overload in getattr(torch.ops.aten, name).overloads()
+    if overload in ("default", "Tensor", "Tensor_Tensor", "Scalar", "self")
+    if tensors_of(f"aten.{name}.{overload}") == 2
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("target", TWO)
+def test_results_lie_as_the_kernels_lay_them_out(target: str, dtype: torch.dtype | None) -> None:
+    """From operands of all layouts, and of two types."""
+    for one, other in itertools.product(LAYOUTS.values(), repeat=2):
+        given = arguments(target, (), torch.float32, 0)
+        places = [at for at, each in enumerate(given) if isinstance(each, Tensor)]
+        types = (dtype or torch.float32, dtype or torch.bfloat16)
+        for at, make, each in zip(places, (one, other), types, strict=True):
+            kept = given[at].dtype if given[at].dtype == torch.bool else each
+            given[at] = (make() + 0.5).to(kept)
+        try:
+            made = resolve(target)(*given)
+        except RuntimeError:  # takes no operands of these types or shapes
+            continue
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
+            found = laid_out(target, fakes, resolve(target)(*fakes))
+        assert found.stride() == made.stride(), [given[at].stride() for at in places]
 
 
 def test_forms_lead_back() -> None:
