@@ -45,7 +45,7 @@ from magis.simulate.problem import Problem
 # (``magis.search.loop_places``) gives the best ones for a goal; these are planned thoroughly.
 
 FINALISTS = 3
-"""Configurations that are improved in turns, the best one thoroughly; one fewer under a latency limit."""
+"""Configurations that are improved in turns, the best one thoroughly."""
 SQUEEZES = 8
 """Most attempts to lower the peak of a finalist."""
 FIRST_SQUEEZE = 8
@@ -100,7 +100,7 @@ def _best_divided(
     best: Divided | None = None
     near_best: list[FissionPoint] = []
     best_least_ns = 0
-    for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
+    for point in finalists[:FINALISTS]:
         if point.cut is None:
             continue
         least_ns = _latency_bound(point, wanted)
