@@ -58,9 +58,9 @@ def heads(graph: Graph) -> Iterator[tuple[int, bool]]:
 
 
 def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
-    """Return the step with the loss head that begins with a value computed twice; once only, if gradients read nothing
-    wide of it. None where a loop to the loss and back has all of it, where other forward operators make wide tensors
-    of it, or where it cannot run again behind its first time."""
+    """Return the step with the loss head that begins with a value computed twice; once only, if it is given nothing
+    wide, and gradients read nothing wide of it. None where a loop to the loss and back has all of it, where other
+    forward operators make wide tensors of it, or where it cannot run again behind its first time."""
     gradients, wide, dag = _gradients(graph), _wide(graph), dependency_graph(graph)
     at = next((at for at, op in enumerate(graph.ops) if head in op.made()), None)
     if at is None:
@@ -89,7 +89,8 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
         needed = {value for op in behind if op.phase == "backward" for value in op.inputs()} & made & wide
         again = _made_again(graph, cuts, needed)
         found: RecomputedHead | None = None
-        if read and not read & wide and made & wide:
+        given = {value for position in cuts for value in graph.ops[position].inputs()} - made
+        if read and made & wide and not (read | given) & wide:
             found = RecomputedHead(graph, Piece(cuts, 0, axis.closed), frozenset(made), frozenset(), axis)
         elif needed and not others & wide and _may_repeat(graph, again, reader := _first_gradient(graph, again)):
             found = _computed_twice(graph, cuts, axis, again, reader)
