@@ -260,10 +260,13 @@ class SearchOutcome:
 class SearchStats(SearchOutcome):
     """Result of a search, with the plan's changes by module."""
 
+    HALF: ClassVar = 0.5
     changes: tuple[ModuleBytes, ...] = ()
     """Recomputed and swapped calls (counted in every part of a loop) and calls in loops (counted once), by module."""
     worst_latency_ratio: float | None = None
-    """Latency ratio on the slowest machine within the slack; None if the plan swaps nothing."""
+    """Latency ratio on the slowest machine within the slack; None on a device without swaps."""
+    halved_latency_ratio: float | None = None
+    """Latency ratio with a host link of `HALF` the speed; None on a device without swaps."""
 
 
 @dataclass(frozen=True)

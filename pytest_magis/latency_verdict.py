@@ -26,6 +26,9 @@ _ROUNDING = 0.51 * 10**-RATIO_DIGITS
 
 _UNSURE = "unsure"
 
+_SLOWER = 0.05
+"""Difference of latency ratios from which a slow link is worth a note."""
+
 
 def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple[float, ...]:
     """Return the latency ratios at which the verdict on a timed step changes, two for each device in the baseline."""
@@ -61,7 +64,11 @@ def latency_parts(
 
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:
-    """Yield notes on the latencies that are not gated, with the reason."""
+    """Yield notes on the latencies that are not gated, with the reason, and on a plan that a slow link would slow."""
+    planned, halved = result.search.worst_latency_ratio, result.search.halved_latency_ratio
+    if planned is not None and halved is not None and halved > planned + _SLOWER:
+        half = f"with a link half as fast, the step would take x{halved:.2f} of eager's time instead of x{planned:.2f}"
+        yield f"{half}; --magis-slack={result.search.HALF} plans for that"
     if result.ratio is not None and result.ratio.doubt:
         yield f"latency is not gated: {result.ratio.doubt}"
         return

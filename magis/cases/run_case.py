@@ -29,7 +29,7 @@ from magis.errors import UsageError
 from magis.graph import Graph, every_op
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces, within_reserved
-from magis.planner.plans import Plan, worst_latency_ratio
+from magis.planner.plans import Plan, worst_latency_ratios
 from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
 from magis.progress import Progress
@@ -199,8 +199,10 @@ class CaseRun:
             found = search(limit, left, None)
         self.graph = found.graph
         outcome = {each.name: getattr(found, each.name) for each in fields(SearchOutcome)}
-        worst = worst_latency_ratio(subject, found.graph)
-        stats = SearchStats(**outcome, changes=changes(found.graph), worst_latency_ratio=worst)
+        worst, halved = worst_latency_ratios(subject, found.graph)
+        stats = SearchStats(
+            **outcome, changes=changes(found.graph), worst_latency_ratio=worst, halved_latency_ratio=halved
+        )
         whole = subject.whole(found.graph)
         step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
         return Candidate(

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from magis.cost.machines import machines
+from magis.cost.machines import Machine, machines
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
-from magis.results import Memory, SearchOutcome
+from magis.results import Memory, SearchOutcome, SearchStats
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
@@ -318,11 +318,18 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
 
 def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
     """Return a graph's latency, with waits for host copies, relative to eager's on each machine of a slack."""
-    eager = subject.original_ns + subject.behind_ns
-    every = machines(subject.roofline.nominal, slack)
-    return tuple((elapsed_ns(graph, each) / each.kernels + subject.behind_ns) / eager for each in every)
+    return tuple(_latency_ratio(subject, graph, each) for each in machines(subject.roofline.nominal, slack))
 
 
-def worst_latency_ratio(subject: Subject, graph: Graph) -> float | None:
-    """Return the worst latency ratio over the machines of the subject's slack; None on a device without swaps."""
-    return max(latency_ratios(subject, graph, subject.slack)) if subject.roofline.link_bytes_per_s else None
+def _latency_ratio(subject: Subject, graph: Graph, machine: Machine) -> float:
+    eager_ns = subject.original_ns + subject.behind_ns
+    return (elapsed_ns(graph, machine) / machine.kernels + subject.behind_ns) / eager_ns
+
+
+def worst_latency_ratios(subject: Subject, graph: Graph) -> tuple[float, float] | tuple[None, None]:
+    """Return the worst latency ratio over the machines of the subject's slack, and that with a host link half as fast;
+    None on a device without swaps."""
+    if not subject.roofline.link_bytes_per_s:
+        return None, None
+    halved = Machine(subject.roofline.nominal, link=SearchStats.HALF)
+    return max(latency_ratios(subject, graph, subject.slack)), _latency_ratio(subject, graph, halved)
