@@ -162,12 +162,12 @@ class Estimate:
             found.append(Remedy("expandable", grown, 1.0, grown <= self.limit_bytes, how))
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
-            how = "checkpoint each block: --magis-strategies=checkpoint"
+            how = "checkpoint each block" + (": --magis-strategies=checkpoint" if case.accumulate == 1 else "")
             found.append(self._remedy("checkpoint", checkpointed, how))
         what = "peak" if self.reserved_bytes is None else "reserved"
         ratio = min(1.0, math.floor(RATIO_STEPS * self.limit_bytes / self.needed_bytes) / RATIO_STEPS)
         asked = replace(case, strategy="magis", memory_ratio=ratio or None, memory_limit_of=what, budget=QUICK)
-        planned = self._tried(asked, make)
+        planned = self._tried(asked, make) if case.accumulate == 1 else None
         if planned is not None:
             of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
             of += f" --magis-allocator={self.allocator}" if self.allocator else ""
@@ -255,6 +255,7 @@ def estimate(
     allocator: str | None = None,
     seed: int = 0,
     compiled: bool | str = False,
+    accumulate: int = 1,
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
@@ -266,14 +267,15 @@ def estimate(
     memory. ``allocator`` are settings of a GPU's caching allocator, "expandable_segments:True" for example; None takes
     those of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. With ``compiled``, torch.compile's inductor compiles the
     network (True), network and loss as one function ("loss"), or the update, too ("step"); its kernels are neither
-    built nor run. Raises MagisError for models that cannot be captured, and for invalid arguments.
+    built nor run. With ``accumulate``, the batch is one of so many micro-batches, whose gradients are added up for one
+    update. Raises MagisError for models that cannot be captured, and for invalid arguments.
     """
     asked = None if memory_limit is None else limit_bytes(memory_limit)
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
     name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
     case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
-    bench, case = Bench(), replace(case, allocator=settings)
+    bench, case = Bench(), replace(case, allocator=settings, accumulate=accumulate)
     result = _result(case, bench, make, compiled)
     limit = asked
     if limit is None:

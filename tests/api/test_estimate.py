@@ -187,7 +187,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_example_of_the_page_runs(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
-    block, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)  # the other one: tests/compile
+    block, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)  # another: tests/compile
     block = block.replace("range(8)", "range(2)").replace("256 MiB", "64 MiB")  # as it is, it takes half a minute
     exec(compile(block, "docs/estimate.md", "exec"), {"__name__": "page"})
     out = capsys.readouterr().out
