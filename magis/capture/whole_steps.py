@@ -7,12 +7,13 @@ next one drops, is counted without a rule of its own.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ from magis.graph import Graph
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizers import named_tensors
-from magis.ops.python_objects import codes_within, is_of_system, lasting, walk
+from magis.ops.python_objects import attributes, codes_within, is_of_system, lasting, walk
 
 CALLS, SETTLING, FEWEST = 24, 2, 4
 """Calls that are recorded; those at the start that differ in any step; and those recorded of a step of many
 operators."""
-MOST_OPERATORS = 200_000
+MOST_OPERATORS = 50_000
+COMPILED = "give its network, batch and loss with compiled=True, or the function without torch.compile"
 LOOK = "its arguments, closure and globals, and what these hold, are looked through: name it there"
 
 Step = Callable[..., Any]
@@ -76,7 +78,7 @@ def record_whole_step(step: Step, batch: Any, device: str, most_bytes: int) -> W
         tensors += [*reached.holder.parameters(), *reached.holder.buffers()]
         if not of_contents(error) or sum(each.nbytes for each in tensors) > most_bytes:
             raise
-        return _recorded(step, batch, device, copies)
+    return _recorded(step, batch, device, copies)
 
 
 def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
@@ -88,10 +90,11 @@ def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
     own = held_generators(reached.holder, step)
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(_no_collection())
         stack.enter_context(generators_kept())
         stack.enter_context(reached.kept(device))
         stand = stack.enter_context(stand_ins(reached.holder, given, (), trained, twins))
-        recorder = Recorder({}, finder(stand, step, cached), {**own, **made})
+        recorder = Recorder({}, _found_by(finder(stand, step, cached)), {**own, **made})
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
         stack.enter_context(objects_kept({"step": step, **dict(reached.others)}))
@@ -100,6 +103,7 @@ def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
             stack.enter_context(as_on_cuda())
         stack.enter_context(states_recorded(device, own, made))
         stack.enter_context(_phases(recorder, reached.optimizers))
+        stack.enter_context(_offloading(device))
         if reads:
             stack.enter_context(formulas_as_eager())
             stack.enter_context(WritesUndone())
@@ -112,9 +116,22 @@ def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
         with recorder.places.watch(stand.module), recorder:
             while len(begins) <= _calls(begins):
                 step(tree_unflatten(_in_place_of(leaves, stand), spec))
+                gc.collect(0)  # what the call left in cycles of references
                 begins.append(len(recorder.graph(()).ops))
         state, counters = _state_of(reached.optimizers, recorder)
         return WholeStep(recorder.graph(()), recorder.deaths, recorder.numbers, tuple(begins), state, counters, reads)
+
+
+def _found_by(find: Callable[[Tensor], str | None]) -> Callable[[Tensor], str]:
+    """Return a function that names a tensor as `find` does, and refuses one without a name."""
+
+    def found(tensor: Tensor) -> str:
+        name = find(tensor)
+        if name is None:
+            raise CaptureError(f"the step uses a tensor of shape {tuple(tensor.shape)} that was not found", hint=LOOK)
+        return name
+
+    return found
 
 
 def _calls(begins: Sequence[int]) -> int:
@@ -137,6 +154,25 @@ def _state_of(optimizers: Sequence[Optimizer], recorder: Recorder) -> tuple[froz
     return frozenset(found[0]), frozenset(found[1])
 
 
+class Moved:
+    """Simulated host memory for offloading during a capture: hooks that pack a tensor off the device and unpack it as a
+    new one."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes copied, both directions together."""
+
+    def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.nbytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+    def back(self, packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+        shape, dtype = packed
+        found = torch.empty(shape, dtype=dtype)
+        self.nbytes += found.nbytes
+        return found
+
+
 class _Reached:
     """The modules, tensors and optimizers that a step function reaches by name."""
 
@@ -149,6 +185,8 @@ class _Reached:
         modules, tensors = dict[str, nn.Module](), list[tuple[str, Tensor]]()
         for path, item in walk({"": step}, _further):
             name = path.rpartition("/")[2].lstrip(".(@[{#") or "step"
+            if _is_compiled(attributes(item) or {}):
+                raise CaptureError("the step calls code of torch.compile", hint=COMPILED)
             if isinstance(item, nn.Module):
                 modules[name if name not in modules else f"{name}_{len(modules)}"] = item
             elif isinstance(item, Optimizer):
@@ -228,6 +266,12 @@ def _names(function: FunctionType) -> set[str]:
     return {name for code in codes_within(function.__code__) for name in code.co_names}
 
 
+def _is_compiled(own: Mapping[str, object]) -> bool:
+    """Return True for the attributes of what `torch.compile` made."""
+    made = own.get("_torchdynamo_orig_callable") is not None and not own.get("_torchdynamo_disable")
+    return made or own.get("_compiled_call_impl") is not None
+
+
 def _is_of_loops(item: object) -> bool:
     """Return True for torch's objects that belong to training loops: schedulers, scalers of gradients."""
     return type(item).__module__.startswith(("torch.optim.", "torch.amp.", "torch.cuda.amp."))
@@ -237,13 +281,47 @@ def _further(item: Any) -> Iterator[tuple[str, Any]]:
     """Yield (step of the path, object) for all that a step function's code reaches from an object."""
     yield from lasting(item)
     if isinstance(item, FunctionType) and not is_of_system(str(item.__module__)):
-        yield from ((f"@{name}", item.__globals__[name]) for name in _names(item) if name in item.__globals__)
+        found = {name: item.__globals__[name] for name in _names(item) if name in item.__globals__}
+        libraries = [
+            each for each in found.values() if isinstance(each, ModuleType) and not is_of_system(each.__name__)
+        ]
+        found |= {name: vars(each)[name] for each in libraries for name in _names(item) if name in vars(each)}
+        yield from ((f"@{name}", each) for name, each in found.items())
     elif isinstance(item, Optimizer):
         yield from ((f"[{n}", each) for n, each in enumerate(p for g in item.param_groups for p in g["params"]))
     elif _is_of_loops(item) and not isinstance(item, type):
         yield from ((f".{name}", value) for name, value in vars(item).items())
     elif not isinstance(item, (type, nn.Module)) and not is_of_system(type(item).__module__):
         yield from ((f".{name}", each) for name, each in vars(type(item)).items() if isinstance(each, FunctionType))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Switch Python's garbage collector off within the block, so that calls do not differ by when it runs."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def _offloading(device: str) -> Iterator[None]:
+    """Let `save_on_cpu` take tensors off a simulated GPU within the block: placeholders are all on one device."""
+    hooks: Any = torch.autograd.graph.save_on_cpu
+    plain, moved = hooks.__init__, Moved()
+
+    def begun(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:  # noqa: ARG001 (torch's)
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, moved.away, moved.back)
+
+    if device != "cpu":
+        hooks.__init__ = begun
+    try:
+        yield
+    finally:
+        hooks.__init__ = plain
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from magis.capture import Workload
+from magis.capture.whole_steps import Moved
 from magis.errors import UsageError
 from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import EagerStep
@@ -79,25 +80,6 @@ BUDGET = 0.5
 CAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
 DEFAULT_CAST = {"cpu": "bfloat16", "cuda": "float16"}
 """Default dtype of torch.autocast, by device type."""
-
-
-class Moved:
-    """Simulated host memory for offloading during a capture: hooks that pack a tensor off the device and unpack it as a
-    new one."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Bytes copied, both directions together."""
-
-    def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-        self.nbytes += tensor.nbytes
-        return tensor.shape, tensor.dtype
-
-    def back(self, packed: tuple[torch.Size, torch.dtype]) -> Tensor:
-        shape, dtype = packed
-        found = torch.empty(shape, dtype=dtype)
-        self.nbytes += found.nbytes
-        return found
 
 
 def blocks_of(work: Workload) -> tuple[str, ...]:

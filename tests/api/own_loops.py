@@ -22,6 +22,9 @@ def net(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Tanh())
 
 
+SHARED = net()
+
+
 def batch(rows: int = 256, width: int = 32) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width), torch.randn(rows, width)
 

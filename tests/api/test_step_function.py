@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from inspect import getclosurevars
@@ -17,6 +18,7 @@ from magis.capture import whole_steps
 from magis.capture.contents import copies
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends import step_function
+from tests.api import own_loops
 from tests.api.own_loops import LOOPS, Loop, Trainer, batch, carried_over, every_third, logged, measured, net
 
 F = nn.functional
@@ -180,6 +182,54 @@ def test_what_is_refused() -> None:
         assert "\n" not in str(refused.value)
     assert losses == []
     assert optimizer.state == {}
+
+
+def test_what_no_name_leads_to_is_refused() -> None:
+    model, given, _, (step, _) = plain()
+    hidden = torch.optim.SGD(model.parameters(), lr=0.1)
+    number = id(hidden)
+
+    def elsewhere(given: tuple[Tensor, Tensor]) -> None:
+        F.mse_loss(model(given[0]), given[1]).backward()
+        next(each for each in gc.get_objects() if id(each) == number).step()
+
+    cases = [
+        (elsewhere, "the step calls an optimizer, SGD, that was not found"),
+        (torch.compile(step), "the step calls code of torch.compile"),
+        (
+            partial(lambda network, given: network(given[0]), torch.compile(model)),
+            "the step calls code of torch.compile",
+        ),
+    ]
+    for function, said in cases:
+        with pytest.raises(CaptureError, match=said):
+            magis.estimate(function, given, device="cpu")
+    assert hidden.state == {}
+
+
+def test_names_in_other_modules_are_found() -> None:
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        F.mse_loss(own_loops.SHARED(given[0]), given[1]).backward()
+        own_loops.SHARED.zero_grad()
+
+    found = magis.estimate(step, batch(), device="cpu")
+    assert found.by_kind["parameter"] == sum(each.nbytes for each in own_loops.SHARED.parameters())
+
+
+def test_activations_leave_a_simulated_gpu() -> None:
+    model, given, optimizer, (step, _) = plain()
+
+    def saves(given: tuple[Tensor, Tensor]) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            loss = F.mse_loss(model(given[0]), given[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plainly, saved = (magis.estimate(each, given, device="sim:h100") for each in (step, saves))
+    assert saved.by_kind["activation"] < plainly.by_kind["activation"] / 4
+    assert saved.peak_bytes < plainly.peak_bytes
+    assert magis.estimate(saves, given, device="cpu").peak_bytes == magis.estimate(step, given, device="cpu").peak_bytes
 
 
 def test_a_long_step_is_called_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
