@@ -73,8 +73,9 @@ class Case:
     memory_limit: int | None = None
     """Memory limit in bytes, instead of the memory ratio."""
     allocator: str = ""
-    """Settings of a GPU's caching allocator for predicted reserved bytes, as in PYTORCH_ALLOC_CONF; empty: torch's
-    defaults, whatever the environment says."""
+    """Settings of a GPU allocator, as in PYTORCH_ALLOC_CONF; empty: torch's, whatever the environment says."""
+    accumulate: int = 1
+    """Micro-batches per update, each as large as the model's batch; only for strategies of one device."""
 
     @property
     def limits_memory(self) -> bool:
@@ -410,9 +411,7 @@ class ParetoFront:
 
     def best(self, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> FrontPoint | None:
         """Return the fastest point within a memory ratio, or the smallest within a latency ratio; None without one.
-
-        Ratios are to the original's peak and latency.
-        """
+        Ratios are to the original's peak and latency."""
         within = [
             point
             for point in self.points

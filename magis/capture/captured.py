@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Snapshot, objects_kept
 from magis.capture.stand_ins import StandIns, finder, stand_ins
 from magis.capture.traced_numbers import TRACE
+from magis.capture.updates import bytes_of_list, register_states, soonest, updated_early
 from magis.capture.workload import roots_of
 from magis.errors import CaptureError
 from magis.graph import Graph
@@ -56,10 +58,6 @@ from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizer_forms import Weight, update, updates_by_lists
 from magis.ops.python_objects import find
-
-LISTS = 16
-"""Number of lists in which a planned step updates its weights; each list takes as many kernel launches as one
-weight."""
 
 
 @dataclass(frozen=True)
@@ -314,23 +312,24 @@ def _recorded(
         kind = name.partition(":")[0]
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
     with recorder.places.watch(stand.module), recorder:
-        with torch.set_grad_enabled(training), casting(step.autocast):
-            # as eager calls it: a name for the module's output would keep it alive while the loss runs
-            result = (
-                stand.module(*stand.inputs)
-                if step.loss_fn is None
-                else step.loss_fn(stand.module(*stand.inputs), *stand.targets)
-            )
         grads: Sequence[Tensor | None] = ()
+        result: Any = None
+        for inputs, targets in rule.micro_batches(stand.inputs, stand.targets):
+            recorder.phase = "forward"
+            with torch.set_grad_enabled(training), casting(step.autocast):
+                # as eager calls it: a name for the module's output would keep it alive while the loss runs
+                made = partial(stand.module, *inputs)
+                result = rule.share(made() if step.loss_fn is None else step.loss_fn(made(), *targets))
+            if training:
+                check_loss(result)
+                recorder.phase = "backward"
+                early = updated_early(recorder, rule, device, trained, leaves, states, done)
+                with no_gradient_for(recorder.graded.values(), result), early if step.early else nullcontext():
+                    # Held to the end of the step, as ``.grad`` holds them in eager.
+                    grads = _gradients(result, leaves)
         if training:
-            check_loss(result)
-            recorder.phase = "backward"
-            # Held to the end of the step, as ``.grad`` holds them in eager.
-            hooks = _updated_early(recorder, step, leaves, states, done) if step.early else nullcontext()
-            with no_gradient_for(recorder.graded.values(), result), hooks:
-                grads = _gradients(result, leaves)
             recorder.phase = "update"
-            _register_states(recorder, trained, grads, states)
+            register_states(recorder, trained, grads, states)
         left = {} if left is None else left
         left.update({name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)})
         if seen is not None:
@@ -356,58 +355,9 @@ def _recorded(
                 with recorder.aside():
                     update(rule, weights, numbers, device=device)
                     listed = found()
-                weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
+                weights, most = soonest(recorder, weights), bytes_of_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
-
-
-@contextmanager
-def _updated_early(
-    recorder: Recorder, step: _Step, leaves: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], done: set[str]
-) -> Iterator[None]:
-    """Record each weight's update, and add its name to `done`, when its gradient is complete within the context."""
-    trained = step.trained
-
-    def updated(weight: Tensor) -> None:
-        grads = [leaf.grad for leaf in leaves]  # None but for this weight's
-        weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
-        done.update(each.name for each in weights if each.grad is not None)
-        recorder.phase = "update"
-        _register_states(recorder, trained, grads, states)
-        with torch.no_grad():
-            update(step.rule, weights, optimizers.sentinels(step.rule), device=step.device)
-        weight.grad, recorder.phase = None, "backward"
-
-    with ExitStack() as hooks:
-        for leaf in leaves:
-            hooks.callback(leaf.register_post_accumulate_grad_hook(updated).remove)
-        yield
-
-
-def _register_states(
-    recorder: Recorder,
-    trained: Sequence[str],
-    grads: Sequence[Tensor | None],
-    states: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """Register the optimizer state of parameters with a gradient: torch's optimizers create none for the others."""
-    for name, grad, state in zip(trained, grads, states, strict=True):
-        if grad is None:
-            continue
-        for kind, tensor in state.items():
-            recorder.register(tensor, "state", f"state:{kind}:{name}")
-
-
-def _soonest(recorder: Recorder, weights: Sequence[Weight]) -> list[Weight]:
-    """Sort weights by the time at which their gradients are ready; weights without a gradient come last."""
-    graded = [(recorder.value_of(each.grad), each) for each in weights if each.grad is not None]
-    return [*(each for _, each in sorted(graded, key=lambda pair: pair[0])), *(w for w in weights if w.grad is None)]
-
-
-def _of_a_list(weights: Sequence[Weight], device: str) -> int:
-    """Return the bytes of weights that a planned step updates in one call: few, as a call waits for all its gradients;
-    0 on a CPU, where weights are updated one by one."""
-    return 0 if device == "cpu" else sum(each.param.nbytes for each in weights) // LISTS
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

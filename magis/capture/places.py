@@ -16,7 +16,7 @@ from torch import nn
 # Place of an operator call in the user's code: file and line of the innermost user frame.
 
 HERE = Path(__file__).parent
-START = frozenset((str(HERE / "captured.py"), str(HERE.parent / "runtime" / "steps.py")))
+START = frozenset((str(HERE / "captured.py"), str(HERE / "whole_steps.py"), str(HERE.parent / "runtime" / "steps.py")))
 """Files that call module, loss and optimizer: the user's frames lie inside their frames."""
 OURS, NETWORKS = HERE.parent, HERE.parent / "models"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])

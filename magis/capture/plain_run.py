@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +52,13 @@ def plain_difference(
             stack.enter_context(objects_kept({"module": stand.module, "loss": loss_fn}))
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            with torch.set_grad_enabled(rule.kind != "none"), casting(autocast):
-                made = stand.module(*stand.inputs)
-                result = made if loss_fn is None else loss_fn(made, *stand.targets)
-            if rule.kind != "none":
-                result.backward()
+            result: Any = None
+            for given, wanted in rule.micro_batches(stand.inputs, stand.targets):
+                with torch.set_grad_enabled(rule.kind != "none"), casting(autocast):
+                    made = stand.module(*given)
+                    result = rule.share(made if loss_fn is None else loss_fn(made, *wanted))
+                if rule.kind != "none":
+                    result.backward()
             yield from (("the result", tensor.detach()) for tensor in tensors_in(result))
             grads = ((name, stand.parameters[name].grad) for name in trained)
             yield from ((f"the gradient of {name}", grad) for name, grad in grads if grad is not None)

@@ -18,7 +18,7 @@ from magis.planner.subject import Subject
 from magis.results import Case, Memory, SearchStats
 from magis.runtime.steps import Step
 from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
-from magis.strategies.strategy_names import LISTED, check_planned, family
+from magis.strategies.strategy_names import ACCUMULATES, LISTED, check_planned, family
 
 SCALER = 0.001
 """Relative tolerance of peaks with a GradScaler, whose few tensors are not in the captured step."""
@@ -69,8 +69,12 @@ def strategy_of(case: Case, subject: Subject) -> Local | None:
 
 
 def check_precision(case: Case) -> None:
-    """Raise UsageError if both the strategy and the case's data type set the precision."""
+    """Raise UsageError if both the strategy and the case's data type set the precision, and for micro-batches of a
+    strategy that has none."""
     kind, dtype = family(case.strategy), case.dtype
+    if case.accumulate > 1 and (kind in ("ort", "distributed") or ACCUMULATES.match(case.strategy)):
+        what = f"strategy {case.strategy!r} does not run {case.accumulate} batches for one update"
+        raise UsageError(what, hint="leave out accumulate")
     casts = any(part.startswith(("amp", "half")) for part in case.strategy.split("+"))
     if dtype in (None, "float32") or kind in ("original", "plan"):
         return
@@ -143,10 +147,13 @@ def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eage
     strategy = candidate.strategy
     if strategy is None or strategy.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)
+    if strategy.micro_batches > 1:  # which draws random numbers, and knows statistics of the batch, as its parts do
+        eager = subject.eager(shares=strategy.micro_batches)
     off = compare_losses(eager, step, seed, shared_tensors(subject))
     if strategy.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
         return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
-    reasons = (("precision", strategy.cast), ("compiler", strategy.compiled), ("order of sums", strategy.is_by_hand))
+    sums = strategy.is_by_hand or strategy.micro_batches > 1
+    reasons = (("precision", strategy.cast), ("compiler", strategy.compiled), ("order of sums", sums))
     why = " and ".join(name for name, given in reasons if given)
     whole = why == "order of sums" and subject.source.dtype in ("float32", "float64")
     if not off <= (ORDER_OFF if whole else MOST_OFF):

@@ -75,6 +75,7 @@ def _add_model(commands: Commands, name: str, text: str, description: str) -> ar
     parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
     parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
     parser.add_argument("--compiled", nargs="?", const="model", choices=("model", "loss", "step"), help="compiled")
+    parser.add_argument("--accumulate", metavar="N", default="1", help="micro-batches for one update, each the batch")
     return parser
 
 
@@ -130,6 +131,7 @@ def _fit(asked: argparse.Namespace) -> int:
             allocator=asked.allocator,
             run=asked.measured,
             compiled=asked.compiled or False,
+            accumulate=whole_number("--accumulate", asked.accumulate) or 0,
             progress=progress,
             **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
         )
@@ -197,6 +199,7 @@ def _estimate(asked: argparse.Namespace) -> int:
             memory_limit=asked.memory_limit,
             allocator=asked.allocator,
             compiled=asked.compiled or False,
+            accumulate=whole_number("--accumulate", asked.accumulate) or 0,
         )
     print(found)  # noqa: T201
     if not found.fits() and not asked.no_remedies:

@@ -20,6 +20,7 @@ from magis.cases.run_case import run_case
 from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, compiled_result, largest, resized
+from magis.frontends.step_function import StepFunction
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.subject import Subject
@@ -64,10 +65,11 @@ class Estimate:
         *,
         is_devices_limit: bool = False,
         compiled: bool | str = False,
+        function: StepFunction | None = None,
     ) -> None:
         self.result = result
         """Result of the gate's case "eager" on the device; of a compiled step, its predicted figures."""
-        self._compiled = compiled
+        self._compiled, self._function = compiled, function
         self.limit_bytes = limit
         """Memory limit in bytes: the one that was given, else what the device has without CUDA's context and other
         processes."""
@@ -95,8 +97,8 @@ class Estimate:
     @cached_property
     def releases(self) -> int | None:
         """Number of requests in two steps that fail at first within the limit, until torch releases what it has cached;
-        None if one fails nonetheless, for a CPU, and for a compiled step."""
-        if self._compiled:
+        None if one fails nonetheless, for a CPU, for a compiled step and for a step function."""
+        if self._compiled or self._function is not None:
             return None
         subject = self._subject
         found = subject.reserved(subject.captured.original, self.allocator, self.limit_bytes)
@@ -148,11 +150,11 @@ class Estimate:
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
         """Ways to need less memory: segments that grow, checkpointing of each block, a plan for the limit, LoRA
-        adapters instead of full training; none for a compiled step. Left out is a way that cannot be applied (no
-        repeated blocks, PEFT not
-        installed, an optimizer that is not part of the step), and one that saves no memory."""
+        adapters instead of full training; none for a compiled step and a step function. Left out is a way that cannot
+        be applied (no repeated blocks, PEFT not installed, an optimizer that is not part of the step), and one that
+        saves no memory."""
         found: list[Remedy] = []
-        if self._compiled:
+        if self._compiled or self._function is not None:
             return ()
         case, make = self.result.case, self._make
         growing = ",".join(filter(None, (self.allocator, EXPANDABLE)))
@@ -162,12 +164,12 @@ class Estimate:
             found.append(Remedy("expandable", grown, 1.0, grown <= self.limit_bytes, how))
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
-            how = "checkpoint each block: --magis-strategies=checkpoint"
+            how = "checkpoint each block" + (": --magis-strategies=checkpoint" if case.accumulate == 1 else "")
             found.append(self._remedy("checkpoint", checkpointed, how))
         what = "peak" if self.reserved_bytes is None else "reserved"
         ratio = min(1.0, math.floor(RATIO_STEPS * self.limit_bytes / self.needed_bytes) / RATIO_STEPS)
         asked = replace(case, strategy="magis", memory_ratio=ratio or None, memory_limit_of=what, budget=QUICK)
-        planned = self._tried(asked, make)
+        planned = self._tried(asked, make) if case.accumulate == 1 else None
         if planned is not None:
             of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
             of += f" --magis-allocator={self.allocator}" if self.allocator else ""
@@ -201,14 +203,20 @@ class Estimate:
     def largest_batch(self, limit: str | int | None = None, *, dim: int = 0, most: int = MOST) -> int | None:
         """Return the largest extent of dimension ``dim`` of the batch with which the step fits; None if not even 1
         fits. Every size that is tried is captured, so this takes a few times as long as the estimate."""
-        allowed = self.limit_bytes if limit is None else limit_bytes(limit)
+        allowed, function = self.limit_bytes if limit is None else limit_bytes(limit), self._function
         make, case = self._make or self._make_workload, self.result.case
 
         def fits(size: int) -> bool:
-            found = self._tried(case, lambda seed: resized(make(seed), dim, size))
-            return found is not None and (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
+            try:
+                if function is not None:
+                    found = function.resized(dim, size).result()
+                else:
+                    found = _result(case, self._bench, lambda seed: resized(make(seed), dim, size), self._compiled)
+            except MagisError:
+                return False
+            return (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
 
-        start = self._subject.traced.inputs[0].shape[dim]
+        start = self._subject.traced.inputs[0].shape[dim] if function is None else function.extent(dim)
         return largest(fits, start, most)
 
     def __str__(self) -> str:
@@ -243,7 +251,7 @@ RELEASED = "runs nonetheless: where memory runs out, torch releases what is cach
 
 @in_one_order("magis.estimate", ("module", "optimizer", "batch", "loss"), {"model": "module"})
 def estimate(
-    module: nn.Module | Workload | tuple[Any, ...] | Callable[[], object] | str,
+    module: nn.Module | Workload | tuple[Any, ...] | Callable[..., object] | str,
     batch: Any = None,
     loss: Callable[..., Any] | None = None,
     optimizer: Optimizer | OptimizerSpec | str | None = None,
@@ -255,6 +263,7 @@ def estimate(
     allocator: str | None = None,
     seed: int = 0,
     compiled: bool | str = False,
+    accumulate: int = 1,
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
@@ -266,20 +275,33 @@ def estimate(
     memory. ``allocator`` are settings of a GPU's caching allocator, "expandable_segments:True" for example; None takes
     those of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. With ``compiled``, torch.compile's inductor compiles the
     network (True), network and loss as one function ("loss"), or the update, too ("step"); its kernels are neither
-    built nor run. Raises MagisError for models that cannot be captured, and for invalid arguments.
+    built nor run. With ``accumulate``, the batch is one of so many micro-batches, whose gradients are added up for one
+    update.
+
+    A function together with a batch is a whole step of the caller's own: it is called as ``step(batch)``, runs forward,
+    backward and update on what it reaches by name, and is recorded over several calls, whose results are dropped.
+    Raises MagisError for models that cannot be captured, and for invalid arguments.
     """
     asked = None if memory_limit is None else limit_bytes(memory_limit)
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
-    name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
-    case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
-    bench, case = Bench(), replace(case, allocator=settings)
-    result = _result(case, bench, make, compiled)
+    bench, make, function = Bench(), None, None
+    if batch is not None and callable(module) and not isinstance(module, (nn.Module, type)):
+        if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):
+            raise UsageError("magis.estimate: a step function brings its loss and update", hint="give its batch alone")
+        name = getattr(module, "__name__", type(module).__name__)
+        function = StepFunction(module, batch, Case(name, "eager", device, "small", allocator=settings), bench)
+        result = function.result()
+    else:
+        name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
+        case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
+        result = _result(replace(case, allocator=settings, accumulate=accumulate), bench, make, compiled)
     limit = asked
     if limit is None:
         limit = result.device_memory_bytes if device == "cpu" else usable_memory(device)
         limit = min(limit, allocator_settings(settings).allowed_bytes(device_memory(device)) or limit)
-    return Estimate(result, bench, make, limit, is_devices_limit=asked is None, compiled=compiled)
+    devices = asked is None
+    return Estimate(result, bench, make, limit, is_devices_limit=devices, compiled=compiled, function=function)
 
 
 def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -> CaseResult:

@@ -172,6 +172,7 @@ class _Sizes:
         base = self.bench.subject(case, self.make)
         asked = base.source.dtype if not base.keeps_dtypes else ""
         source = Source(case.model, make, asked, case.device, case.seed, base.source.of_user)
+        source = replace(source, accumulate=case.accumulate)
         return self.bench.keep((case.model, self.make or case.preset, self.dim, keyword, size), source)
 
     def taken(self, size: int) -> Subject | None:
@@ -249,6 +250,7 @@ def fit(
     cache: Bench | None = None,
     progress: Progress | None = None,
     compiled: bool | str = False,
+    accumulate: int = 1,
 ) -> Fit:
     """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, "8 GiB", or a card:
     "rtx4090").
@@ -260,7 +262,8 @@ def fit(
     within ``precision`` (a share of the size). ``run`` measures the steps of both sizes that fit into free memory.
     ``most`` bounds the sizes that are tried. With ``allocator``, settings of a GPU's caching allocator as in
     PYTORCH_ALLOC_CONF ("": torch's defaults), the limit is on the bytes that it reserves, else on the peak. With
-    ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled step and nothing is planned.
+    ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled step and nothing is planned; with
+    ``accumulate``, the size is that of one of so many micro-batches.
 
     Raises MagisError for models that cannot be captured and for invalid arguments.
     """
@@ -271,6 +274,7 @@ def fit(
     name, make = recipe_of("magis.fit", module, batch, loss, optimizer)
     settings = allocator_text(allocator or "", device)
     case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed, allocator=settings)
+    case = replace(case, accumulate=accumulate)
     if keyword is not None and not is_factory(name):
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
     reserves = allocator is not None and device != "cpu"

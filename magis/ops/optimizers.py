@@ -165,8 +165,15 @@ class OptimizerSpec:
     """torch's `amsgrad`, for all parameters: adds one state tensor per parameter."""
     own: OwnOptimizer | None = None
     """Optimizer of the user for `kind` "apart"."""
+    accumulate: int = 1
+    """Micro-batches whose gradients are added up for one update; each loss is divided by their number."""
+    cuts: bool = False
+    """True if the micro-batches are parts of the batch along dimension 0; False if each is the whole batch."""
 
     def __post_init__(self) -> None:
+        if type(self.accumulate) is not int or self.accumulate < 1 or (self.accumulate > 1 and self.kind == "none"):
+            hint = "give a number of micro-batches from 1 on, and an optimizer"
+            raise UsageError(f"gradients of {self.accumulate!r} micro-batches for {self.kind!r}", hint=hint)
         if self.kind not in OPTIMIZER_KINDS and (self.kind != "apart" or self.own is None):
             raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
         ways = [(self.foreach, self.fused), *((group.foreach, group.fused) for group in self.groups)]
@@ -177,6 +184,20 @@ class OptimizerSpec:
     def stops(self) -> bool:
         """Return True if graphs of the step return gradients instead of updating weights."""
         return self.kind in ("gradients", "apart")
+
+    def micro_batches(self, inputs: Tensors, targets: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield the inputs and targets of each forward and backward of a step."""
+        for number in range(self.accumulate):
+            if not self.cuts:
+                yield inputs, targets
+                continue
+            rows = inputs[0].shape[:1]
+            parts = [t.tensor_split(self.accumulate)[number] if t.shape[:1] == rows else t for t in (*inputs, *targets)]
+            yield parts[: len(inputs)], parts[len(inputs) :]
+
+    def share(self, loss: Any) -> Any:
+        """Return the loss of a micro-batch divided by the number of micro-batches."""
+        return loss / self.accumulate if self.accumulate > 1 else loss
 
     def way(self, device: str) -> str:
         """Return the implementation of the update that torch uses on a device type, groups ignored.

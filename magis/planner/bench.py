@@ -6,6 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,16 +72,16 @@ class Bench:
         if make is not None:
             dtype = _checked_dtype(case.dtype or "", case.device)
             source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
-            return self.keep((case.model, make), source, case.slack)
+            return self.keep((case.model, make), replace(source, accumulate=case.accumulate), case.slack)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
         dtype, of_user = _dtype_of_case(spec, case), is_factory(case.model)
         source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
-        return self.keep((case.model, case.preset), source, case.slack)
+        return self.keep((case.model, case.preset), replace(source, accumulate=case.accumulate), case.slack)
 
     def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
         """Return the cached subject of a source, or a new one; ``what`` is part of the cache key."""
-        key = (*what, source.dtype, source.device, source.seed, source.running_seconds, slack)
+        key = (*what, source.dtype, source.device, source.seed, source.running_seconds, source.accumulate, slack)
         subject = self._subjects.pop(key, None) or Subject(
             source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack
         )

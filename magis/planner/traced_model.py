@@ -107,6 +107,8 @@ class TracedModel:
     def make(self) -> Workload:
         """Build a new workload, on real or hollow tensors as the active mode decides."""
         made = self._asked.make(self._asked.seed)
+        if self._asked.accumulate != 1:
+            made = replace(made, optimizer=replace(made.optimizer, accumulate=self._asked.accumulate))
         if not self._asked.dtype:
             return made
         dtype = tensor_type(self._asked.dtype)
@@ -218,7 +220,8 @@ class TracedModel:
         """Return the step captured under a strategy, and the bytes moved over the host link by the strategy; cached."""
         if strategy.name not in self._variants:
             with strategy.in_capture(self.traced, self.kind) as moved:
-                captured = self._captured(self.traced, strategy.cast, early=strategy.updates_early(self.traced))
+                early, work = strategy.updates_early(self.traced), strategy.cut(self.traced)
+                captured = self._captured(work, strategy.cast, early=early)
             self._variants[strategy.name] = captured, moved.nbytes
         return self._variants[strategy.name]
 

@@ -116,6 +116,8 @@ class Source:
     """True if generators are seeded before capture; else they keep their state."""
     keeps_results: bool = False
     """True if tensors that the forward stores in attributes are outputs of the step."""
+    accumulate: int = 1
+    """Micro-batches per update."""
 
     def start(self) -> None:
         """Seed the generators for the start of a step, if the source is ``seeded``."""

@@ -90,8 +90,7 @@ class EagerStep:
         self._seed = seed
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
         self._around = around
-        self._inputs = tuple(inputs)
-        self._targets = tuple(targets)
+        self._batch: tuple[Sequence[Tensor], Sequence[Tensor]] = (tuple(inputs), tuple(targets))
         self._loss_fn = loss_fn
         self._rule = rule
         self._explicit = explicit_attention
@@ -119,8 +118,13 @@ class EagerStep:
                 with torch.no_grad():
                     self._outputs = tuple(_output_tensors(self.forward()))
                     return self._outputs[0]
-            loss, scaler = self.forward(), self._scaler
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            batch, loss, added, scaler = self._batch, torch.empty(0), 0.0, self._scaler
+            for micro_batch in self._rule.micro_batches(*batch):
+                self._batch = micro_batch
+                loss = self._rule.share(self.forward())
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                added += float(loss.detach()) if self._rule.cuts else 0.0
+            self._batch = batch
             if self._optimizer is not None:
                 self._steps += 1
                 if scaler is None:
@@ -128,7 +132,7 @@ class EagerStep:
                 else:
                     scaler.step(self._optimizer)
                     scaler.update()
-        self._outputs = (loss.detach(),)
+        self._outputs = (loss.new_tensor(added) if self._rule.cuts else loss.detach(),)
         return self._outputs[0]
 
     def run_in_turns(self, turn: TimeSlice) -> Tensor:
@@ -149,9 +153,8 @@ class EagerStep:
             return self._call()
 
     def _forward_and_loss(self) -> Any:
-        if self._loss_fn is None:
-            return self.module(*self._inputs)
-        return self._loss_fn(self.module(*self._inputs), *self._targets)
+        inputs, targets = self._batch
+        return self.module(*inputs) if self._loss_fn is None else self._loss_fn(self.module(*inputs), *targets)
 
     def results(self) -> tuple[Tensor, ...]:
         if not self._rule.stops:

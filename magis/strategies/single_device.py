@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from magis.capture import Workload
+from magis.capture.whole_steps import Moved
 from magis.errors import UsageError
 from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import EagerStep
 from magis.strategies.chunked_loss import deferred_scores
-from magis.strategies.strategy_names import BY_HAND, KINDS, PLANNED_CODE, check_parts, is_local
+from magis.strategies.rank_step import batch_size
+from magis.strategies.strategy_names import ACCUMULATES, BY_HAND, KINDS, PLANNED_CODE, check_parts, is_local
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -80,25 +82,6 @@ DEFAULT_CAST = {"cpu": "bfloat16", "cuda": "float16"}
 """Default dtype of torch.autocast, by device type."""
 
 
-class Moved:
-    """Simulated host memory for offloading during a capture: hooks that pack a tensor off the device and unpack it as a
-    new one."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Bytes copied, both directions together."""
-
-    def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-        self.nbytes += tensor.nbytes
-        return tensor.shape, tensor.dtype
-
-    def back(self, packed: tuple[torch.Size, torch.dtype]) -> Tensor:
-        shape, dtype = packed
-        found = torch.empty(shape, dtype=dtype)
-        self.nbytes += found.nbytes
-        return found
-
-
 def blocks_of(work: Workload) -> tuple[str, ...]:
     """Return the paths of the blocks to checkpoint: those of the workload, else those found in the module.
 
@@ -139,6 +122,8 @@ class Local:
     """Compilation: "compile", "compile-budget" or "magis+compile"."""
     limits: tuple[tuple[str, float], ...] = ()
     """Backend options of "magis+compile": ("memory_ratio", 0.8)."""
+    micro_batches: int = 1
+    """Parts of the batch whose gradients are added up for one update."""
 
     group = 1
 
@@ -155,7 +140,7 @@ class Local:
     @property
     def keeps_numbers(self) -> bool:
         """Return True if results are bitwise equal to eager's."""
-        return not self.cast and not self.compiled and not self.is_by_hand
+        return not self.cast and not self.compiled and not self.is_by_hand and self.micro_batches == 1
 
     @property
     def is_by_hand(self) -> bool:
@@ -168,9 +153,21 @@ class Local:
         return self.is_by_hand and not self.is_scaled and not work.optimizer.stops and work.optimizer.kind != "none"
 
     def check(self, work: Workload) -> None:
-        """Raise UsageError for a network without blocks to checkpoint."""
+        """Raise UsageError for a network without blocks to checkpoint, or micro-batches that the strategy cannot add
+        up."""
+        if self.micro_batches > 1 and batch_size(work) % self.micro_batches:
+            what = f"{work.name}: a batch of {batch_size(work)} has no {self.micro_batches} equal micro-batches"
+            raise UsageError(what, hint="accumulate as many as divide it")
+        if self.micro_batches * work.optimizer.accumulate > 1 and (self.compiled or self.is_by_hand):
+            raise UsageError(f"strategy {self.name!r} adds up no micro-batches", hint="leave out accumulate")
         if self.blocks and not blocks_of(work):
             raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
+
+    def cut(self, work: Workload) -> Workload:
+        """Return the workload in this strategy's micro-batches."""
+        if self.micro_batches == 1:
+            return work
+        return replace(work, optimizer=replace(work.optimizer, accumulate=self.micro_batches, cuts=True))
 
     def note(self, work: Workload) -> str:
         """Return a caveat about the step; "" without one."""
@@ -221,7 +218,7 @@ class Local:
     def step(self, work: Workload) -> EagerStep:
         """Return the eager step of a workload whose module is in the context ``wrapped``."""
         return EagerStep(
-            *work.parts,
+            *self.cut(work).parts,
             explicit_attention=work.explicit_attention,
             around=self.around,
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
@@ -260,7 +257,8 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         asked = (("memory_ratio", memory_ratio), ("latency_ratio", latency_ratio))
         limits = tuple((option, limit) for option, limit in asked if limit is not None)
         return Local(name, device, compiled=name, limits=limits)
-    parts = name.split("+")
+    several = ACCUMULATES.match(name)
+    parts = name[several.end() if several else 0 :].split("+") if several is None or several[0] != name else []
     check_parts(name)
     unknown = [part for part in parts if not is_local(part)]
     if unknown:
@@ -276,6 +274,7 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         blocks,
         offloads=bool(offload),
         compiled=compiled,
+        micro_batches=int(several[1]) if several else 1,
     )
 
 

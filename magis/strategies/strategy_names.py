@@ -1,6 +1,7 @@
 """Names of strategies and their families. Does not import torch: the plugin lists names.
 
-A strategy of one rank is named by parts joined by "+", at most one of each kind: "amp+checkpoint".
+A strategy of one rank is named by parts joined by "+", at most one of each kind: "amp+checkpoint". In front of them
+"accumulate4+", or "accumulate4" alone, adds up the gradients of four parts of the batch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from magis.strategies.distributed_names import (
 )
 
 __all__ = [
+    "ACCUMULATES",
     "BLOCK",
     "BY_HAND",
     "KINDS",
@@ -65,6 +67,8 @@ KINDS = (
     ("compile", "compile-budget"),
 )
 """Parts of names by kind; parts of one kind exclude each other."""
+ACCUMULATES = re.compile(r"accumulate([1-9]\d*)(?:\+(?=.)|$)")
+"""Pattern of a strategy's prefix: gradients of so many parts of the batch are added up."""
 _LOCAL = ("amp", "checkpoint", "selective-checkpoint", BY_HAND, "offload", "compile", "compile-budget")
 
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
@@ -77,7 +81,8 @@ LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-i
 def is_local(name: str) -> bool:
     """Return True for the name of a strategy of one rank."""
     known = {part for kind in KINDS for part in kind}
-    return name == PLANNED_CODE or all(part in known for part in name.split("+"))
+    inner = ACCUMULATES.sub("", name, count=1)
+    return name == PLANNED_CODE or inner == "" != name or all(part in known for part in inner.split("+"))
 
 
 def check_limit_of(what: str, strategy: str, device: str) -> None:

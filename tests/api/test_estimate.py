@@ -187,12 +187,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_example_of_the_page_runs(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
-    block, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)  # the other one: tests/compile
+    block, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)  # another: tests/compile
     block = block.replace("range(8)", "range(2)").replace("256 MiB", "64 MiB")  # as it is, it takes half a minute
     exec(compile(block, "docs/estimate.md", "exec"), {"__name__": "page"})
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert "rows would fit" in out
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_other_examples_of_the_page_run(repository: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
+    page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[number]
+    names: dict[str, object] = {"__name__": "page"}
+    exec(compile(block, "docs/estimate.md", "exec"), names)
+    assert ("gradient" if number == 1 else "step on cpu, float32: peak") in capsys.readouterr().out
 
 
 def test_every_option_is_in_the_page(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

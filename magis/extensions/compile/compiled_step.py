@@ -87,6 +87,8 @@ def compiled_figures(subject: Subject, what: str, allocator: str = "") -> tuple[
     for steps that cannot be captured or compiled."""
     if what not in COMPILED:
         raise UsageError(f"compiled={what!r}", hint=f"use {' or '.join(map(repr, COMPILED))}")
+    if subject.traced.optimizer.accumulate > 1:
+        raise UsageError("a compiled step of several micro-batches is not predicted", hint="leave out accumulate")
     if what == "step" and subject.traced.optimizer.kind == "apart":
         raise UsageError(
             f"{subject.traced.name}: its optimizer's code is not compiled here", hint="use compiled='loss'"

@@ -1,0 +1,213 @@
+"""The memory of a training loop's own step function, from several recorded calls: `magis.estimate(step, batch)`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
+from magis.cost.cost_model import RooflineCosts
+from magis.cost.devices import find_device
+from magis.errors import CaptureError, UsageError
+from magis.graph import Op, Storage
+from magis.graph.hazards import lifetimes
+from magis.planner.bench import Bench, check_device
+from magis.planner.smaller_steps import MOST_BYTES
+from magis.planner.traced_model import Scratches
+from magis.results import Case, CaseResult, Memory, Peak, StepFigures
+from magis.runtime.measure import device_identity, device_memory, free_device_memory
+from magis.simulate.peak_breakdown import Owner, module_table, owners
+from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
+from magis.simulate.simulator import MemoryProfile, replay, rounded
+from magis.units import format_bytes
+
+CYCLE = "pass a function that runs a whole cycle, or measure the loop as it runs, by magis.peak"
+
+
+@dataclass(frozen=True, eq=False)
+class StepFunction:
+    """A step function, the batch of each call, and the case of its figures."""
+
+    step: Callable[[Any], object]
+    batch: Any
+    case: Case
+    bench: Bench
+
+    @property
+    def kind(self) -> str:
+        """Device type of torch: "cpu" or "cuda"."""
+        return "cpu" if self.case.device == "cpu" else "cuda"
+
+    @cached_property
+    def recorded(self) -> WholeStep:
+        """The recorded calls."""
+        check_device(self.case.device)
+        whole = record_whole_step(self.step, self.batch, self.kind, MOST_BYTES // 4)
+        return replace(whole, graph=replace(whole.graph, storages=dict(_counted(whole, self.kind))))
+
+    @cached_property
+    def costs(self) -> RooflineCosts:
+        """Costs of operators, with the workspaces of those in the last cycle."""
+        gpu = torch.cuda.get_device_name() if self.case.device == "cuda" else ""
+        device = find_device(self.case.device, gpu)
+        prices = self.bench.pricing(self.case.device, "").prices(device)
+        return RooflineCosts(device, prices.profile, self._workspaces, prices)
+
+    @property
+    def _workspaces(self) -> Mapping[str, int]:
+        found = Scratches()
+        if self.kind == "cpu":
+            graph, start = self.recorded.graph, self.recorded.begins[-1 - self.cycle]
+            found.add(replace(graph, ops=graph.ops[start:]), free_device_memory("cpu"), None)
+        return found.known
+
+    @cached_property
+    def cycle(self) -> int:
+        """Calls after which operators and memory repeat. Raises CaptureError if they do not."""
+        profile = replay(self.recorded.graph, lambda *_: 0, deaths=self.recorded.deaths)
+        begins = self.recorded.begins
+        calls = [_course(self.recorded.graph.ops, profile, *pair) for pair in pairwise(begins)]
+        most = next(period for period in range(len(calls), 0, -1) if max(SETTLING, period) + 2 * period <= len(calls))
+        for period in range(1, most + 1):
+            settled = calls[max(SETTLING, period) :]
+            if settled[period:] == settled[:-period]:
+                return period
+        settled = calls[SETTLING:]
+        grown = settled[-1][0] - settled[0][0]
+        if grown > 0 and len({course[1:] for course in settled}) == 1:
+            more = format_bytes(grown // (len(settled) - 1))
+            raise CaptureError(f"each call of the step leaves {more} more in memory", hint="keep numbers, not tensors")
+        raise CaptureError(f"calls of the step go on differing, or repeat after more than {most}", hint=CYCLE)
+
+    @cached_property
+    def _profile(self) -> MemoryProfile:
+        """The memory of the last cycle: of earlier calls nothing."""
+        whole, start = self.recorded, self.recorded.begins[-1 - self.cycle]
+        numbers = whole.numbers if self.kind == "cpu" else ()
+        rounding = self.costs.rounding
+        found = replay(whole.graph, self.costs.workspace, deaths=whole.deaths, rounding=rounding, numbers=numbers)
+        before = (0,) * start
+        return MemoryProfile(found.persistent_bytes, before + found.tensors[start:], before + found.peaks[start:])
+
+    def reserved(self, allocator: str) -> Reserved | None:
+        """Simulate a CUDA caching allocator over all calls; None on a CPU."""
+        if self.kind == "cpu":
+            return None
+        made = simulated_allocator(allocator, device_memory(self.case.device))
+        return reserved(self.recorded.graph, self.costs.workspace, self.recorded.deaths, steps=1, allocator=made)
+
+    def result(self) -> CaseResult:
+        """Return the figures of the call with the highest peak. Raises CaptureError for a step that cannot be recorded,
+        and one whose calls go on differing."""
+        profile, graph, case = self._profile, self.recorded.graph, self.case
+        if not profile.tensors:
+            raise UsageError(f"{case.model}: the step runs no operator of torch on what it reaches")
+        found = self.reserved(case.allocator)
+        in_cycle = graph.ops[self.recorded.begins[-1 - self.cycle] :]
+        nanoseconds = sum(self.costs.nanoseconds(op, graph.values) for op in in_cycle if not self._is_of_host(op))
+        figures = StepFigures(
+            Memory(profile.tensor_bytes, profile.peak_bytes),
+            nanoseconds / self.cycle / 1e6,
+            reserved_bytes=None if found is None else found.reserved_bytes,
+            at_peak=self._at_peak(),
+        )
+        weights = [value for value in graph.values.values() if value.name.startswith("parameter:")]
+        return CaseResult(
+            case=case,
+            dtype=weights[0].dtype if weights else "float32",
+            identity=device_identity(case.device),
+            original=figures,
+            optimized=figures,
+            ratio=None,
+            weight_bytes=sum(each.nbytes for each in graph.storages.values() if each.kind == "parameter"),
+            persistent_bytes=profile.persistent_bytes,
+            memory_limit_bytes=None,
+            latency_limit_ms=None,
+            device_memory_bytes=self.costs.memory_bytes,
+            lower_bound_bytes=0,
+        )
+
+    def _is_of_host(self, op: Op) -> bool:
+        """Return True if an operator counts steps of an optimizer."""
+        graph = self.recorded.graph
+        touched = {storage for storage, _ in op.writes} or {graph.values[each].storage for each in op.made()}
+        return all(graph.storages[each].kind == "host" for each in touched)
+
+    def _at_peak(self) -> Peak:
+        """Return the operator at the peak, and what is alive there."""
+        graph, rounding = self.recorded.graph, self.costs.rounding
+        at = self._profile.tensors.index(self._profile.tensor_bytes)
+        lives, known = lifetimes(graph, self.recorded.deaths), owners(graph, at)
+        call = max(begin for begin in self.recorded.begins if begin <= at)
+
+        def owner(storage: Storage) -> Owner:
+            found = known.get(storage.id, Owner(storage.kind, ""))
+            if storage.id in self.recorded.state:
+                return replace(found, kind="state", line="")
+            if storage.persistent or lives.born[storage.id] >= call:
+                return found
+            is_gradient = graph.ops[lives.born[storage.id]].phase == "backward"
+            return replace(found, kind="gradient" if is_gradient else "carried over")
+
+        alive = [
+            each
+            for each in graph.storages.values()
+            if each.persistent
+            or (each.kind == "temporary" and lives.born.get(each.id, at + 1) <= at <= lives.dies[each.id])
+        ]
+        held = module_table((owner(each), rounded(each.nbytes, rounding)) for each in alive)
+        op = graph.ops[at]
+        return Peak(op.target, op.module, op.phase, op.line, held)
+
+    def resized(self, dim: int, size: int) -> StepFunction:
+        """Return the step with another extent of a dimension of its batch: that of the first tensor, and of all that
+        have the same extent there."""
+        before = self.extent(dim)
+
+        def change(tensor: Tensor) -> Tensor:
+            if tensor.ndim <= dim or tensor.shape[dim] != before:
+                return tensor
+            return tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)
+
+        return replace(self, batch=tree_map_only(Tensor, change, self.batch))
+
+    def extent(self, dim: int) -> int:
+        """Return the extent of a dimension of the batch's first tensor. Raises UsageError without one."""
+        tensors = [each for each in tree_flatten(self.batch)[0] if isinstance(each, Tensor)]
+        if not tensors or tensors[0].ndim <= dim:
+            raise UsageError(f"{self.case.model}: the batch has nothing along dimension {dim}")
+        return tensors[0].shape[dim]
+
+
+def _course(ops: Sequence[Op], profile: MemoryProfile, start: int, end: int) -> tuple[Any, ...]:
+    """Return bytes at the start of a call, then its operators, each with the bytes by which memory differs from
+    there."""
+    first = profile.tensors[start] if start < end else 0
+    pairs = zip(ops[start:end], profile.tensors[start:end], strict=True)
+    return first, tuple((op.target, nbytes - first) for op, nbytes in pairs)
+
+
+def _counted(whole: WholeStep, kind: str) -> Mapping[int, Storage]:
+    """Return the storages of recorded calls. Not counted, like tensors of the host, are counters of optimizers, data of
+    the program, and tensors of the caller's own that were only used in the first calls."""
+    graph, uses, ones = whole.graph, Counter[int](), set[int]()
+    for op in graph.ops[whole.begins[SETTLING] :]:
+        uses.update({graph.values[value].storage for value in (*op.inputs(), *op.made())})
+    for op in graph.ops if kind != "cpu" else ():  # on a GPU these are added to the counters on the host
+        if op.writes and all(storage in whole.counters for storage, _ in op.writes):
+            ones.update(graph.values[value].storage for value in op.inputs() if not graph.values[value].shape)
+    loose = {value.storage for value in graph.values.values() if value.name and "." not in value.name.partition(":")[2]}
+
+    def aside(storage: Storage) -> bool:
+        unused = storage.kind == "buffer" and storage.id in loose and not uses[storage.id]
+        return storage.kind == "constant" or storage.id in whole.counters | ones or unused
+
+    return {key: replace(each, kind="host") if aside(each) else each for key, each in graph.storages.items()}
