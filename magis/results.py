@@ -261,13 +261,12 @@ class SearchOutcome:
 class SearchStats(SearchOutcome):
     """Result of a search, with the plan's changes by module."""
 
-    HALF: ClassVar = 0.5
     changes: tuple[ModuleBytes, ...] = ()
     """Recomputed and swapped calls (counted in every part of a loop) and calls in loops (counted once), by module."""
     worst_latency_ratio: float | None = None
     """Latency ratio on the slowest machine within the slack; None on a device without swaps."""
     halved_latency_ratio: float | None = None
-    """Latency ratio with a host link of `HALF` the speed; None on a device without swaps."""
+    """Latency ratio with a host link half as fast; None on a device without swaps."""
 
 
 @dataclass(frozen=True)
@@ -400,8 +399,7 @@ class ParetoFront:
     lower_bound_bytes: int
     """Lower bound on the peak of every plan (see `CaseResult`)."""
     points: tuple[FrontPoint, ...]
-    """Plans by rising peak and falling latency, thinned evenly. Eager is among them unless a plan beats it in both. A
-    search for one limit may find a better one."""
+    """Plans by rising peak and falling latency, thinned evenly, eager among them unless a plan beats it in both."""
     states: int
     """Number of plans evaluated; deterministic."""
     seconds: float

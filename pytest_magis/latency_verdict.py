@@ -68,7 +68,7 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
     planned, halved = result.search.worst_latency_ratio, result.search.halved_latency_ratio
     if planned is not None and halved is not None and halved > planned + _SLOWER:
         half = f"with a link half as fast, the step would take x{halved:.2f} of eager's time instead of x{planned:.2f}"
-        yield f"{half}; --magis-slack={result.search.HALF} plans for that"
+        yield f"{half}; --magis-slack=0.5 plans for that"
     if result.ratio is not None and result.ratio.doubt:
         yield f"latency is not gated: {result.ratio.doubt}"
         return

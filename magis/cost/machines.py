@@ -31,6 +31,10 @@ class Times(Protocol):
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
 
 
+HALF = 0.5
+"""Share of the link's speed with which a plan is judged, too, whatever its slack."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A device with its link bandwidth scaled by `link`, and its kernel times by `kernels`."""

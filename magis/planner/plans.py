@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from magis.cost.machines import Machine, machines
+from magis.cost.machines import HALF, Machine, machines
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
-from magis.results import Memory, SearchOutcome, SearchStats
+from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
@@ -331,5 +331,5 @@ def worst_latency_ratios(subject: Subject, graph: Graph) -> tuple[float, float] 
     None on a device without swaps."""
     if not subject.roofline.link_bytes_per_s:
         return None, None
-    halved = Machine(subject.roofline.nominal, link=SearchStats.HALF)
+    halved = Machine(subject.roofline.nominal, link=HALF)
     return max(latency_ratios(subject, graph, subject.slack)), _latency_ratio(subject, graph, halved)

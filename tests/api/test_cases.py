@@ -182,6 +182,16 @@ def test_bad_requests_get_one_line(request_: Case, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_plan_with_the_slack_of_a_halved_link_survives_it() -> None:
+    """A plan without it waits there, and its result says for how long."""
+    usual = Case("vit", "magis", "sim:rtx3090", "small", memory_ratio=0.5)
+    hasty, patient = (run_case(each).search for each in (usual, dataclasses.replace(usual, slack=0.5)))
+    assert hasty.worst_latency_ratio is not None
+    assert patient.worst_latency_ratio is not None
+    assert (hasty.halved_latency_ratio or 0) > hasty.worst_latency_ratio + 0.05
+    assert (patient.halved_latency_ratio or 9) <= patient.worst_latency_ratio * 1.001
+
+
 def test_a_module_that_branches_on_data_is_refused_by_name_and_line() -> None:
     with pytest.raises(CaptureError, match=r"depends on the data .* at nets\.py:\d+"):
         run_case(case(model="tests.api.nets:branches"))
