@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from torch import nn
 
 import magis
-from benchmarks.lib.published_compiled import PLACES, ROWS, counted, decoder, source
+from benchmarks.lib.published_compiled import PLACES, ROWS, counted, decoder, found, source
 from benchmarks.lib.published_compiled_models import LitDecoder, TimmVit, TuneDecoder
 from benchmarks.lib.published_second import RESERVED
 from magis.capture.workload import fake_tensors
@@ -53,3 +54,8 @@ def test_logits_that_a_loop_holds_are_counted() -> None:
     logits = 2 * 32 * 4096 * 2
     found = magis.estimate(small, device="sim:h100", compiled=True)
     assert found.by_kind["activation"] + found.by_kind["gradient"] >= 3 * logits
+
+
+@pytest.mark.soak
+def test_the_bar() -> None:
+    assert statistics.median(abs(found(index).error) for index in range(len(ROWS))) <= 0.08

@@ -278,8 +278,8 @@ def test_the_largest_batch_of_a_compiled_step() -> None:
 
 
 def test_reserved_bytes_are_those_of_the_settings() -> None:
-    rows = 10 * ROWS + 1
-    step = Chain(), (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), F.mse_loss, "sgd"
+    rows = 8 * ROWS + 1
+    step = Blocks("plain"), (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), F.mse_loss, "sgd"
     predict = partial(magis.estimate, *step, device="sim:h100", compiled=True)
     plain, growing = (predict(allocator=text) for text in ("", "expandable_segments:True"))
     assert plain.peak_bytes == growing.peak_bytes <= growing.needed_bytes < plain.needed_bytes
