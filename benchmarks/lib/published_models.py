@@ -136,13 +136,16 @@ class BookBlock(nn.Module):
 class BookGpt(nn.Module):
     """The GPT of 124 million parameters (163 with its own head): int64 [batch, length] -> logits."""
 
-    def __init__(self, way: str, *, scratch: bool, length: int = 1024, layers: int = 12, width: int = 768) -> None:
+    def __init__(
+        self, way: str, *, scratch: bool, length: int = 1024, layers: int = 12, width: int = 768,
+        vocabulary: int = 50257,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.word, self.position = nn.Embedding(50257, width), nn.Embedding(length, width)
+        self.word, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(0.1)
         self.layers = nn.ModuleList(BookBlock(width, 12, length, 0.1, way, scratch) for _ in range(layers))
         self.norm: nn.Module = BookNorm(width) if scratch else nn.LayerNorm(width)
-        self.head = nn.Linear(width, 50257, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         x = self.dropout(self.word(token_ids) + self.position(torch.arange(token_ids.shape[1])))

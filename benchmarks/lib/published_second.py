@@ -209,11 +209,15 @@ def vit(batch: int, *, dtype: str = "float32", rule: str = "adam", frees: bool =
     return Workload("vit", module, inputs, targets, loss, update, tuple(numbered("layers", 24))).to(dtype)
 
 
-def book_gpt(way: str, *, scratch: bool = True, dtype: str = "float32", fused: bool = True) -> Workload:
-    """GPT of 124 million parameters, eight sequences of 1024 tokens; ``fused``: the update."""
-    batch = tokens(8, 1024)
+def book_gpt(
+    way: str, *, scratch: bool = True, dtype: str = "float32", fused: bool = True, rows: int = 8,
+    vocabulary: int = 50257,
+) -> Workload:  # fmt: skip
+    """GPT of 124 million parameters, ``rows`` sequences of 1024 tokens; ``fused``: the update."""
+    batch = tokens(rows, 1024)
     rule = OptimizerSpec("adamw", lr=5e-4, weight_decay=0.1, fused=fused, foreach=not fused)
-    work = Workload("gpt", BookGpt(way, scratch=scratch), (batch,), (batch,), token_loss, rule)
+    module = BookGpt(way, scratch=scratch, vocabulary=vocabulary)
+    work = Workload("gpt", module, (batch,), (batch,), token_loss, rule)
     return work.to(dtype)
 
 

@@ -78,10 +78,28 @@ class Blocks(nn.Module):
         return out
 
 
+class Attended(nn.Module):
+    """Attention within a checkpoint, which draws its kernel's seed again when it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.last = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + checkpoint(self._mixed, x, use_reentrant=False)
+        return out
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        parts = self.parts(x).view(ROWS // 64, 64, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts.unbind(0))
+        out: Tensor = self.last(mixed.transpose(1, 2).reshape(x.shape))
+        return out
+
+
 def made(kind: str) -> Parts:
     """A step by name."""
     torch.manual_seed(0)
-    module = Chain() if kind == "chain" else Blocks(kind)
+    module = {"chain": Chain, "attended": Attended}[kind]() if kind in ("chain", "attended") else Blocks(kind)
     return module, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)), F.mse_loss
 
 
@@ -107,10 +125,41 @@ def predicted(kind: str, what: str) -> Any:
 
 @compiler
 @pytest.mark.parametrize("what", ["model", "loss"])
-@pytest.mark.parametrize("kind", ["chain", "checkpointed", "broken", "skipped"])
+@pytest.mark.parametrize("kind", ["chain", "checkpointed", "attended", "broken", "skipped"])
 def test_peaks_are_those_of_the_code_that_inductor_runs(kind: str, what: str) -> None:
     found = predicted(kind, what)
     assert found.tensor_bytes == pytest.approx(measured(kind, what), rel=0.01)
+
+
+def test_on_a_gpu_checkpointed_attention_is_the_gpus() -> None:
+    work = as_workload("attended", made("attended"), "sgd", who="the test").to("bfloat16")
+    found = compiled_window(work, "model", None, 512, "cuda")
+    called = [each.op.target for each in found.calls if "attention" in each.op.target]
+    assert len(called) == 3  # forward, forward again, backward
+    assert not any("for_cpu" in target for target in called)
+
+
+class Odd(nn.Module):
+    """Rows whose length is no multiple of what a GPU reads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 1037), nn.Linear(1037, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.sin(self.up(x)))
+        return out
+
+
+def test_on_a_gpu_rows_are_padded() -> None:
+    _, batch, loss = made("plain")
+    work = as_workload("odd", (Odd(), batch, loss), "sgd", who="the test")
+    sizes = {
+        kind: {nbytes for _, nbytes in compiled_window(work, "model", None, 1, kind).events} for kind in ("cpu", "cuda")
+    }
+    assert 4 * ROWS * 1037 in sizes["cpu"]
+    assert not any(abs(nbytes - 4 * ROWS * 1056) < 4 * 32 for nbytes in sizes["cpu"])
+    assert any(abs(nbytes - 4 * ROWS * 1056) < 4 * 32 for nbytes in sizes["cuda"])
 
 
 def test_fusion_removes_what_eager_keeps() -> None:
@@ -229,8 +278,8 @@ def test_the_largest_batch_of_a_compiled_step() -> None:
 
 
 def test_reserved_bytes_are_those_of_the_settings() -> None:
-    rows = 10 * ROWS + 1
-    step = Chain(), (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), F.mse_loss, "sgd"
+    rows = 8 * ROWS + 1
+    step = Blocks("plain"), (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)), F.mse_loss, "sgd"
     predict = partial(magis.estimate, *step, device="sim:h100", compiled=True)
     plain, growing = (predict(allocator=text) for text in ("", "expandable_segments:True"))
     assert plain.peak_bytes == growing.peak_bytes <= growing.needed_bytes < plain.needed_bytes

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._ops import OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,7 +33,7 @@ from magis.capture.snapshot import objects_kept
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, no_reports, roots_of
 from magis.errors import CaptureError, UsageError
-from magis.extensions.compile.hollow_inductor import Graphs, HollowCode, triton_rules, without_kernels
+from magis.extensions.compile.hollow_inductor import Graphs, HollowCode, drawing, triton_rules, without_kernels
 from magis.graph import Op, Ref, Value
 from magis.ops.call import CallError, from_torch
 from magis.ops.fake_results import bits_of
@@ -105,8 +106,10 @@ class Ledger(StorageLedger):
     ) -> Any:
         self._running = str(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        own = result[1] if func is run_and_save_rng_state else result
+        func, args = drawing(func, args) or (func, args)
         if isinstance(func, OpOverload) and not looks_of(func).view:
-            made = _as_call(func, args, kwargs or {}, result, self._most)
+            made = _as_call(func, args, kwargs or {}, own, self._most)
             self.calls.extend([] if made is None else [made])
         return result
 

@@ -23,10 +23,15 @@ from torch import Tensor, fx
 from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
+from torch._inductor import ir, scheduler
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.common import get_scheduling_for_device
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._ops import HigherOrderOperator
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -42,12 +47,22 @@ COMPILERS = ("cpp", "cpp_pybinding", "triton")
 """Functions that generated code calls to compile its kernels."""
 TRITON = ("triton", "triton.language")
 """Modules that generated code imports for Triton's kernels."""
+OPERATOR_AT = {run_and_save_rng_state: 0, run_with_rng_state: 1, graphsafe_run_with_rng_state: 0}
+"""Operators of recomputed parts that draw, by the position of the operator that each runs: it draws the same again."""
 MOST_COMPILED = 1 << 20
 """Recompile limit while a step is predicted: each prediction compiles once more."""
 
 
+def drawing(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the operator, and its arguments, that an operator of `OPERATOR_AT` runs; None for any other."""
+    at = OPERATOR_AT.get(func)
+    return None if at is None else (args[at], args[at + 1 :])
+
+
 class HollowCode(Hollow):
     """Dispatch mode of hollow tensors under which torch compiles as it does without a mode."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -62,6 +77,13 @@ class HollowCode(Hollow):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        drawn = drawing(func, args)
+        if drawn is not None:
+            named = {name: value for name, value in (kwargs or {}).items() if name != "rng_state"}
+            again = self.__torch_dispatch__(drawn[0], types, drawn[1], named)
+            return (torch.get_rng_state(), again) if func is run_and_save_rng_state else again
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(f"{func} in code that inductor generates")
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if not isinstance(made, Tensor):
             return made
@@ -114,12 +136,15 @@ class Graphs:
 
 
 def _with_gpu_forms(gm: fx.GraphModule) -> None:
-    """Replace the functions of a graph that run in another form on a GPU, such as attention."""
-    for node in gm.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
-        form = form_on_cuda(node.target)
-        if form is not None:
-            node.target = _named(form)
-    gm.recompile()
+    """Replace the functions of a graph, and of graphs within it, that run in another form on a GPU: attention."""
+    for graph in gm.modules():
+        if not isinstance(graph, fx.GraphModule):
+            continue
+        for node in graph.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
+            form = form_on_cuda(node.target)
+            if form is not None:
+                node.target = _named(form)
+        graph.recompile()
 
 
 def _named(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,9 +198,17 @@ def without_kernels(allocate: Callable[[Sequence[int], Sequence[int], torch.dtyp
 
 @contextmanager
 def triton_rules() -> Iterator[None]:
-    """Let inductor lower and fuse graphs of CPU tensors as it does for Triton, which need not be installed."""
+    """Let inductor lower and fuse graphs of CPU tensors as it does for Triton, which need not be installed. Where it
+    asks for the kind of device, to pad rows, to keep values that are used often and to order loops, it is a GPU."""
     with ExitStack() as stack:
-        stack.enter_context(inductor.patch(cpu_backend="triton"))
+        stack.enter_context(inductor.patch(cpu_backend="triton", disable_padding_cpu=False))
+        for holder in (ir, scheduler.BaseSchedulerNode):
+            stack.enter_context(patch.object(holder, "is_cpu", _is_no_cpu))
+            stack.enter_context(patch.object(holder, "is_gpu", _is_gpu))
+        stack.enter_context(patch.object(scheduler, "is_gpu", _is_gpu))
+        # what a GPU's index is read for, and numbers that are read off a CPU's tensors
+        stack.enter_context(patch.object(scheduler.Scheduler, "create_backend", _backend))
+        stack.enter_context(patch.object(scheduler.Scheduler, "update_zero_dim_cpu_tensor", _nothing))
         stack.enter_context(patch("torch.utils._triton.triton_hash_with_backend", str))  # of the missing compiler
         # a tensor of one number on a GPU stays there; on a CPU its number would be read and passed to the kernel
         stack.enter_context(patch.object(GraphLowering, "is_unspec_arg", _is_no_number))
@@ -184,6 +217,26 @@ def triton_rules() -> Iterator[None]:
 
 def _is_no_number(_graph: object, _name: str) -> bool:
     return False
+
+
+def _is_no_cpu(_asked: object) -> bool:
+    return False
+
+
+def _is_gpu(_asked: object) -> bool:
+    return True
+
+
+def _nothing(_scheduler: object) -> None:
+    """Leave tensors of one number where they are."""
+
+
+def _backend(made: scheduler.Scheduler, device: torch.device) -> scheduler.BaseScheduling:
+    V.graph.add_device_info(device)
+    found = get_scheduling_for_device(device.type)
+    if found is None:
+        raise RuntimeError(f"inductor generates no code for the device {device}")
+    return found(made)
 
 
 def _stream(_device: int) -> int:
