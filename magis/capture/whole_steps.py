@@ -240,7 +240,9 @@ class _Reached:
                     group.clear()
                     group.update(then)
             for cell, content in cells:
-                if _content(cell) is not content:
+                if content is _ABSENT:
+                    del cell.cell_contents  # also of an empty cell
+                else:
                     cell.cell_contents = content
             for space, name, value in globals_:
                 if value is _ABSENT:

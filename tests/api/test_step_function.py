@@ -121,6 +121,24 @@ def test_closure_variables_are_as_before() -> None:
         assert after in (None, 0, [])
 
 
+def test_a_closure_variable_that_a_call_makes_is_gone_again() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(inputs: torch.Tensor) -> None:
+        nonlocal last
+        last = net(inputs).square().mean()
+        last.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    last = torch.empty(0)
+    del last
+    magis.estimate(step, torch.randn(8, 4), device="cpu")
+    with pytest.raises(ValueError, match="empty"):
+        _ = [cell.cell_contents for cell in step.__closure__ or ()]
+
+
 def test_the_largest_batch() -> None:
     *_, (step, given) = plain()
     limit = magis.estimate(step, given, device="cpu").peak_bytes
