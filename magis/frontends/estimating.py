@@ -288,7 +288,8 @@ def estimate(
     bench, make, function = Bench(), None, None
     if batch is not None and callable(module) and not isinstance(module, (nn.Module, type)):
         if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):
-            raise UsageError("magis.estimate: a step function brings its loss and update", hint="give its batch alone")
+            what = "a function brings its own batch and loss, a step function brings its loss and update"
+            raise UsageError(f"magis.estimate: {what}", hint="give nothing beside it, or the step's batch alone")
         name = getattr(module, "__name__", type(module).__name__)
         function = StepFunction(module, batch, Case(name, "eager", device, "small", allocator=settings), bench)
         result = function.result()
