@@ -119,12 +119,14 @@ class EagerStep:
                     self._outputs = tuple(_output_tensors(self.forward()))
                     return self._outputs[0]
             batch, loss, added, scaler = self._batch, torch.empty(0), 0.0, self._scaler
-            for micro_batch in self._rule.micro_batches(*batch):
-                self._batch = micro_batch
-                loss = self._rule.share(self.forward())
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                added += float(loss.detach()) if self._rule.cuts else 0.0
-            self._batch = batch
+            try:
+                for micro_batch in self._rule.micro_batches(*batch):
+                    self._batch = micro_batch
+                    loss = self._rule.share(self.forward())
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                    added += float(loss.detach()) if self._rule.cuts else 0.0
+            finally:
+                self._batch = batch
             if self._optimizer is not None:
                 self._steps += 1
                 if scaler is None:

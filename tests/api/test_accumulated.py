@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import magis
+from magis.capture import OptimizerSpec
 from magis.cli.main import main
 from magis.errors import UsageError
 from magis.models.custom import as_workload
 from magis.planner.bench import Bench
 from magis.results import Case, CaseResult
 from magis.runtime.measure import window_peak
+from magis.runtime.steps import EagerStep
 
 
 class Block(nn.Module):
@@ -155,6 +157,25 @@ def test_the_largest_micro_batch() -> None:
     assert once.eager is not None
     assert (found.eager.size, found.eager.peak_bytes) == (256, limit)
     assert once.eager.size > 256
+
+
+def test_a_micro_batch_that_fails_leaves_the_step_with_its_batch() -> None:
+    """The next step has all of it, not parts of a part."""
+    sizes = list[int]()
+
+    def loss(found: Tensor, targets: Tensor) -> Tensor:
+        sizes.append(len(found))
+        if len(sizes) == 2:
+            raise ValueError("once")
+        return nn.functional.mse_loss(found, targets)
+
+    net, inputs, targets, *_ = rows(8)
+    step = EagerStep(net, (inputs,), (targets,), loss, OptimizerSpec("sgd", accumulate=4, cuts=True))
+    with pytest.raises(ValueError, match="once"):
+        step.run()
+    step.prepare()
+    step.run()
+    assert sizes == [2] * 6
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
