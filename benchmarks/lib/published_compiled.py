@@ -22,7 +22,7 @@ from magis.ops.optimizers import OptimizerSpec
 from magis.units import GIB, MIB
 
 from .published_compiled_models import CappedLoss, LitDecoder, TimmVit, TuneDecoder, chunked_loss, wide_loss
-from .published_second import A100_WORKSPACE, ALLOCATED, H100_WORKSPACE, RESERVED, book_gpt, tokens
+from .published_second import A100_WORKSPACE, ALLOCATED, H100_WORKSPACE, RESERVED, book_gpt, placed, tokens
 
 __all__ = ["PLACES", "ROWS", "CompiledRow", "Found", "Place", "found", "source"]
 
@@ -40,7 +40,7 @@ class Place:
     workspace_bytes: int
     """Of cuBLAS, of one of the two threads that call it: of the forward, and of the backward."""
     above_inputs: bool = False
-    """Whether a figure is what the step needs beside its weights and batch."""
+    """True if a figure is what the step needs beside its weights and batch."""
 
 
 PLACES = {
@@ -171,7 +171,7 @@ SOURCES = {
     "book": "github.com/rasbt/LLMs-from-scratch, 28c65cdf, ch05/10_llm-training-speed/README.md",
     "thunder": "github.com/Lightning-AI/lightning-thunder/issues/",
     "tune": "github.com/pytorch/torchtune, 1814feb1, README.md",
-    "ao": "github.com/pytorch/ao, ",
+    "ao": "github.com/pytorch/ao,",
     "loss": "github.com/apple/ml-cross-entropy, af5f96a7, README.md",
 }
 """Repository, commit, path; or the thread."""
@@ -179,9 +179,7 @@ SOURCES = {
 
 def source(row: CompiledRow) -> str:
     """Where, when, on what card and with which torch the figure of a row was published."""
-    key, _, place = row.source.partition(" ")
-    gap = "" if SOURCES[key].endswith(("/", " ")) else " "
-    return f"{SOURCES[key]}{gap}{place}"
+    return placed(SOURCES, row.source)
 
 
 BOOK = partial(book_gpt, "fused", scratch=False, dtype="bfloat16")

@@ -7,7 +7,7 @@ row was predicted; the page says which ones were changed afterwards, and why. No
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -248,8 +248,13 @@ SOURCES = {
 
 def source(row: SecondRow) -> str:
     """Where the figure of a row is published."""
-    key, _, place = row.source.partition(" ")
-    return SOURCES[key] + place if SOURCES[key].endswith("/") else f"{SOURCES[key]} {place}".rstrip()
+    return placed(SOURCES, row.source)
+
+
+def placed(sources: Mapping[str, str], text: str) -> str:
+    """The address of a source, by its key and what follows it."""
+    key, _, place = text.partition(" ")
+    return sources[key] + place if sources[key].endswith("/") else f"{sources[key]} {place}".rstrip()
 
 
 _ONE, _KEEPS = OneGpu(), Accumulating(OneGpu())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from magis.graph import Graph
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizers import named_tensors
-from magis.ops.python_objects import attributes, codes_within, is_of_system, lasting, walk
+from magis.ops.python_objects import MISSING, attributes, cell_content, codes_within, is_of_system, lasting, walk
 
 CALLS, SETTLING, FEWEST = 24, 2, 4
 """Calls that are recorded; those at the start that differ in any step; and those recorded of a step of many
@@ -63,34 +63,31 @@ class WholeStep:
     """Storages of the optimizers' state."""
     counters: frozenset[int]
     """Storages of the optimizers' step counters, which no figure counts."""
-    read: bool
-    """True if the calls ran on copies of the real tensors, as Python reads numbers off them."""
 
 
 def record_whole_step(step: Step, batch: Any, device: str, most_bytes: int) -> WholeStep:
     """Record calls of ``step(batch)`` on hollow tensors. If Python reads numbers off data, the calls run on copies of
-    the tensors, where these have at most ``most_bytes``. Raises CaptureError for a step that cannot be recorded."""
-    twins = partial(hollow_like, known=is_readable)
+    the tensors, where these have at most ``most_bytes``. Python's garbage collector is to be off. Raises CaptureError
+    for a step that cannot be recorded."""
+    reached, twins = _Reached(step), partial(hollow_like, known=is_readable)
     try:
-        return _recorded(step, batch, device, twins)
+        return _recorded(reached, step, batch, device, twins)
     except CaptureError as error:
-        reached, tensors = _Reached(step), [each for each in tree_flatten(batch)[0] if isinstance(each, Tensor)]
+        tensors = [each for each in tree_flatten(batch)[0] if isinstance(each, Tensor)]
         tensors += [*reached.holder.parameters(), *reached.holder.buffers()]
         if not of_contents(error) or sum(each.nbytes for each in tensors) > most_bytes:
             raise
-    return _recorded(step, batch, device, copies)
+    return _recorded(reached, step, batch, device, copies)
 
 
-def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
-    reads = twins is copies
-    reached, (leaves, spec) = _Reached(step), tree_flatten(batch)
+def _recorded(reached: _Reached, step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
+    leaves, spec = tree_flatten(batch)
     given = [each for each in leaves if isinstance(each, Tensor)]
     trained = [name for name, each in reached.holder.named_parameters() if each.requires_grad]
     made, cached = dict[str, torch.Generator](), dict[str, Tensor]()
     own = held_generators(reached.holder, step)
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(_no_collection())
         stack.enter_context(generators_kept())
         stack.enter_context(reached.kept(device))
         stand = stack.enter_context(stand_ins(reached.holder, given, (), trained, twins))
@@ -104,7 +101,7 @@ def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
         stack.enter_context(states_recorded(device, own, made))
         stack.enter_context(_phases(recorder, reached.optimizers))
         stack.enter_context(_offloading(device))
-        if reads:
+        if twins is copies:
             stack.enter_context(formulas_as_eager())
             stack.enter_context(WritesUndone())
         else:
@@ -119,7 +116,7 @@ def _recorded(step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
                 gc.collect(0)  # what the call left in cycles of references
                 begins.append(len(recorder.graph(()).ops))
         state, counters = _state_of(reached.optimizers, recorder)
-        return WholeStep(recorder.graph(()), recorder.deaths, recorder.numbers, tuple(begins), state, counters, reads)
+        return WholeStep(recorder.graph(()), recorder.deaths, recorder.numbers, tuple(begins), state, counters)
 
 
 def _found_by(find: Callable[[Tensor], str | None]) -> Callable[[Tensor], str]:
@@ -217,9 +214,9 @@ class _Reached:
     def kept(self, device: str) -> Iterator[None]:
         """Give the optimizers empty states within the block, and restore them, closure variables, globals and
         gradients at its end."""
-        cells = [(cell, _content(cell)) for each in self._functions for cell in each.__closure__ or ()]
+        cells = [(cell, cell_content(cell)) for each in self._functions for cell in each.__closure__ or ()]
         names = [(each.__globals__, name) for each in self._functions for name in _names(each)]
-        globals_ = [(space, name, space.get(name, _ABSENT)) for space, name in names]
+        globals_ = [(space, name, space.get(name, MISSING)) for space, name in names]
         owners = [(each, dict(vars(each)), [dict(group) for group in each.param_groups]) for each in self.optimizers]
         loose = [each for each in self.holder.buffers() if each.requires_grad and each.is_leaf]
         gradients = [each.grad for each in loose]
@@ -240,27 +237,17 @@ class _Reached:
                     group.clear()
                     group.update(then)
             for cell, content in cells:
-                if content is _ABSENT:
+                if content is MISSING:
                     del cell.cell_contents  # also of an empty cell
                 else:
                     cell.cell_contents = content
             for space, name, value in globals_:
-                if value is _ABSENT:
+                if value is MISSING:
                     space.pop(name, None)
                 else:
                     space[name] = value
             for tensor, gradient in zip(loose, gradients, strict=True):
                 tensor.grad = gradient
-
-
-_ABSENT = object()
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return _ABSENT
 
 
 def _names(function: FunctionType) -> set[str]:
@@ -295,18 +282,6 @@ def _further(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", value) for name, value in vars(item).items())
     elif not isinstance(item, (type, nn.Module)) and not is_of_system(type(item).__module__):
         yield from ((f".{name}", each) for name, each in vars(type(item)).items() if isinstance(each, FunctionType))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off within the block, so that calls do not differ by when it runs."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

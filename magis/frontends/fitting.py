@@ -48,17 +48,15 @@ def resized(work: Workload, dim: int, size: int) -> Workload:
     """Return the workload with ``size`` instead of the first input's extent along ``dim``, in all inputs and targets
     that have the extent there. Rows are repeated, so that class numbers stay valid. Works on fake tensors, too."""
     before = extent(work, dim)
+    inputs, targets = (tuple(repeated(t, dim, before, size) for t in each) for each in (work.inputs, work.targets))
+    return replace(work, inputs=inputs, targets=targets)
 
-    def change(tensor: Tensor) -> Tensor:
-        if tensor.ndim <= dim or tensor.shape[dim] != before:
-            return tensor
-        return tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)
 
-    return replace(
-        work,
-        inputs=tuple(change(tensor) for tensor in work.inputs),
-        targets=tuple(change(tensor) for tensor in work.targets),
-    )
+def repeated(tensor: Tensor, dim: int, before: int, size: int) -> Tensor:
+    """Return a tensor with ``size`` rows along ``dim``, repeated, if it has ``before`` rows there; else as it is."""
+    if tensor.ndim <= dim or tensor.shape[dim] != before:
+        return tensor
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)
 
 
 def largest(fits: Callable[[int], bool], start: int, most: int, *, precision: float = 0.0) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +17,15 @@ from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
 from magis.errors import CaptureError, UsageError
+from magis.frontends.fitting import repeated
 from magis.graph import Op, Storage
 from magis.graph.hazards import lifetimes
 from magis.planner.bench import Bench, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
-from magis.runtime.measure import device_identity, device_memory, free_device_memory
-from magis.simulate.peak_breakdown import Owner, module_table, owners
+from magis.runtime.measure import device_identity, device_memory, free_device_memory, no_collection
+from magis.simulate.peak_breakdown import Owner, alive, module_table, owners
 from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
 from magis.simulate.simulator import MemoryProfile, replay, rounded
 from magis.units import format_bytes
@@ -50,7 +51,8 @@ class StepFunction:
     def recorded(self) -> WholeStep:
         """The recorded calls."""
         check_device(self.case.device)
-        whole = record_whole_step(self.step, self.batch, self.kind, MOST_BYTES // 4)
+        with no_collection():  # or calls would differ by when the collector runs
+            whole = record_whole_step(self.step, self.batch, self.kind, MOST_BYTES // 4)
         return replace(whole, graph=replace(whole.graph, storages=dict(_counted(whole, self.kind))))
 
     @cached_property
@@ -157,26 +159,14 @@ class StepFunction:
             is_gradient = graph.ops[lives.born[storage.id]].phase == "backward"
             return replace(found, kind="gradient" if is_gradient else "carried over")
 
-        alive = [
-            each
-            for each in graph.storages.values()
-            if each.persistent
-            or (each.kind == "temporary" and lives.born.get(each.id, at + 1) <= at <= lives.dies[each.id])
-        ]
-        held = module_table((owner(each), rounded(each.nbytes, rounding)) for each in alive)
+        held = module_table((owner(each), rounded(each.nbytes, rounding)) for each in alive(graph, at, lives))
         op = graph.ops[at]
         return Peak(op.target, op.module, op.phase, op.line, held)
 
     def resized(self, dim: int, size: int) -> StepFunction:
         """Return the step with another extent of a dimension of its batch: that of the first tensor, and of all that
         have the same extent there."""
-        before = self.extent(dim)
-
-        def change(tensor: Tensor) -> Tensor:
-            if tensor.ndim <= dim or tensor.shape[dim] != before:
-                return tensor
-            return tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)
-
+        change = partial(repeated, dim=dim, before=self.extent(dim), size=size)
         return replace(self, batch=tree_map_only(Tensor, change, self.batch))
 
     def extent(self, dim: int) -> int:

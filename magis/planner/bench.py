@@ -6,7 +6,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,13 +70,19 @@ class Bench:
         seconds = running_seconds(case.seconds)
         if make is not None:
             dtype = _checked_dtype(case.dtype or "", case.device)
-            source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
-            return self.keep((case.model, make), replace(source, accumulate=case.accumulate), case.slack)
+            source = Source(
+                case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds,
+                accumulate=case.accumulate,
+            )  # fmt: skip
+            return self.keep((case.model, make), source, case.slack)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
         dtype, of_user = _dtype_of_case(spec, case), is_factory(case.model)
-        source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
-        return self.keep((case.model, case.preset), replace(source, accumulate=case.accumulate), case.slack)
+        source = Source(
+            case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds,
+            accumulate=case.accumulate,
+        )  # fmt: skip
+        return self.keep((case.model, case.preset), source, case.slack)
 
     def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
         """Return the cached subject of a source, or a new one; ``what`` is part of the cache key."""

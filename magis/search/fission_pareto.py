@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -108,6 +109,12 @@ class DivisibleStep:
     places: tuple[Piece, ...]
     efforts: Efforts = USUAL
 
+    @cached_property
+    def bytes_and_ns(self) -> tuple[int, int]:
+        """Peak bytes of the temporary tensors in program order, and the least latency in ns."""
+        (held,) = own_bytes(self.graph, dict.fromkeys(range(len(self.graph.ops)), 0), 1)
+        return held, compile_problem(self.graph, self.costs, reuse=self.reuse).problem.least_ns
+
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """Find the places where a step may be split; fewer in a large step, with less effort."""
@@ -144,8 +151,7 @@ def _with_heads_in_parts(step: DivisibleStep) -> tuple[DivisibleStep, list[Piece
 def _in_few_parts(step: DivisibleStep, whole: DivisibleStep) -> Graph | None:
     """Return the step with the first place as a loop in so few parts that more would take more time for the bytes that
     they save than the ``whole`` step does for its own; None if no loop is legal."""
-    (held,) = own_bytes(whole.graph, dict.fromkeys(range(len(whole.graph.ops)), 0), 1)
-    ns = compile_problem(whole.graph, step.costs, reuse=step.reuse).problem.least_ns
+    held, ns = whole.bytes_and_ns
     tried: list[tuple[int, Graph]] = []
     for _, here in levels_at(step, 0):
         looped = with_loops_in_place(here.compiled.graph, step.costs) if step.reuse else here.compiled.graph

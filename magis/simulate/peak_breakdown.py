@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from magis.graph import Graph, Op, Ref
-from magis.graph.hazards import is_pure_view, lifetimes
+from magis.graph import Graph, Op, Ref, Storage
+from magis.graph.hazards import Lifetimes, is_pure_view, lifetimes
 from magis.graph.loop_rules import MERGES
 from magis.results import ModuleBytes, Peak, collapsed
 from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
@@ -39,16 +39,21 @@ def live_storages(
     For a loop, storages of its body at the peak of one part are included, as in ``replay``.
     """
     known = owners(graph, at)
-    lives = lifetimes(graph, deaths)
-    for storage in graph.storages.values():
-        here = storage.kind == "temporary" and lives.born.get(storage.id, at + 1) <= at <= lives.dies[storage.id]
-        if storage.persistent or here:
-            yield known.get(storage.id, Owner(storage.kind, "")), rounded(storage.nbytes, rounding)
+    for storage in alive(graph, at, lifetimes(graph, deaths)):
+        yield known.get(storage.id, Owner(storage.kind, "")), rounded(storage.nbytes, rounding)
     body = graph.ops[at].body if at >= 0 else None
     if body is not None:
         inner = replay(body.graph, workspace, rounding=rounding)
         worst = inner.tensors.index(inner.tensor_bytes) if inner.tensors else -1
         yield from live_storages(body.graph, worst, workspace, rounding=rounding)
+
+
+def alive(graph: Graph, at: int, lives: Lifetimes) -> Iterator[Storage]:
+    """Yield the storages in memory during operator ``at``, persistent ones included."""
+    for storage in graph.storages.values():
+        here = storage.kind == "temporary" and lives.born.get(storage.id, at + 1) <= at <= lives.dies[storage.id]
+        if storage.persistent or here:
+            yield storage
 
 
 def owners(graph: Graph, at: int) -> dict[int, Owner]:

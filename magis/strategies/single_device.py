@@ -258,7 +258,7 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         limits = tuple((option, limit) for option, limit in asked if limit is not None)
         return Local(name, device, compiled=name, limits=limits)
     several = ACCUMULATES.match(name)
-    parts = name[several.end() if several else 0 :].split("+") if several is None or several[0] != name else []
+    parts = [part for part in ACCUMULATES.sub("", name, count=1).split("+") if part or several is None]
     check_parts(name)
     unknown = [part for part in parts if not is_local(part)]
     if unknown:

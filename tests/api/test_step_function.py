@@ -39,7 +39,8 @@ def test_calls_on_real_tensors_are_those_on_placeholders(
     step, given = make()
     found = magis.estimate(step, given, device="cpu")
     on_copies = partial(whole_steps._recorded, twins=copies)
-    monkeypatch.setattr(step_function, "record_whole_step", lambda *of: on_copies(*of[:3]))
+    record = lambda step, *of: on_copies(whole_steps._Reached(step), step, *of[:2])  # noqa: E731
+    monkeypatch.setattr(step_function, "record_whole_step", record)
     real = magis.estimate(step, given, device="cpu")
     assert (real.peak_bytes, real.by_kind) == (found.peak_bytes, found.by_kind)
 
