@@ -30,7 +30,7 @@ class Region:
     uneven: bool = False
     """True if the number of parts need not divide the cut dimensions: the last part is then smaller."""
 
-    @property
+    @functools.cached_property
     def scale(self) -> Fraction:
         """Sizes of cut dimensions as multiples of those in a part: the number of parts, if these are equal."""
         most = most_parts(self.cuts)

@@ -94,10 +94,10 @@ def plan(
             published: Plan = registry.load("search", search)(scratch, goal, budget, seconds)
             return published
         first, *others = _forms_of_update(scratch, goal, seed, deadline.over)
-        best = _search_all(first, goal, budget or 1, deadline, seed, stage)
+        best = _search_all(*first, goal, budget or 1, deadline, seed, stage)
         for form in others:
             if not deadline.over():
-                best = better(goal, best, _search_all(form, goal, budget or 1, deadline, seed, stage))
+                best = better(goal, best, _search_all(*form, goal, budget or 1, deadline, seed, stage))
         return best
 
     def waits() -> bool:
@@ -176,9 +176,16 @@ def within_reserved(
 
 
 def _search_all(
-    scratch: PlanScratch, goal: Objective, budget: int, deadline: Deadline, seed: int, stage: Progress
+    scratch: PlanScratch,
+    known: Plan | None,
+    goal: Objective,
+    budget: int,
+    deadline: Deadline,
+    seed: int,
+    stage: Progress,
 ) -> Plan:
-    """Return the best plan of several searches, run one after another; its ``seconds`` are not set."""
+    """Return the best plan of several searches, run one after another; its ``seconds`` are not set. ``known``: the
+    result of `first_attempt`, if it is there already."""
     subject = scratch.subject
     goes_on, on_cpu = budget > FROM_NOTHING, subject.source.device == "cpu"
     whole = 1.0 if on_cpu else WHOLE
@@ -191,8 +198,8 @@ def _search_all(
     def front(until: float) -> FissionFront:
         stage("searching among plans for all limits")
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
-        known = scratch.known_to_search(subject.normal)
-        return subject.whole_front(known, partial(deadline.over, until * FRONT_SHARE), effort)
+        workspaces = scratch.known_to_search(subject.normal)
+        return subject.whole_front(workspaces, partial(deadline.over, until * FRONT_SHARE), effort)
 
     def in_loops(best: Plan) -> Plan:
         stage("searching with parts of the step as loops")
@@ -202,7 +209,8 @@ def _search_all(
 
     def at_once(_: Plan | None) -> Plan:
         nonlocal looped
-        first = find_first_plan(scratch, wanted, late, in_loops)
+        plain = first_attempt(scratch, goal, seed) if known is None else known
+        first = find_first_plan(scratch, plain, wanted, late, in_loops)
         looped = bool(first.fission)
         return first
 
@@ -255,19 +263,22 @@ def better(goal: Objective, one: Plan, other: Plan) -> Plan:
     )
 
 
-def _forms_of_update(scratch: PlanScratch, goal: Objective, seed: int, over: Over) -> list[PlanScratch]:
-    """Return the scratch of the step to search: with short update lists or, if a quick search does better so, with
-    eager's update. Both where that search, which tries no loops, does not tell: if it meets the memory limit with
-    neither, or the latency limit with short lists, too.
+def _forms_of_update(
+    scratch: PlanScratch, goal: Objective, seed: int, over: Over
+) -> list[tuple[PlanScratch, Plan | None]]:
+    """Return the scratch of the step to search, with its `first_attempt` if one was made: with short update lists or,
+    if that quick search does better so, with eager's update. Both where that search, which tries no loops, does not
+    tell: if it meets the memory limit with neither, or the latency limit with short lists, too.
     """
     other = worth_planning_with_eager_update(scratch.subject, goal)
     if other is None or over():
-        return [scratch]
+        return [(scratch, None)]
     forms = [scratch, replace(scratch, subject=other)]
     found = [first_attempt(replace(form, watch=None), goal, seed) for form in forms]
+    both: list[tuple[PlanScratch, Plan | None]] = [*zip(forms, found, strict=True)]
     if not any(plan.feasible for plan in found) or (goal.memory_limit is None and found[0].feasible):
-        return forms
-    return forms[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else forms[:1]
+        return both
+    return both[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else both[:1]
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:
@@ -276,14 +287,15 @@ def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:
     return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
 
 
-def find_first_plan(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
-    """Return a first plan after little work: without fission, or the best one ``in_loops``.
+def find_first_plan(
+    scratch: PlanScratch, plain: Plan, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]
+) -> Plan:
+    """Return a first plan after little work: the ``plain`` one, without fission, or the best one ``in_loops``.
 
     Loops are used if a quick search, done before ``late``, halves the latency overhead, and if fission would still pay
     off for a plan with a fifth less overhead.
     """
     goal, eager_ns = wanted.goal, wanted.eager_ns
-    plain = first_attempt(scratch, goal, wanted.seed)
     hoped = replace(plain, latency_ns=eager_ns + (plain.latency_ns - eager_ns) * 4 // 5)
     if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch, goal, hoped):
         return plain

@@ -109,8 +109,9 @@ def test_a_front_has_plans_with_either_update() -> None:
 def test_plans_with_eager_update_run(rule: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that update all weights at once compute eager's numbers in the bytes predicted, and are taken up again."""
 
-    def with_eager_update(scratch: PlanScratch, *_: object) -> list[PlanScratch]:
-        return [replace(scratch, subject=update_lists.with_eager_update(scratch.subject))]  # type: ignore[arg-type]
+    def with_eager_update(scratch: PlanScratch, *_: object) -> list[tuple[PlanScratch, None]]:
+        subject = update_lists.with_eager_update(scratch.subject)
+        return [(replace(scratch, subject=subject), None)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(planning, "_forms_of_update", with_eager_update)  # no plan on a CPU needs it
     make = from_function("step", lambda: step(rule, how=how))

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from magis.graph import Graph, Op
 from magis.rewrite.rules.draft import Draft, Refused, build, common_module, merge_weights
-from magis.rewrite.rules.language import Pattern, parse_pattern
+from magis.rewrite.rules.language import Pattern, calls, parse_pattern
 from magis.rewrite.rules.matching import Bound, Index, occurrences
 from magis.rewrite.rules.merged_weights import Merging
 from magis.rewrite.rules.replacement import Edit, replaced
@@ -44,6 +44,11 @@ class Rule:
     @cached_property
     def after(self) -> Pattern:
         return parse_pattern(self.text.partition(" -> ")[2])
+
+    @cached_property
+    def concatenates(self) -> bool:
+        """True if the right side concatenates tensors, which may be weights."""
+        return self.find is None and any(call.form == "cat" for call in calls(self.after))
 
     def occurrences(self, index: Index) -> Iterator[Bound]:
         """Yield all matches of the left side, including those where the right side is impossible."""
@@ -91,7 +96,7 @@ def attempt(graph: Graph, match: Match) -> Graph | None:
 def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Match]]:
     """Merge the weights that the matches concatenate; return the graph, and the matches for which that is possible."""
     possible: list[Match] = []
-    if all(match.rule.find is not None for match in found):
+    if not any(match.rule.concatenates for match in found):
         return graph, [*found]
     merging = Merging(graph)
     for match in found:
