@@ -24,6 +24,7 @@ from torch.library import Library, fallthrough_kernel
 from torch.overrides import TorchFunctionMode
 
 from magis.capture.attention_kernels import AttentionCall, Capability, attention_on_cuda
+from magis.capture.flex_kernels import flex_on_gpu
 from magis.ops.eager_only import layers_as_eager
 
 
@@ -234,7 +235,7 @@ def device_forms(device: str, capability: Capability | None = None) -> Iterator[
     if device != "cuda":
         yield
         return
-    with _CudaForms(capability), layers_as_eager():
+    with _CudaForms(capability), layers_as_eager(), nullcontext() if capability is None else flex_on_gpu():
         yield
 
 

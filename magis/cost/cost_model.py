@@ -64,7 +64,7 @@ def _on_gpu(op: Op, name: str, kind: str, inputs: list[Value]) -> int:
             mask = op.args[-1]
             wanted = isinstance(mask, tuple) and len(mask) == 3 and mask[1] is True
             return 4 * inputs[2].numel if half and wanted else 0
-        case "attention_backward":
+        case "attention_backward" if not name.startswith("flex"):  # whose results have it
             query, key, value = inputs[1:4]
             groups = query.shape[1] // max(1, key.shape[1]) if len(query.shape) == 4 and "cudnn" not in name else 1
             expanded = groups * (key.nbytes + value.nbytes) if groups > 1 else 0
