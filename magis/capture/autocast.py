@@ -11,7 +11,6 @@ them with the installed torch.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,8 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.overrides import TorchFunctionMode
 
+from magis.capture.attention_kernels import AttentionCall, Capability, attention_on_cuda
+from magis.capture.flex_kernels import flex_on_gpu
 from magis.ops.eager_only import layers_as_eager
 
 
@@ -212,33 +213,36 @@ def _cast(item: Any, dtype: torch.dtype) -> Any:
 # Tracing on fake CUDA tensors needs a CUDA build and aborts in autograd without a device. The fused forms have
 # autograd formulas of their own and trace well on the CPU.
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 class _CudaForms(TorchFunctionMode):
+    def __init__(self, capability: Capability | None) -> None:
+        super().__init__()
+        self._forms = _forms(capability)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        form = _FORMS.get(func)
+        form = self._forms.get(func)
         if form is not None:
             return form(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def device_forms(device: str) -> Iterator[None]:
-    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts."""
+def device_forms(device: str, capability: Capability | None = None) -> Iterator[None]:
+    """Replace functional calls by the operators that ``device`` ("cpu" or "cuda") runs, while the context lasts. A GPU
+    of a compute capability is meant, or that of this machine."""
     if device != "cuda":
         yield
         return
-    with _CudaForms(), layers_as_eager():
+    with _CudaForms(capability), layers_as_eager(), nullcontext() if capability is None else flex_on_gpu():
         yield
 
 
-def form_on_cuda(func: Any) -> Callable[..., Tensor] | None:
+def form_on_cuda(func: Any, capability: Capability | None = None) -> Callable[..., Tensor] | None:
     """Return the form in which a GPU runs a function of `torch.nn.functional`, with that function bound as its first
     argument; None if it has no other form."""
-    form = _FORMS.get(func)
+    form = _forms(capability).get(func)
     return None if form is None else partial(form, func)
 
 
@@ -248,30 +252,14 @@ def _dropout(func: Any, input: Tensor, p: float = 0.5, training: bool = True, in
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(
-    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    if torch.is_autocast_enabled("cpu"):  # the calls below bypass autocast
-        query, key, value, attn_mask = _cast((query, key, value, attn_mask), _lower(()))
-    plain = query.dim() == 4 and not enable_gqa and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-    math_only = not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
-    if math_only or not plain:
-        return func(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-    if attn_mask is None and query.dtype in _HALF:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=factor)[0]  # type: ignore[no-any-return]
-    bias = None
-    if attn_mask is not None:  # additive, and expanded to (batch, heads, queries, keys), as the kernel requires
-        if attn_mask.dtype == torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
-        bias = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=factor)[0]  # type: ignore[no-any-return]
+def _forms(capability: Capability | None) -> dict[Any, Callable[..., Tensor]]:
+    def attention(
+        func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if torch.is_autocast_enabled("cpu"):  # the kernels are called without autocast
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), _lower(()))
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        return attention_on_cuda(func, call, scale, capability)
 
-
-_FORMS: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+    return {F.dropout: _dropout, F.scaled_dot_product_attention: attention}

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
 from magis.capture.contents import Made, copies, hollow_like, is_readable
@@ -135,6 +136,7 @@ def capture(
     heard: Heard | None = None,
     results: bool = False,
     early: bool = False,
+    capability: Capability | None = None,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
@@ -142,13 +144,14 @@ def capture(
     that device, ``autocast`` ("bfloat16" or "float16") the autocast dtype of forward and loss. With ``settled`` False
     the module may replace buffers, as some modules do in their first step. ``heard`` is what `record_eager` recorded of
     this step. With ``results`` the tensors that the forward stores in attributes are graph outputs, too. With ``early``
-    each weight is updated in the backward, as soon as its gradient is complete.
+    each weight is updated in the backward, as soon as its gradient is complete. ``capability`` is that of a simulated
+    GPU.
 
     Raises CaptureError, naming module and line, for steps that are not one static graph, BranchError if ``heard`` would
     help.
     """
     check_tensors(module, inputs, targets)
-    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device, early)
+    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device, early, capability)
     with caches_kept() as caches:
         mode = Hollow(heard=heard, made=caches.made)
         try:
@@ -175,6 +178,7 @@ class _Step:
     autocast: str | None
     device: str = "cpu"
     early: bool = False
+    capability: Capability | None = None
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -208,7 +212,7 @@ def _watched(
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         # In force for the backward, too: activation checkpointing runs parts of the forward again in it.
-        stack.enter_context(device_forms(step.device))
+        stack.enter_context(device_forms(step.device, step.capability))
         if step.device == "cuda":  # also for autocast inside the module
             stack.enter_context(as_on_cuda())
         stack.enter_context(states_recorded(step.device, own, made))

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.contents import copies, hollow_like, is_readable
 from magis.capture.hollow import hollow
@@ -65,22 +66,26 @@ class WholeStep:
     """Storages of the optimizers' step counters, which no figure counts."""
 
 
-def record_whole_step(step: Step, batch: Any, device: str, most_bytes: int) -> WholeStep:
+def record_whole_step(
+    step: Step, batch: Any, device: str, most_bytes: int, capability: Capability | None = None
+) -> WholeStep:
     """Record calls of ``step(batch)`` on hollow tensors. If Python reads numbers off data, the calls run on copies of
     the tensors, where these have at most ``most_bytes``. Python's garbage collector is to be off. Raises CaptureError
     for a step that cannot be recorded."""
     reached, twins = _Reached(step), partial(hollow_like, known=is_readable)
     try:
-        return _recorded(reached, step, batch, device, twins)
+        return _recorded(reached, step, batch, device, twins, capability)
     except CaptureError as error:
         tensors = [each for each in tree_flatten(batch)[0] if isinstance(each, Tensor)]
         tensors += [*reached.holder.parameters(), *reached.holder.buffers()]
         if not of_contents(error) or sum(each.nbytes for each in tensors) > most_bytes:
             raise
-    return _recorded(reached, step, batch, device, copies)
+    return _recorded(reached, step, batch, device, copies, capability)
 
 
-def _recorded(reached: _Reached, step: Step, batch: Any, device: str, twins: Twins) -> WholeStep:
+def _recorded(
+    reached: _Reached, step: Step, batch: Any, device: str, twins: Twins, capability: Capability | None = None
+) -> WholeStep:
     leaves, spec = tree_flatten(batch)
     given = [each for each in leaves if isinstance(each, Tensor)]
     trained = [name for name, each in reached.holder.named_parameters() if each.requires_grad]
@@ -95,7 +100,7 @@ def _recorded(reached: _Reached, step: Step, batch: Any, device: str, twins: Twi
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
         stack.enter_context(objects_kept({"step": step, **dict(reached.others)}))
-        stack.enter_context(device_forms(device))
+        stack.enter_context(device_forms(device, capability))
         if device == "cuda":
             stack.enter_context(as_on_cuda())
         stack.enter_context(states_recorded(device, own, made))

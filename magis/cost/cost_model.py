@@ -27,7 +27,7 @@ from magis.ops.operators import name_of, op_info
 # * Convolutions run as implicit products without scratch, but for half-precision weight gradients, which are
 #   summed in float32 first.
 # * Attention's backward pass keeps one float32 number per row, and sums half-precision query gradients in
-#   float32.
+#   float32. Gradients of grouped heads are made for each head of the query, then summed.
 # * LayerNorm's backward pass keeps partial weight gradients, one float32 row per 64 rows of the input and
 #   weight.
 # * Embedding's backward pass sorts its indices: four copies of them.
@@ -64,9 +64,11 @@ def _on_gpu(op: Op, name: str, kind: str, inputs: list[Value]) -> int:
             mask = op.args[-1]
             wanted = isinstance(mask, tuple) and len(mask) == 3 and mask[1] is True
             return 4 * inputs[2].numel if half and wanted else 0
-        case "attention_backward":
-            query = inputs[1]
-            return 4 * prod(query.shape[:-1]) + (4 * query.numel if half else 0)
+        case "attention_backward" if not name.startswith("flex"):  # whose results have it
+            query, key, value = inputs[1:4]
+            groups = query.shape[1] // max(1, key.shape[1]) if len(query.shape) == 4 and "cudnn" not in name else 1
+            expanded = groups * (key.nbytes + value.nbytes) if groups > 1 else 0
+            return 4 * prod(query.shape[:-1]) + (4 * query.numel if half else 0) + expanded
         case "norm" if name.endswith("_backward"):
             features = _features(op, inputs[1])
             rows = inputs[1].numel // max(1, features)

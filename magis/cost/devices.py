@@ -10,6 +10,9 @@ Peaks are the vendors' dense figures, without sparsity:
 * H100 SXM: NVIDIA H100 datasheet (132 SMs; tf32 494.7, bf16 989.4 TFLOP/s; 3.35 TB/s).
 * H200 SXM: NVIDIA H200 datasheet (as the H100; 4.8 TB/s; 141 GB).
 
+Compute capabilities are those of NVIDIA's table, "CUDA GPU Compute Capability" (developer.nvidia.com/cuda-gpus, and
+/cuda-legacy-gpus for the V100).
+
 float32 matrix products run in tf32 if the device has it, as in the paper. The fractions of these peaks are fitted to
 published training speeds (`benchmarks/calibrate.py`; docs/notes/calibration.md gives the errors). Matrix products reach
 half of the peak at half a wave of tiles: the median of the square products of 1024 and 2048 in
@@ -91,6 +94,9 @@ class DeviceModel:
     fault_ns_per_byte: float = 0.0
     """Time per byte in ns of page faults on new memory, for storages of at least `fault_bytes`."""
     fault_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    """Compute capability of a simulated GPU, which decides on the kernels of attention; None: of no GPU, or of the one
+    that is here."""
     loops_lists: bool = False
     """True if a foreach operator launches once per tensor instead of once for many."""
 
@@ -168,6 +174,7 @@ def _gpu(
     vector_tera: float,
     bandwidth: float,
     link_bytes_per_s: float,
+    capability: tuple[int, int],
     lays_out: frozenset[str] = _HALF | {"float32"},
 ) -> DeviceModel:
     """Build a GPU's constants from its datasheet; `tera` has TFLOP/s of matrix products by dtype.
@@ -192,6 +199,7 @@ def _gpu(
         half_bytes=multiprocessors * 1024 * 12,
         half_channels=16,
         lays_out=lays_out,
+        capability=capability,
     )
 
 
@@ -206,20 +214,20 @@ FITTED = {
 
 _H100 = _gpu(
     "h100", multiprocessors=132, tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
-    vector_tera=66.9, bandwidth=3350e9, link_bytes_per_s=50e9,
+    vector_tera=66.9, bandwidth=3350e9, link_bytes_per_s=50e9, capability=(9, 0),
 )  # fmt: skip
 _A100 = _gpu(
     "a100", multiprocessors=108, tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
-    vector_tera=19.5, bandwidth=2039e9, link_bytes_per_s=25e9,
+    vector_tera=19.5, bandwidth=2039e9, link_bytes_per_s=25e9, capability=(8, 0),
 )  # fmt: skip
 _GPUS = (
     _gpu(
         "rtx3090", multiprocessors=82, tera={"float64": 0.556, "float32": 35.6, "float16": 71.0, "bfloat16": 71.0},
-        vector_tera=35.6, bandwidth=936e9, link_bytes_per_s=25e9,
+        vector_tera=35.6, bandwidth=936e9, link_bytes_per_s=25e9, capability=(8, 6),
     ),
     _gpu(
         "v100", multiprocessors=80, tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
-        vector_tera=15.7, bandwidth=900e9, link_bytes_per_s=12e9,
+        vector_tera=15.7, bandwidth=900e9, link_bytes_per_s=12e9, capability=(7, 0),
         lays_out=frozenset({"float16"}),
     ),
     _A100,
@@ -298,7 +306,7 @@ def find_device(name: str, gpu: str = "") -> DeviceModel:
     if name == "cuda":
         known = gpu_name(gpu)
         found = next((each for each in _GPUS if each.name == known), _A100)
-        return replace(found, name="cuda")
+        return replace(found, name="cuda", capability=None)
     if name not in _DEVICES:
         raise UnknownDevice(f"unknown device {name!r}", hint=f"choose one of cuda, {', '.join(_DEVICES)}")
     return _DEVICES[name]

@@ -52,7 +52,9 @@ class StepFunction:
         """The recorded calls."""
         check_device(self.case.device)
         with no_collection():  # or calls would differ by when the collector runs
-            whole = record_whole_step(self.step, self.batch, self.kind, MOST_BYTES // 4)
+            whole = record_whole_step(
+                self.step, self.batch, self.kind, MOST_BYTES // 4, find_device(self.case.device).capability
+            )
         return replace(whole, graph=replace(whole.graph, storages=dict(_counted(whole, self.kind))))
 
     @cached_property

@@ -337,11 +337,18 @@ def name_of(target: str) -> str:
     return target.partition(".")[2].partition(".")[0].removesuffix("_")
 
 
+_FLEX = {
+    "magis_flex.flex_attention.default": OpInfo("attention"),
+    "magis_flex.flex_attention_backward.default": OpInfo("attention_backward"),
+}
+"""Operators of `magis.capture.flex_kernels`."""
+
+
 @cache
 def op_info(target: str) -> OpInfo:
     """Return the facts about an operator. In-place variants are never views and choose no layout."""
     if not target.startswith("aten."):
-        return _NOTHING
+        return _FLEX.get(target, _NOTHING)
     found = OPERATORS.get(name_of(target), _NOTHING)
     fresh = not target.split(".")[1].endswith("_")
     layout = (found.layout or "operands" * found.elementwise) * fresh

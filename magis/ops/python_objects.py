@@ -58,6 +58,7 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 MISSING = object()
 _LOST = (AttributeError, KeyError, IndexError, ValueError, TypeError)
 SYSTEM = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
+_OF_BLOCK_MASKS = "torch.nn.attention.flex_attention"
 _SPECIAL = frozenset({"forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"})
 SAVING = frozenset(
     {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
@@ -169,7 +170,11 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
     if isinstance(item, Tensor) or (isinstance(item, CONTAINERS) and not item):
         return []
     of_user, further = _is_of_user(type(item)), list[tuple[str, Any]]()
-    if of_user or isinstance(item, (*CONTAINERS, tuple, nn.Module, types.FunctionType, types.MethodType)):
+    if (
+        of_user
+        or type(item).__module__ == _OF_BLOCK_MASKS
+        or isinstance(item, (*CONTAINERS, tuple, nn.Module, types.FunctionType, types.MethodType))
+    ):
         further += parts(item)
     if isinstance(item, types.FunctionType) and not is_of_torch(item.__module__):
         for name in item.__code__.co_names:

@@ -21,6 +21,7 @@ from magis.capture.refusals import BranchError, of_contents
 from magis.capture.snapshot import Snapshot
 from magis.capture.with_optimizer import followed_by, joined
 from magis.capture.workload import roots_of
+from magis.cost.devices import find_device
 from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError, FactoryError, UsageError
@@ -238,6 +239,7 @@ class TracedModel:
                 heard=self._heard,
                 results=self._asked.keeps_results,
                 early=early,
+                capability=find_device(self._asked.device).capability,
             )
             found = self.followed(found, workload)
         verify(found.graph)

@@ -55,7 +55,7 @@ def test_a_mask_becomes_a_bias(boolean: bool) -> None:
     (op,) = [op for op in graph.ops if op.target == EFFICIENT]
     bias = graph.values[op.inputs()[3]]
     assert (bias.shape, bias.dtype) == ((2, 2, 6, 6), "float32")
-    assert ("aten.masked_fill.Scalar" in names(graph)) == boolean
+    assert ("aten.where.self" in names(graph)) == boolean
 
 
 def test_dropout_is_one_operator_on_a_gpu() -> None:

@@ -97,7 +97,7 @@ def compiled_figures(subject: Subject, what: str, allocator: str = "") -> tuple[
     first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
     update = EagerUpdate(captured.graph, captured.deaths, first)
     cast, rounding = autocast_type(subject.source.dtype), subject.roofline.rounding
-    window = compiled_window(subject.traced, what, cast, rounding, subject.kind)
+    window = compiled_window(subject.traced, what, cast, rounding, subject.kind, subject.device_model.capability)
     costs = subject.costs(_workspaces(subject, (*window.calls, *update.calls)))
     eager = replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=rounding)
     persistent, (above_tensors, above) = eager.persistent_bytes, (0, 0) if what == "step" else update.above(costs)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import cuda_rules
 from magis.capture.contents import hollow_like, is_readable
 from magis.capture.python_state import caches_kept
@@ -160,16 +161,23 @@ def _as_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return Call(Op(0, str(func), given, named, made, many), values, alive)
 
 
-def compiled_window(work: Workload, what: str, cast: str | None, rounding: int, kind: str = "cpu") -> CompiledWindow:
+def compiled_window(
+    work: Workload,
+    what: str,
+    cast: str | None,
+    rounding: int,
+    kind: str = "cpu",
+    capability: Capability | None = None,
+) -> CompiledWindow:
     """Run forward, loss and backward of a workload, and a compiled update (``what`` is "step"), on hollow tensors.
 
     They are compiled for a kind of device, "cpu" or "cuda". The tensors are a CPU's for either kind: "cuda" stands for
-    the operators and autocast rules of a GPU, and for code lowered by Triton's rules. Raises UsageError where
-    torch.compile fails, CaptureError where numbers are read off data between compiled graphs.
+    the operators and autocast rules of a GPU, of a compute capability, and for code lowered by Triton's rules. Raises
+    UsageError where torch.compile fails, CaptureError where numbers are read off data between compiled graphs.
     """
     training = work.optimizer.kind != "none"
     trained = tuple(name for name, each in work.module.named_parameters() if training and each.requires_grad)
-    graphs, ledger = Graphs(on_gpu=kind == "cuda"), Ledger(rounding)
+    graphs, ledger = Graphs(on_gpu=kind == "cuda", capability=capability), Ledger(rounding)
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         stack.enter_context(generators_kept())

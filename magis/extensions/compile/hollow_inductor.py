@@ -35,6 +35,7 @@ from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import form_on_cuda
 from magis.capture.contents import empty_storage, on_storage
 from magis.capture.hollow import Hollow
@@ -107,6 +108,8 @@ class Graphs:
 
     on_gpu: bool = False
     """True if functions take the forms in which a GPU runs them."""
+    capability: Capability | None = None
+    """Compute capability of the GPU."""
     count: int = 0
     breaks: list[str] = field(default_factory=list)
     """Reason and line of each graph break."""
@@ -120,7 +123,7 @@ class Graphs:
             first = next((line for line in str(reason.reason).splitlines() if line.strip()), "graph break")
             self.breaks.append(f"{first.strip()}{at}")
         if self.on_gpu:
-            _with_gpu_forms(gm)
+            _with_gpu_forms(gm, self.capability)
         made: Any = compile_fx(gm, inputs)
         return made  # type: ignore[no-any-return]
 
@@ -135,13 +138,13 @@ class Graphs:
         return torch.compile(own, backend=self, dynamic=False)
 
 
-def _with_gpu_forms(gm: fx.GraphModule) -> None:
+def _with_gpu_forms(gm: fx.GraphModule, capability: Capability | None) -> None:
     """Replace the functions of a graph, and of graphs within it, that run in another form on a GPU: attention."""
     for graph in gm.modules():
         if not isinstance(graph, fx.GraphModule):
             continue
         for node in graph.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
-            form = form_on_cuda(node.target)
+            form = form_on_cuda(node.target, capability)
             if form is not None:
                 node.target = _named(form)
         graph.recompile()

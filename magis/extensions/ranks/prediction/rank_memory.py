@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from magis.capture import Workload
+from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.contents import hollow_like, is_readable
 from magis.capture.hollow import Hollow, hollow
@@ -120,15 +121,19 @@ def predict_rank(
     device: str = "cpu",
     explicit_attention: bool = False,
     watched_by: Watch | None = None,
+    capability: Capability | None = None,
 ) -> RankMemory:
     """Predict the memory of rank ``rank`` of ``world_size`` in a step, without allocating it.
 
-    ``make_work`` is called under fake or hollow tensors. ``device`` "cuda" uses the operators and autocast of a GPU;
-    ``explicit_attention`` materializes attention scores instead of using fused kernels. The bytes are those of tensors,
-    without workspaces and CUDA context; on "cuda" also those that the caching allocator reserves. ``watched_by``
-    observes the counted step. Raises UsageError if a process group is already initialized.
+    ``make_work`` is called under fake or hollow tensors. ``device`` "cuda" uses the operators and autocast of a GPU, of
+    ``capability`` if it is a simulated one; ``explicit_attention`` materializes attention scores instead of using fused
+    kernels. The bytes are those of tensors, without workspaces and CUDA context; on "cuda" also those that the caching
+    allocator reserves. ``watched_by`` observes the counted step. Raises UsageError if a process group is already
+    initialized.
     """
-    with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
+    with fake_rank(
+        strategy, world_size, rank, device, explicit_attention=explicit_attention, capability=capability
+    ) as world:
         found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
     return RankMemory(
         rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
@@ -137,7 +142,13 @@ def predict_rank(
 
 @contextmanager
 def fake_rank(
-    strategy: RankStrategy, size: int, rank: int, device: str, *, explicit_attention: bool = False
+    strategy: RankStrategy,
+    size: int,
+    rank: int,
+    device: str,
+    *,
+    explicit_attention: bool = False,
+    capability: Capability | None = None,
 ) -> Iterator[World]:
     """Act as rank ``rank`` within a `with` block: fake process group, fake tensors, operators of ``device``."""
     check_world(strategy, size)
@@ -153,7 +164,7 @@ def fake_rank(
             stack.enter_context(as_on_cuda())
         if explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(device_forms(device))
+        stack.enter_context(device_forms(device, capability))
         yield World(size, rank, device, fake=True)
 
 

@@ -163,7 +163,7 @@ def predict_step(
     """
     pace = StepTime(device, links_of(device.name))
     seen = _ObservedStrategy(strategy)
-    memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
+    memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace, capability=device.capability)
     passes = 1
     if strategy.name.rpartition("+")[2] in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
