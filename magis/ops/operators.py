@@ -232,7 +232,7 @@ OPERATORS: dict[str, OpInfo] = {
     # moved, not computed
     **_rows("clone _to_copy", "copy", 0, "reductions.pointwise", any_layout=True),
     **_rows("copy", "copy", 0, "reductions.pointwise", overwrites=True),
-    **_rows("lift_fresh_copy detach_copy alias_copy", split="reductions.pointwise"),
+    **_rows("lift_fresh_copy detach_copy alias_copy", "copy", 0, "reductions.pointwise"),
     **_rows("cat", "copy", 0, "indexing.cat", any_layout=True),
     **_rows("stack", "copy", 0, "indexing.stack"),
     **_rows("constant_pad_nd", "copy", 0, "indexing.pad"),
@@ -254,7 +254,8 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("masked_select nonzero", "copy", never_split="how many elements there are depends on the contents"),
     **_rows("_unique2", never_split="how many elements there are depends on the contents"),
     **_rows("contiguous as_strided_scatter diagonal_backward diagonal_scatter repeat_interleave", "copy"),
-    **_rows("unfold_backward channel_shuffle native_channel_shuffle resize split_with_sizes_copy", "copy"),
+    **_rows("unfold_backward channel_shuffle native_channel_shuffle resize split_copy split_with_sizes_copy", "copy"),
+    **_rows("narrow_copy diagonal_copy as_strided_copy unfold_copy unbind_copy", "copy"),
     # chosen by indices
     **_rows("embedding", "gather", 0, "indexing.embedding"),
     **_rows("gather", "gather", 0, "indexing.gather"),
@@ -320,11 +321,11 @@ OPERATORS: dict[str, OpInfo] = {
     **_view("diagonal", "views.diagonal"),
     **_view("unfold", "views.unfold"),
     **_view("view_as_real view_as_complex", "views.complex_pairs"),
-    **_rows("t_copy transpose_copy", split="views.transpose"),
-    **_rows("unsqueeze_copy", split="views.unsqueeze"),
-    **_rows("squeeze_copy", split="views.squeeze"),
-    **_rows("select_copy", split="views.select"),
-    **_rows("slice_copy", split="views.window"),
+    **_rows("t_copy transpose_copy", "copy", 0, "views.transpose"),
+    **_rows("unsqueeze_copy", "copy", 0, "views.unsqueeze"),
+    **_rows("squeeze_copy", "copy", 0, "views.squeeze"),
+    **_rows("select_copy", "copy", 0, "views.select"),
+    **_rows("slice_copy", "copy", 0, "views.window"),
     **_view("unsafe_split unsafe_split_with_sizes", "views.window", dim=2),
 }  # fmt: skip
 """Operator name -> facts."""
