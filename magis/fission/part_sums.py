@@ -81,10 +81,12 @@ def with_direct_sums(body: Graph) -> Graph:
     ops, gone = list[Op](), set[int]()
     for op in body.ops:
         part = op.inputs()[1] if op.target == REDUCE and op.args[2] == "sum" else None
-        if part is None or uses[part] != 1 or ops[-1].made() != (part,) or not _adds(ops[-1], op, body.values):
+        before = None if part is None else next((each for each in reversed(ops) if each.made() == (part,)), None)
+        beside = before is not None and (before is ops[-1] or before.target == ROUND)  # of several sums of a loop
+        if part is None or uses[part] != 1 or before is None or not beside or not _adds(before, op, body.values):
             ops.append(op)
             continue
-        before = ops.pop()
+        ops.remove(before)
         args = (op.args[0], *before.args, *(["sum"] if before.target == ROUND else []))
         met = dict((*before.reads, *op.reads))
         del met[body.values[part].storage]
