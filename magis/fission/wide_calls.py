@@ -18,12 +18,8 @@ from magis.cost.shapes import bytes_of, results
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
 from magis.graph.loop_rules import REDUCE
 from magis.graph.nodes import HALF, with_inputs
+from magis.ops.operators import op_info
 
-SUMMING = (
-    "aten.convolution_backward.default", "aten.native_group_norm_backward.default",
-    "aten.native_layer_norm_backward.default", "aten.native_batch_norm_backward.default",
-    "aten.embedding_dense_backward.default",
-)  # fmt: skip
 _COPY = "aten._to_copy.default"
 _TO_FLOAT32 = (("dtype", Const("dtype", "float32")), ("memory_format", Const("memory_format", "preserve_format")))
 """Keywords of the conversions; those of a step have no memory format."""
@@ -35,7 +31,7 @@ def with_wide_calls(body: Graph) -> Graph:
     summed = _summed(body)
     for op in body.ops:
         sums = {each for each in op.made() if each in summed and values[each].dtype in HALF}
-        if op.target not in SUMMING or not sums:
+        if not makes_sums(op) or not sums:
             ops.append(op)
             continue
         others = set(op.made()) - sums
@@ -57,6 +53,8 @@ def with_wide_calls(body: Graph) -> Graph:
         met, versions = dict.fromkeys(values[each].storage for each in new.inputs()), dict(op.reads)
         reads = tuple((storage, versions.get(storage, 0)) for storage in met)
         ops.append(replace(new, reads=reads, origin=None if others else op.origin))
+    if len(ops) == len(body.ops):
+        return body
     ops = [replace(op, id=at) for at, op in enumerate(ops)]
     return replace(body, values=values, storages=storages, ops=tuple(ops))
 
@@ -87,11 +85,11 @@ def with_half_calls(body: Graph) -> Graph:
 def joined(body: Graph) -> dict[int, Op]:
     """Map the operators of a body that make up one call of `with_half_calls`, by id, to that call."""
     summed, copies = _summed(body), {op.made()[0]: op for op in body.ops if is_conversion(op)}
-    halves = {(op.target, op.args[:-1]): op for op in body.ops if op.target in SUMMING and op.many}
+    halves = {(op.target, op.args[:-1]): op for op in body.ops if makes_sums(op) and op.many}
     found: dict[int, Op] = {}
     for op in body.ops:
         taken = {each: copies[each].inputs()[0] for each in op.inputs() if each in copies}
-        if op.target not in SUMMING or not taken or not summed.issuperset(op.made()):
+        if not makes_sums(op) or not taken or not summed.issuperset(op.made()):
             continue
         owned = {body.values[each].storage for each in taken}
         met = dict.fromkeys(pair for each in (*map(copies.__getitem__, taken), op) for pair in each.reads)
@@ -103,6 +101,11 @@ def joined(body: Graph) -> dict[int, Op]:
             call = _of_results(replace(half, outputs=outputs), {each for each in outputs if each is not None})
         found |= dict.fromkeys((op.id, call.id, *(copies[each].id for each in taken)), call)
     return found
+
+
+def makes_sums(op: Op) -> bool:
+    """Return True for a call whose kernel sums in float32, whatever its dtype."""
+    return op.target.endswith(".default") and op_info(op.target).wide_sums
 
 
 def is_conversion(op: Op) -> bool:

@@ -26,7 +26,7 @@ from tests.fission.rows import step
 def test_sums_along_any_dimension_are_cut(dtype: str, call: str) -> None:
     """As they are written: with and without the dimensions that are left, counted from either end."""
     size, made = ITEM_SIZE[dtype], "int64" if dtype in ("bool", "int32") else dtype
-    shape = {"[0": (1, 4), "[-": (1, 4), "[1": (1, 1)}[call[:2]] if call.endswith("True") else (4,)
+    shape: tuple[int, ...] = {"[0": (1, 4), "[-": (1, 4), "[1": (1, 1)}[call[:2]] if call.endswith("True") else (4,)
     shape = () if call == "[0, 1]" else shape
     text = ", ".join(map(str, shape))
     steps = ", ".join(str(each) for each in row_major(shape))

@@ -23,7 +23,7 @@ from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import ROUND, with_direct_sums, with_sums_apart
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, most_parts
-from magis.fission.wide_calls import SUMMING
+from magis.fission.wide_calls import makes_sums
 from magis.graph import Const, Graph, Op, Ref, Value, every_op, verify
 from magis.graph.loop_rules import ADDMM, ADDSUM, MERGES, REDUCE, summed
 from magis.ops.splits import Split, splits
@@ -141,7 +141,7 @@ def gradients(net: Built, graph: Graph) -> list[Tensor]:
 
 def loops(graph: Graph) -> Iterator[tuple[int, Graph]]:
     """The region that sums most gradients, in 2 to 64 parts; of 5 parts, the last one is smaller."""
-    products = [at for at, op in enumerate(graph.ops) if op.target in ("aten.mm.default", *SUMMING)]
+    products = [at for at, op in enumerate(graph.ops) if op.target == "aten.mm.default" or makes_sums(op)]
     around = (cuts for at in products[-3:] for cuts in regions_around(graph, at, most=8))
     cuts = max([*(piece.cuts for piece in pieces(graph)), *around], key=sums)
     assert sums(cuts) >= 2
@@ -236,7 +236,7 @@ def test_calls_in_inner_loops_round_no_part(name: str) -> None:
     _, looped = next(loops(graph))
     (body,) = (op.body for op in looped.ops if op.body is not None)
     apart = with_sums_apart(body.graph)
-    for place in (place for place, op in enumerate(apart.ops) if op.target in SUMMING):
+    for place in (place for place, op in enumerate(apart.ops) if makes_sums(op)):
         (split,) = (each for each in splits(apart.ops[place], apart.values) if each.inputs[0] == 0)
         inner = replace(body, graph=expand(apart, Region({place: split}, 4)))
         nested = replace(looped, ops=tuple(replace(op, body=inner) if op.body else op for op in looped.ops))
