@@ -176,7 +176,8 @@ def _with_arithmetic(
         case "none":
             return OperatorWork("none", name, done.dtype, fresh_bytes=done.fresh_bytes)
         case "copy":
-            return replace(done, kind=_copy_kind(op, values))
+            done = replace(done, kind=_copy_kind(op, values))
+            return _of_a_view(done, op, values, outputs) if outputs and _copies_a_view(name) else done
         case "transcendental" if name == "pow" and op.args[1] in _EASY_POWERS:
             return replace(done, kind="pointwise", name="square", flops=3 * done.elements)
     read, written = _passes(op, values, known, done)
@@ -221,6 +222,18 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
         if sorted(pairs, key=lambda steps: -steps[0]) != sorted(pairs, key=lambda steps: -steps[1]):
             return "permuted_copy"
     return "copy"
+
+
+def _copies_a_view(name: str) -> bool:
+    """Return True for a copy of a view (`slice_copy`), and for a pad, which may be negative."""
+    return name == "constant_pad_nd" or (name.endswith("_copy") and op_info(f"aten.{name[:-5]}.default").view)
+
+
+def _of_a_view(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
+    """Return `done` with the elements of the outputs only: the rest of the input is not read."""
+    source, made = values[op.inputs()[0]], sum(value.numel for value in outputs)
+    read = min(done.read_bytes, made * ITEM_SIZE[source.dtype])
+    return replace(done, read_bytes=read, elements=made, results=made)
 
 
 def _read_values(op: Op) -> tuple[int, ...]:

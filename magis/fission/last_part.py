@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from magis.cost.shapes import bytes_of, results
 from magis.fission.global_calls import Literals, with_literals
+from magis.fission.wide_calls import is_conversion, joined
 from magis.graph import Graph, Op, Storage, Value
 from magis.graph.hazards import packed
 from magis.graph.loop_rules import PART
@@ -22,6 +23,11 @@ def resized(body: Graph, share: Fraction, cut: Mapping[int, Literals]) -> Graph:
     ``cut``: the size literals of all others, by id. Raises VerifyError where an operator rejects that size.
     """
     found = _Resized(dict(body.storages), dict(body.values))
+    calls = joined(body)
+    for op in body.ops:
+        call = calls.get(op.id, op).id
+        if call in cut:
+            cut = {**cut, op.id: () if op.id in calls and is_conversion(op) else cut[call]}
     ops, there = list[Op](), set(body.inputs)
     for op in body.ops:
         writes = op.writes and there.issuperset(op.inputs())  # not over a result that no other needs

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from magis.cost.shapes import bytes_of
 from magis.fission.region import Region, leavings, roots
+from magis.fission.wide_calls import with_half_calls, with_wide_calls
 from magis.graph import Const, Graph, Op, Ref, Storage, Value
 from magis.graph.hazards import is_pure_view, row_major
 from magis.graph.loop_rules import ADDMM, ADDSUM, REDUCE, merged_dtype, summed
@@ -73,15 +74,19 @@ def is_rounding(op: Op, dtype: str) -> bool:
 
 
 def with_direct_sums(body: Graph) -> Graph:
-    """Return a loop's body in which products and sums, and float32 sums of inner loops, add to their whole directly."""
+    """Return a loop's body in which products and sums, and float32 sums of inner loops, add to their whole directly,
+    and no part of a sum is rounded."""
+    body = with_wide_calls(body)
     uses = Counter(value for op in body.ops for value in op.inputs())
     ops, gone = list[Op](), set[int]()
     for op in body.ops:
         part = op.inputs()[1] if op.target == REDUCE and op.args[2] == "sum" else None
-        if part is None or uses[part] != 1 or ops[-1].made() != (part,) or not _adds(ops[-1], op, body.values):
+        before = None if part is None else next((each for each in reversed(ops) if each.made() == (part,)), None)
+        beside = before is not None and (before is ops[-1] or before.target == ROUND)  # of several sums of a loop
+        if part is None or uses[part] != 1 or before is None or not beside or not _adds(before, op, body.values):
             ops.append(op)
             continue
-        before = ops.pop()
+        ops.remove(before)
         args = (op.args[0], *before.args, *(["sum"] if before.target == ROUND else []))
         met = dict((*before.reads, *op.reads))
         del met[body.values[part].storage]
@@ -163,7 +168,8 @@ def _adds(maker: Op, merge: Op, values: Mapping[int, Value]) -> bool:
 
 def with_sums_apart(body: Graph) -> Graph:
     """Return a loop's body with each ``magis.addmm`` and ``magis.addsum`` as a call of torch and a reduction, and with
-    inner loops that make the sums that they add to wholes."""
+    inner loops that make the sums that they add to wholes; each call is in the step's own dtype."""
+    body = with_half_calls(body)
     values, storages, ops = dict(body.values), dict(body.storages), list[Op]()
     free = max((op.id for op in body.ops), default=0) + 1
     for op in body.ops:

@@ -81,6 +81,10 @@ class OpInfo:
     """Dependence of the workspace's bytes: "shapes" alone, for integer dtypes as well; "values": contents; "": by
     `kind`."""
 
+    wide_sums: bool = False
+    """True if gradients of half precision are summed in float32 and rounded once, and an `output_mask`, if any, is the
+    last argument."""
+
     # Arguments and numbers.
     dim: int = 1
     """Position of the dimension argument."""

@@ -21,9 +21,9 @@ from magis.fission.expand import expand
 from magis.fission.loss_suffix import pieces
 from magis.fission.part_sums import with_sums_apart
 from magis.fission.region import Region
+from magis.fission.wide_calls import joined
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
-from magis.graph.loop_rules import ADDMM, ADDSUM
 from magis.ops.splits import Split
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import JudgedPlan, PlanRequest
@@ -226,9 +226,10 @@ def within_body(body: Graph, parts: int, costs: Costs, *, reuse: bool) -> list[M
     """Return operators of a loop's body, with their splits, to run as a loop of so many parts inside: those that lower
     the body's peak most cheaply, and those that lower it most (of about equal ones the fastest); none if none does."""
     before = _state(body, costs, reuse, {})
-    # products and sums are cut as calls of their own
-    at = before.at + sum(op.target in (ADDMM, ADDSUM) for op in body.ops[: before.at])
-    body = with_sums_apart(body)
+    peak = body.ops[before.at]
+    call = joined(body).get(peak.id, peak)
+    body = with_sums_apart(body)  # products and sums are cut as calls of their own
+    at = next(at for at, op in enumerate(body.ops) if op.id == call.id)
     found: list[tuple[_PlannedStep, Mapping[int, Split]]] = []
     for cuts in (*regions_around(body, at, most=CANDIDATES), *(piece.cuts for piece in pieces(body))):
         with contextlib.suppress(VerifyError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +104,38 @@ def test_bytes_are_what_the_kernel_touches() -> None:
     assert (done.read_bytes, done.written_bytes) == (256, 256)
     done = done_by(lambda: image * image, "mul")
     assert done.read_bytes == 128
+
+
+_aten = torch.ops.aten
+COPIES: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
+    "slice_copy": (lambda x: _aten.slice_copy.Tensor(x, 0, 2, 4), 16),
+    "narrow_copy": (lambda x: _aten.narrow_copy.default(x, 1, 3, 2), 16),
+    "select_copy": (lambda x: _aten.select_copy.int(x, 1, 0), 8),
+    "diagonal_copy": (_aten.diagonal_copy.default, 8),
+    "as_strided_copy": (lambda x: _aten.as_strided_copy.default(x, [3], [2]), 3),
+    "unfold_copy": (lambda x: _aten.unfold_copy.default(x, 0, 2, 6), 32),
+    "split_copy": (lambda x: _aten.split_copy.Tensor(x, 2), 64),
+    "split_with_sizes_copy": (lambda x: _aten.split_with_sizes_copy.default(x, [3, 5]), 64),
+    "unbind_copy": (_aten.unbind_copy.int, 64),
+    "t_copy": (_aten.t_copy.default, 64),
+    "constant_pad_nd": (lambda x: _aten.constant_pad_nd.default(x, [-3, -1]), 32),
+}
+"""Copies of views on 8 x 8 numbers, and how many of them each reads."""
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_view_reads_what_it_makes(name: str) -> None:
+    call, count = COPIES[name]
+    image = torch.rand(8, 8)
+    done = done_by(lambda: call(image), name)
+    assert (done.read_bytes, done.written_bytes, done.elements, done.results) == (4 * count, 4 * count, count, count)
+    assert done.kind in ("copy", "strided_copy", "permuted_copy")
+
+
+def test_every_copy_of_a_view_is_a_copy() -> None:
+    names = {name for name in dir(_aten) if name.endswith("_copy") and op_info(f"aten.{name[:-5]}.default").view}
+    assert names > {"slice_copy", "select_copy", "permute_copy", "unsqueeze_copy", "expand_copy"}
+    assert {name for name in names if op_info(f"aten.{name}.default").kind != "copy"} == set()
 
 
 def test_nothing_is_charged_for_views_and_bare_allocations() -> None:
