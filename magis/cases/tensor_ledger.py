@@ -119,10 +119,10 @@ class TensorLedger(StorageLedger):
         op, module, phase, line = self._where
         return Peak(op, module, phase, line, by_module(self._at_peak))
 
-    def alive(self) -> tuple[MadeStorage, ...]:
-        """Return the storages allocated under the ledger that are still alive."""
+    def alive(self) -> Mapping[int, MadeStorage]:
+        """Return the storages allocated under the ledger that are still alive, by serial number."""
         self._purge()
-        return tuple(self._made.values())
+        return dict(self._made)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
