@@ -111,13 +111,28 @@ class TensorLedger(StorageLedger):
         self._made: dict[int, MadeStorage] = {}
         self._running: tuple[Any, tuple[str, str, str] | None] = (None, None)
         """Running operator, and its (kind, module, line) once it has allocated something."""
+        self._phase = ""
+        self._peaks: dict[str, tuple[int, tuple[str, str, str, str], tuple[MadeStorage, ...]]] = {}
+        """Bytes, operator and storages at the peak by phase of the block, without the running one's."""
         self._at_peak: tuple[MadeStorage, ...] = ()
         self._where = ("", "", "", "")
 
-    def peak(self) -> Peak:
-        """Return the operator at the peak, and the storages alive there."""
-        op, module, phase, line = self._where
-        return Peak(op, module, phase, line, by_module(self._at_peak))
+    def enter_phase(self, name: str) -> None:
+        """Go on with the peak of another phase of the block; what is alive now counts in it."""
+        self._peaks[self._phase] = self.peak_bytes, self._where, self._at_peak
+        self._phase, self._running = name, ("", None)
+        self.peak_bytes, self._where, self._at_peak = self._peaks.get(name, (0, ("", "", "", ""), ()))
+        if self._is_above_peak():
+            self.peak_bytes = self._most
+            self._on_peak()
+
+    def peaks(self) -> Mapping[str, Peak]:
+        """Return by phase ("": outside of all) the operator at the peak, and the storages alive there."""
+        self.enter_phase(self._phase)
+        found = {}
+        for name, (_, (op, module, phase, line), made) in self._peaks.items():
+            found[name] = Peak(op, module, phase, line, by_module(made))
+        return found
 
     def alive(self) -> Mapping[int, MadeStorage]:
         """Return the storages allocated under the ledger that are still alive, by serial number."""

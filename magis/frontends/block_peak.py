@@ -4,6 +4,7 @@ memory allocated inside the block counts, not a model that was built before; fre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +17,7 @@ from magis.cases.tensor_ledger import TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.ops.eager_only import formulas_as_eager
+from magis.phases import phases_told
 from magis.printable import printable
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
 from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
@@ -61,6 +63,7 @@ class BlockPeak:
         stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
         stack.enter_context(self._ledger.modules.watched())
         stack.enter_context(compiled_buffers(self._ledger.note_compiled))
+        stack.enter_context(phases_told(self._ledger.enter_phase))
         stack.enter_context(self._ledger)
         return self
 
@@ -80,13 +83,20 @@ class BlockPeak:
         if self._log is not None and profiled:
             allocated = replay(allocations(self._log)).peak_bytes
         self._log = None  # the events of a whole step
-        ledger = self._ledger
-        self._figures = _Figures(ledger.peak(), ledger.peak_bytes, ledger.alive_bytes, allocated, reserved)
+        phases = self._ledger.peaks()
+        at_peak = max(phases.values(), key=lambda peak: peak.tensor_bytes)
+        named = {name: peak for name, peak in phases.items() if name}
+        self._figures = _Figures(at_peak, self._ledger.alive_bytes, allocated, reserved, named)
 
     @property
     def tensor_bytes(self) -> int:
         """Peak bytes of the tensors made in the block; each storage counts once."""
-        return self._found.tensor_bytes
+        return self._found.at_peak.tensor_bytes
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Peak bytes of the tensors made in the block by phase (`magis.phase`) that runs meanwhile."""
+        return {name: peak.tensor_bytes for name, peak in self._found.phases.items()}
 
     @property
     def kept_bytes(self) -> int:
@@ -110,39 +120,32 @@ class BlockPeak:
         return self._found.at_peak
 
     def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
-        """Compare the peak with its stored baseline, and fail the running pytest test if the peak is worse. ``name``
-        tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01: one percent).
-        Raises UsageError outside of a test."""
+        """Compare the peak, and that of each phase, with its stored baseline, and fail the running pytest test if one is
+        worse. ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01:
+        one percent). Raises UsageError outside of a test."""
         __tracebackhide__ = True
         gate = BLOCK_GATE.get()
         if gate is None:
             self._found  # noqa: B018 (raises where there is nothing to compare)
             raise UsageError("magis.peak: gate() works in a pytest test only", hint="elsewhere, read tensor_bytes")
-        gate({name: self}, tolerance)
+        gate(self.rows(name), tolerance)
+
+    def rows(self, name: str) -> dict[str, BlockPeak | PhasePeak]:
+        """Return what is gated, by name: the block, and its phases that held tensors."""
+        found: dict[str, BlockPeak | PhasePeak] = {name: self}
+        for phase, peak in self._figures.phases.items() if self._figures is not None else ():
+            if peak.held:
+                found[f"{name}.{phase}" if name else phase] = PhasePeak(self.device, peak)
+        return found
 
     def result(self, name: str, seed: int = 0) -> CaseResult:
         """Return the figures as a result of the gate, of strategy "peak" and with ``name`` as its model."""
-        found = self._found
-        if not found.tensor_bytes:
+        found, nbytes = self._found, self.tensor_bytes
+        if not nbytes:
             raise UsageError(f"magis.peak: the block made no tensor on {self.device}: there is nothing to gate")
-        allocated = found.tensor_bytes if found.allocated_bytes is None else found.allocated_bytes
-        memory = Memory(found.tensor_bytes, max(allocated, found.tensor_bytes), found.reserved_bytes)
-        figures = StepFigures(memory, 0.0, memory, at_peak=found.at_peak)
-        return CaseResult(
-            case=Case(name, BLOCK, self.device, "small", seed=seed),
-            dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            identity=device_identity(self.device),
-            original=figures,
-            optimized=figures,
-            ratio=None,
-            weight_bytes=0,
-            persistent_bytes=0,
-            memory_limit_bytes=None,
-            latency_limit_ms=None,
-            device_memory_bytes=device_memory(self.device),
-            lower_bound_bytes=0,
-            priced=False,
-        )
+        allocated = nbytes if found.allocated_bytes is None else found.allocated_bytes
+        memory = Memory(nbytes, max(allocated, nbytes), found.reserved_bytes)
+        return _row(name, seed, self.device, memory, found.at_peak)
 
     def __str__(self) -> str:
         """Return the figures and the largest groups of tensors at the peak, as lines of text."""
@@ -155,7 +158,10 @@ class BlockPeak:
         if found.reserved_bytes is not None:
             besides.insert(1, f"{format_bytes(found.reserved_bytes)} reserved")
         where = f", at {peak.op} of {peak.module or 'no module'} ({peak.line})" if peak.op else ""
-        lines = [f"peak of tensors {format_bytes(found.tensor_bytes)} ({', '.join(besides)}){where}"]
+        lines = [f"peak of tensors {format_bytes(peak.tensor_bytes)} ({', '.join(besides)}){where}"]
+        if found.phases:
+            each = (f"{name} {format_bytes(nbytes)}" for name, nbytes in self.phases.items())
+            lines.append(f"by phase: {', '.join(each)}")
         for row in peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
             lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {row.kind}s{place}")
@@ -180,9 +186,41 @@ def peak(device: str | None = None) -> BlockPeak:
 
 
 @dataclass(frozen=True)
+class PhasePeak:
+    """Peak of one phase of a block, as a row of the gate."""
+
+    device: str
+    at_peak: Peak
+
+    def result(self, name: str, seed: int = 0) -> CaseResult:
+        """Return the figures as a result of the gate, with ``name`` as its model."""
+        nbytes = self.at_peak.tensor_bytes
+        return _row(name, seed, self.device, Memory(nbytes, nbytes), self.at_peak)
+
+
+def _row(name: str, seed: int, device: str, memory: Memory, at_peak: Peak) -> CaseResult:
+    figures = StepFigures(memory, 0.0, memory, at_peak=at_peak)
+    return CaseResult(
+        case=Case(name, BLOCK, device, "small", seed=seed),
+        dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+        identity=device_identity(device),
+        original=figures,
+        optimized=figures,
+        ratio=None,
+        weight_bytes=0,
+        persistent_bytes=0,
+        memory_limit_bytes=None,
+        latency_limit_ms=None,
+        device_memory_bytes=device_memory(device),
+        lower_bound_bytes=0,
+        priced=False,
+    )
+
+
+@dataclass(frozen=True)
 class _Figures:
     at_peak: Peak
-    tensor_bytes: int
     kept_bytes: int
     allocated_bytes: int | None
     reserved_bytes: int | None
+    phases: Mapping[str, Peak]

@@ -200,3 +200,45 @@ def test_numbers_and_gradients_are_those_without_it():
     with magis.peak("cpu"):
         found = gradients()
     assert all(map(torch.equal, expected, found))
+
+
+def test_a_peak_for_each_phase():
+    kept = []
+    with magis.peak("cpu") as p:
+        kept.append(torch.ones(100))
+        with magis.phase("training"):
+            a = torch.ones(1000)
+            with magis.phase("evaluation"):
+                b = torch.ones(10)
+            with pytest.raises(ZeroDivisionError), magis.phase("evaluation"):
+                1 / 0  # noqa: B018
+            a = b = None
+            c = torch.ones(500)
+        with magis.phase("idle"):
+            pass
+        torch.ones(50)
+    assert p.phases == {"training": 4440, "evaluation": 4440, "idle": 2400}
+    assert p.tensor_bytes == 4440
+    assert "by phase: training 4.34 KiB, evaluation 4.34 KiB, idle 2.34 KiB" in str(p)
+    assert (a, b, c.numel()) == (None, None, 500)
+
+
+def test_phases_outside_of_blocks_and_around_them():
+    @magis.phase("evaluation")
+    def evaluate():
+        with magis.peak("cpu") as p:
+            torch.ones(10)
+        return p
+
+    assert [evaluate().phases for _ in range(2)] == [{"evaluation": 40}] * 2
+    with magis.peak("cpu") as p:
+        torch.ones(10)
+    assert p.phases == {}
+    for name in ("", "a b", 3):
+        with pytest.raises(magis.UsageError, match="magis.phase: the name is"), magis.phase(name):
+            pass
+
+
+def test_a_phase_without_a_block_loads_nothing(fresh_python):
+    program = "import sys, magis\nwith magis.phase('a'): print({'torch', 'numpy'} & set(sys.modules))"
+    assert fresh_python(program) == "set()\n"
