@@ -32,7 +32,9 @@ def phase(name: str) -> Iterator[None]:
     Without either, nothing happens. Raises UsageError for a name that baselines cannot have."""
     asked: object = name
     if not isinstance(asked, str) or not NAME.fullmatch(asked):
-        raise UsageError(f"magis.phase: the name is {name!r}", hint="use letters, digits, '_', '-' and '.', 100 at most")
+        raise UsageError(
+            f"magis.phase: the name is {name!r}", hint="use letters, digits, '_', '-' and '.', 100 at most"
+        )
     names = _RUNNING.names
     depth = len(names)
     names.append(name)

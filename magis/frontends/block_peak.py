@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from magis.cases.tensor_ledger import TensorLedger
+from magis.cases.tensor_ledger import CARRIED_OVER, TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.ops.eager_only import formulas_as_eager
@@ -33,14 +33,18 @@ DEVICES = ("cpu", "cuda")
 class BlockPeak:
     """Peak memory of a block of code; its figures can be read once the block has ended. The garbage collector runs
     before the block and is off inside it, so that the peak does not depend on earlier code. Tensor bytes are the same
-    on every machine. Raises UsageError for an unknown device."""
+    on every machine. What ``after``, the last block, has left and this one frees counts, too. Raises UsageError for an
+    unknown device."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, after: BlockPeak | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.device not in DEVICES:
             raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
+        if after is not None and (after.device != self.device or after._figures is None):
+            raise UsageError("magis.peak: after= is no block that has ended on this device", hint="give the last block")
+        self._after = after
         self._ledger = TensorLedger(self.device)
         self._stack = ExitStack()
         self._figures: _Figures | None = None
@@ -53,6 +57,9 @@ class BlockPeak:
         self._log = None
         stack = self._stack
         stack.enter_context(no_collection())
+        if self._after is not None:
+            self._ledger.inherit(self._after._ledger)
+        self._older = self._ledger.inherited_by_address()
         if self.device == "cpu" and not _profiler_enabled():
             self._log = stack.enter_context(memory_profile())
         elif self.device == "cuda":
@@ -80,13 +87,16 @@ class BlockPeak:
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"
             return
-        if self._log is not None and profiled:
-            allocated = replay(allocations(self._log)).peak_bytes
-        self._log = None  # the events of a whole step
+        older, freed = self._older, sum(self._older.values()) - sum(self._ledger.inherited_by_address().values())
+        if self._log is not None and profiled and (self._after is None or self._after.allocated_bytes is not None):
+            allocated = replay(allocations(self._log), older).peak_bytes
+        elif allocated is not None and reserved is not None:
+            allocated, reserved = allocated + freed, reserved + freed
+        self._log = self._after = None  # the events of a whole step
         phases = self._ledger.peaks()
         at_peak = max(phases.values(), key=lambda peak: peak.tensor_bytes)
         named = {name: peak for name, peak in phases.items() if name}
-        self._figures = _Figures(at_peak, self._ledger.alive_bytes, allocated, reserved, named)
+        self._figures = _Figures(at_peak, self._ledger.kept_bytes, allocated, reserved, named)
 
     @property
     def tensor_bytes(self) -> int:
@@ -120,9 +130,9 @@ class BlockPeak:
         return self._found.at_peak
 
     def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
-        """Compare the peak, and that of each phase, with its stored baseline, and fail the running pytest test if one is
-        worse. ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01:
-        one percent). Raises UsageError outside of a test."""
+        """Compare the peak, and that of each phase, with its stored baseline, and fail the running pytest test if one
+        is worse. ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow
+        (0.01: one percent). Raises UsageError outside of a test."""
         __tracebackhide__ = True
         gate = BLOCK_GATE.get()
         if gate is None:
@@ -164,7 +174,8 @@ class BlockPeak:
             lines.append(f"by phase: {', '.join(each)}")
         for row in peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
-            lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {row.kind}s{place}")
+            what = f"{row.kind}s" if row.kind != CARRIED_OVER else "tensors of the last block, freed in this one"
+            lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {what}{place}")
         return "\n".join(map(printable, lines))
 
     @property
@@ -178,11 +189,11 @@ class BlockPeak:
         return f"magis.peak: there are no figures: {self._why}"
 
 
-def peak(device: str | None = None) -> BlockPeak:
+def peak(device: str | None = None, *, after: BlockPeak | None = None) -> BlockPeak:
     """Measure the peak memory of a block of code: ``with magis.peak() as p: ...``, then ``p.tensor_bytes``. ``device``
-    is "cpu" or "cuda"; by default "cuda" if there is a GPU. In a test, ``p.gate()`` compares the peak with a stored
-    baseline."""
-    return BlockPeak(device)
+    is "cpu" or "cuda"; by default "cuda" if there is a GPU. With ``after``, the block of a loop's last step, what that
+    one has left and this one frees counts, too. In a test, ``p.gate()`` compares the peak with a stored baseline."""
+    return BlockPeak(device, after)
 
 
 @dataclass(frozen=True)

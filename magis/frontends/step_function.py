@@ -1,7 +1,9 @@
-"""The memory of a training loop's own step function, from several recorded calls: `magis.estimate(step, batch)`."""
+"""The memory of a training loop's own step function, from several recorded calls: `magis.estimate(step, batch)`, and
+`magis.estimate(step, batches=...)` for calls with one batch after the other."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
 from magis.cost.cost_model import RooflineCosts
@@ -24,7 +26,7 @@ from magis.planner.bench import Bench, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
-from magis.runtime.measure import device_identity, device_memory, free_device_memory, no_collection
+from magis.runtime.measure import collector_spared, device_identity, device_memory, free_device_memory, no_collection
 from magis.simulate.peak_breakdown import Owner, alive, module_table, owners
 from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
 from magis.simulate.simulator import MemoryProfile, replay, rounded
@@ -33,12 +35,24 @@ from magis.units import format_bytes
 CYCLE = "pass a function that runs a whole cycle, or measure the loop as it runs, by magis.peak"
 
 
+@dataclass(frozen=True)
+class BatchPeak:
+    """The peak of calls with one of several batches."""
+
+    number: int
+    """Number of the batch, from 0 on, in the order given."""
+    shapes: str
+    """Shapes of the batch's tensors: "[32, 128], [32]"."""
+    peak_bytes: int
+    """Peak of allocated bytes, as `Estimate.peak_bytes`: what earlier calls leave in memory included."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepFunction:
-    """A step function, the batch of each call, and the case of its figures."""
+    """A step function, the batches of its calls, one after the other, and the case of its figures."""
 
     step: Callable[[Any], object]
-    batch: Any
+    batches: Sequence[Any]
     case: Case
     bench: Bench
 
@@ -51,8 +65,8 @@ class StepFunction:
     def recorded(self) -> WholeStep:
         """The recorded calls."""
         check_device(self.case.device)
-        with no_collection():  # or calls would differ by when the collector runs
-            whole = record_whole_step(self.step, self.batch, self.kind, MOST_BYTES // 4)
+        with no_collection(), collector_spared():  # or calls would differ by when the collector runs
+            whole = record_whole_step(self.step, self.batches, self.kind, MOST_BYTES // 4)
         return replace(whole, graph=replace(whole.graph, storages=dict(_counted(whole, self.kind))))
 
     @cached_property
@@ -98,6 +112,41 @@ class StepFunction:
         found = replay(whole.graph, self.costs.workspace, deaths=whole.deaths, rounding=rounding, numbers=numbers)
         before = (0,) * start
         return MemoryProfile(found.persistent_bytes, before + found.tensors[start:], before + found.peaks[start:])
+
+    @property
+    def batch_peaks(self) -> tuple[BatchPeak, ...]:
+        """Peaks of the calls with each batch in the last cycle, in the order given."""
+        peaks, begins = self._profile.peaks, self.recorded.begins
+        found = dict.fromkeys(range(len(self.batches)), 0)
+        for call in range(len(begins) - 1 - self.cycle, len(begins) - 1):
+            number = call % len(self.batches)
+            found[number] = max(found[number], *peaks[begins[call] : begins[call + 1]])
+        tensors = [[each for each in tree_leaves(batch) if isinstance(each, Tensor)] for batch in self.batches]
+        shapes = [", ".join(str(list(each.shape)) for each in batch) for batch in tensors]
+        return tuple(BatchPeak(number, shapes[number], nbytes) for number, nbytes in found.items())
+
+    @cached_property
+    def worst_first(self) -> Reserved | None:
+        """Allocator of calls with the batches in falling order of their peaks; None on a CPU."""
+        order = sorted(self.batch_peaks, key=lambda each: -each.peak_bytes)
+        ordered = replace(self, batches=[self.batches[each.number] for each in order])
+        return ordered.reserved(self.case.allocator)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Peak bytes in the last cycle by phase of the loop (`magis.phase`)."""
+        whole, found = self.recorded, dict[str, int]()
+        starts = [position for position, _ in whole.phases]
+        for position in range(whole.begins[-1 - self.cycle], whole.begins[-1]):
+            name = whole.phases[bisect_right(starts, position) - 1][1]
+            found[name] = max(found.get(name, 0), self._profile.peaks[position])
+        return {name: nbytes for name, nbytes in found.items() if name}
+
+    @property
+    def cyclic_bytes(self) -> int:
+        """Bytes that a call leaves in reference cycles; they count as freed at its end."""
+        storages = self.recorded.graph.storages
+        return sum(rounded(storages[each].nbytes, self.costs.rounding) for each in self.recorded.cyclic)
 
     def reserved(self, allocator: str) -> Reserved | None:
         """Simulate a CUDA caching allocator over all calls; None on a CPU."""
@@ -154,6 +203,8 @@ class StepFunction:
             found = known.get(storage.id, Owner(storage.kind, ""))
             if storage.id in self.recorded.state:
                 return replace(found, kind="state", line="")
+            if storage.id in self.recorded.handed:
+                return replace(found, kind="batch", line="")
             if storage.persistent or lives.born[storage.id] >= call:
                 return found
             is_gradient = graph.ops[lives.born[storage.id]].phase == "backward"
@@ -167,11 +218,16 @@ class StepFunction:
         """Return the step with another extent of a dimension of its batch: that of the first tensor, and of all that
         have the same extent there."""
         change = partial(repeated, dim=dim, before=self.extent(dim), size=size)
-        return replace(self, batch=tree_map_only(Tensor, change, self.batch))
+        return replace(self, batches=tree_map_only(Tensor, change, self.batches))
 
     def extent(self, dim: int) -> int:
-        """Return the extent of a dimension of the batch's first tensor. Raises UsageError without one."""
-        tensors = [each for each in tree_flatten(self.batch)[0] if isinstance(each, Tensor)]
+        """Return the extent of a dimension of the batch's first tensor. Raises UsageError without one, and for several
+        batches."""
+        if len(self.batches) > 1:
+            raise UsageError(
+                f"{self.case.model}: there are {len(self.batches)} batches", hint="give the one that varies"
+            )
+        tensors = [each for each in tree_leaves(self.batches) if isinstance(each, Tensor)]
         if not tensors or tensors[0].ndim <= dim:
             raise UsageError(f"{self.case.model}: the batch has nothing along dimension {dim}")
         return tensors[0].shape[dim]
