@@ -135,8 +135,8 @@ class TensorLedger(StorageLedger):
         """Return the bytes of inherited storages that are alive, by address of their memory."""
         self._purge()
         entries = [each for each in self._alive.values() if each.serial in self._inherited]
-        storages = [(torch.UntypedStorage._new_with_weak_ptr(each.reference.cdata), each.nbytes) for each in entries]
-        return {storage.data_ptr(): nbytes for storage, nbytes in storages if storage is not None}
+        storage: Any = torch.UntypedStorage
+        return {storage._new_with_weak_ptr(each.reference.cdata).data_ptr(): each.nbytes for each in entries}  # noqa: SLF001
 
     @property
     def kept_bytes(self) -> int:

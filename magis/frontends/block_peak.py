@@ -42,7 +42,7 @@ class BlockPeak:
             raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
-        if after is not None and (after.device != self.device or after._figures is None):
+        if after is not None and (after.device != self.device or after._figures is None):  # noqa: SLF001
             raise UsageError("magis.peak: after= is no block that has ended on this device", hint="give the last block")
         self._after = after
         self._ledger = TensorLedger(self.device)
@@ -58,7 +58,7 @@ class BlockPeak:
         stack = self._stack
         stack.enter_context(no_collection())
         if self._after is not None:
-            self._ledger.inherit(self._after._ledger)
+            self._ledger.inherit(self._after._ledger)  # noqa: SLF001
         self._older = self._ledger.inherited_by_address()
         if self.device == "cpu" and not _profiler_enabled():
             self._log = stack.enter_context(memory_profile())

@@ -287,7 +287,7 @@ def test_what_is_refused() -> None:
             step,
             {"batches": [given]},
             UsageError,
-            "batches=list beside a function; give a list of batches in place of one",
+            "batches=list beside a function; give a list of batches",
         ),
     ]
     for function, more, kind, said in refusals:
