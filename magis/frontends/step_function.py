@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
-from magis.errors import CaptureError, UsageError
+from magis.errors import CaptureError, StepGivenError, UsageError
 from magis.frontends.fitting import repeated
 from magis.graph import Op, Storage
 from magis.graph.hazards import lifetimes
-from magis.planner.bench import Bench, check_device
+from magis.planner.bench import Bench, Make, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
-from magis.results import Case, CaseResult, Memory, Peak, StepFigures
+from magis.results import Case, CaseResult, Memory, Peak, StepFigures, StepGrowth
 from magis.runtime.measure import collector_spared, device_identity, device_memory, free_device_memory, no_collection
 from magis.simulate.peak_breakdown import Owner, alive, module_table, owners
 from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
@@ -231,6 +231,22 @@ class StepFunction:
         if not tensors or tensors[0].ndim <= dim:
             raise UsageError(f"{self.case.model}: the batch has nothing along dimension {dim}")
         return tensors[0].shape[dim]
+
+
+def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:
+    """Return the result of the gate's case "eager" for a test that returns a step function and its batch. Raises
+    StepGivenError for any other case."""
+    try:
+        make(case.seed)
+    except StepGivenError as given:
+        if case.strategy != "eager" or case.dtype is not None:
+            raise
+        function = StepFunction(given.step, [given.batch], case, bench)
+    else:
+        raise UsageError(f"{case.model}: a step function in one call, and none in the next")
+    found, more = function.result(), function.cyclic_bytes
+    growth = StepGrowth(2 * more, 4, (), 2 * more) if more else None  # of two steps, as of other networks
+    return replace(found, note="recorded from its step function, not run", growth=growth)
 
 
 def _course(ops: Sequence[Op], profile: MemoryProfile, start: int, end: int) -> tuple[Any, ...]:
