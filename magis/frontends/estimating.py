@@ -20,7 +20,7 @@ from magis.cases.run_case import run_case
 from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, compiled_result, largest, resized
-from magis.frontends.step_function import BatchPeak, StepFunction
+from magis.frontends.step_function import BatchPeak, StepFunction, plain_step
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.subject import Subject
@@ -322,18 +322,22 @@ def estimate(
 
     A function together with a batch is a whole step of the caller's own: it is called as ``step(batch)``, runs forward,
     backward and update on what it reaches by name, and is recorded over several calls, whose results are dropped.
-    With ``batches`` in place of a batch, the calls get one after the other, in this order.
+    With ``batches`` in place of a batch, the calls get one after the other, in this order; of a module, its steps.
     Raises MagisError for models that cannot be captured, and for invalid arguments.
     """
     asked = None if memory_limit is None else limit_bytes(memory_limit)
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
     bench, make, function = Bench(), None, None
-    is_function = callable(module) and not isinstance(module, (nn.Module, type))
-    if batches is not None and not (is_function and batch is None and isinstance(batches, (list, tuple)) and batches):
+    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
+    if batches is not None and not (takes and batch is None and isinstance(batches, (list, tuple)) and batches):
         what = f"batches={type(batches).__name__} beside a {type(module).__name__}"
-        hint = "give a list of batches in place of one, to a step function: magis.estimate(step, batches=[...])"
+        hint = "give a module or a step function, and a list of batches in place of one"
         raise UsageError(f"magis.estimate: {what}", hint=hint)
+    if batches is not None and isinstance(module, nn.Module):
+        module, batches = plain_step(module, batches, loss, optimizer)
+        loss = optimizer = None
+    is_function = callable(module) and not isinstance(module, (nn.Module, type))
     given = batches if batch is None else [batch]
     if given is not None and callable(module) and is_function:
         if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
@@ -22,6 +22,8 @@ from magis.errors import CaptureError, StepGivenError, UsageError
 from magis.frontends.fitting import repeated
 from magis.graph import Op, Storage
 from magis.graph.hazards import lifetimes
+from magis.models.step_parts import recipe_of
+from magis.ops.optimizers import torch_optimizer
 from magis.planner.bench import Bench, Make, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
@@ -231,6 +233,30 @@ class StepFunction:
         if not tensors or tensors[0].ndim <= dim:
             raise UsageError(f"{self.case.model}: the batch has nothing along dimension {dim}")
         return tensors[0].shape[dim]
+
+
+def plain_step(
+    module: nn.Module, batches: Sequence[Any], loss: Any, optimizer: Any
+) -> tuple[Callable[[Any], None], list[Any]]:
+    """Return the step function of forward, loss, backward and update, and its batches. Raises UsageError without an
+    update."""
+    makes = [recipe_of("magis.estimate", module, batch, loss, optimizer)[1] for batch in batches]
+    works = [make(0) for make in makes if make is not None]
+    calls = [(work.module, work.loss_fn) for work in works]  # keywords of a batch are part of its module
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    update = torch_optimizer(works[0].optimizer, trained)
+    if update is None:
+        raise UsageError("magis.estimate: several batches need an update", hint="name an optimizer, such as 'adamw'")
+
+    def step(given: tuple[int, Sequence[Tensor], Sequence[Tensor]]) -> None:
+        called, loss_fn = calls[given[0]]
+        result = loss_fn(called(*given[1]), *given[2])
+        result.backward()
+        update.step()  # while the loss, and what it holds, is alive as in a captured step
+        update.zero_grad()
+
+    step.__name__ = type(module).__name__
+    return step, [(number, work.inputs, work.targets) for number, work in enumerate(works)]
 
 
 def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:

@@ -121,6 +121,19 @@ def test_several_batches() -> None:
         found.largest_batch()
 
 
+def test_several_batches_of_a_module() -> None:
+    model, given, optimizer, (step, _) = plain()
+    parts = magis.estimate(model, given, F.mse_loss, optimizer, device="cpu")
+    (one,) = magis.estimate(model, batches=[given], loss=F.mse_loss, optimizer=optimizer, device="cpu").batches
+    assert one.peak_bytes == parts.peak_bytes
+    several = [batch(rows) for rows in ROWS]
+    found = magis.estimate(model, batches=several, loss=F.mse_loss, optimizer="adamw", device="cpu")
+    assert found.batches == magis.estimate(step, batches=several, device="cpu").batches
+    assert str(found).startswith("Sequential on cpu, float32: peak ")
+    with pytest.raises(UsageError, match="several batches need an update"):
+        magis.estimate(model, batches=several, loss=F.mse_loss, optimizer="none", device="cpu")
+
+
 def test_less_stays_reserved_with_the_worst_batch_first() -> None:
     _, _, _, (step, _) = plain()
     given = [batch(rows) for rows in (22_000, 26_000, 31_000, 37_000, 45_000)]
@@ -283,12 +296,7 @@ def test_what_is_refused() -> None:
         (step, {"compiled": True}, UsageError, "a step function brings its loss and update"),
         (step, {"optimizer": optimizer}, UsageError, "a step function brings its loss and update"),
         (step, {"device": "sim:nothing"}, UsageError, "unknown device"),
-        (
-            step,
-            {"batches": [given]},
-            UsageError,
-            "batches=list beside a function; give a list of batches",
-        ),
+        (step, {"batches": [given]}, UsageError, "batches=list beside a function; give a module or a step function"),
     ]
     for function, more, kind, said in refusals:
         with pytest.raises(kind, match=said) as refused:
