@@ -4,6 +4,7 @@ memory allocated inside the block counts, not a model that was built before; fre
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -96,7 +97,10 @@ class BlockPeak:
         phases = self._ledger.peaks()
         at_peak = max(phases.values(), key=lambda peak: peak.tensor_bytes)
         named = {name: peak for name, peak in phases.items() if name}
-        self._figures = _Figures(at_peak, self._ledger.kept_bytes, allocated, reserved, named)
+        kept = self._ledger.kept_bytes
+        if kept:
+            gc.collect()
+        self._figures = _Figures(at_peak, kept, kept - self._ledger.kept_bytes, allocated, reserved, named)
 
     @property
     def tensor_bytes(self) -> int:
@@ -112,6 +116,11 @@ class BlockPeak:
     def kept_bytes(self) -> int:
         """Bytes of the tensors made in the block that are still alive at its end."""
         return self._found.kept_bytes
+
+    @property
+    def cyclic_bytes(self) -> int:
+        """Bytes of these that reference cycles hold, until Python's garbage collector runs. It ran behind the block."""
+        return self._found.cyclic_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
@@ -162,7 +171,8 @@ class BlockPeak:
         if self._figures is None:
             return self._nothing
         found, peak = self._figures, self._figures.at_peak
-        besides = [f"{format_bytes(found.kept_bytes)} kept"]
+        in_cycles = f", {format_bytes(found.cyclic_bytes)} of it in reference cycles" if found.cyclic_bytes else ""
+        besides = [f"{format_bytes(found.kept_bytes)} kept{in_cycles}"]
         if found.allocated_bytes is not None:
             besides.insert(0, f"{format_bytes(found.allocated_bytes)} allocated")
         if found.reserved_bytes is not None:
@@ -232,6 +242,7 @@ def _row(name: str, seed: int, device: str, memory: Memory, at_peak: Peak) -> Ca
 class _Figures:
     at_peak: Peak
     kept_bytes: int
+    cyclic_bytes: int
     allocated_bytes: int | None
     reserved_bytes: int | None
     phases: Mapping[str, Peak]

@@ -299,3 +299,22 @@ def test_a_block_after_one_that_leaves_nothing_is_one_by_itself():
         figures.append((p.tensor_bytes, p.allocated_bytes, p.kept_bytes, p.at_peak))
         before = p
     assert figures[0] == figures[1] == figures[2]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_what_reference_cycles_keep_is_told(blocks):
+    class Holds(nn.Module):
+        def forward(self, x):
+            found = {"output": x + 1}
+            found["itself"] = found
+            return found["output"]
+
+    net = nn.Sequential(*(Holds() for _ in range(blocks)))
+    with magis.peak("cpu") as p:
+        kept = [net(torch.ones(1000)) for _ in range(2)]
+    assert (p.kept_bytes, p.cyclic_bytes) == (8000 * blocks, 8000 * (blocks - 1))
+    assert ("in reference cycles" in str(p)) == (blocks > 1)
+    assert len(kept) == 2
+    with magis.peak("cpu") as p:
+        net(torch.ones(1000))
+    assert p.kept_bytes == p.cyclic_bytes == 4000 * blocks

@@ -220,9 +220,9 @@ class MagisCallback(StepPeaks):
 
     def _evaluation_may_begin(self, args: Any, state: Any, control: Any) -> None:
         """Start measuring the evaluation that comes next: callbacks are only told of its end."""
-        trainer = _running_trainer()
-        if control.should_evaluate and state.is_world_process_zero and trainer is not None:
-            self._evaluation_begins(args.device.type, [(trainer, "evaluate")])
+        if control.should_evaluate and state.is_world_process_zero and self.evaluation is None:
+            trainer = _running_trainer()
+            self._evaluation_begins(args.device.type, [(trainer, "evaluate")] if trainer is not None else ())
 
     def on_evaluate(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
         self._evaluation_ends()
