@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from magis.extensions.compile.joint_tags import JointTags, tag_joint_graph
     from magis.extensions.compile.trainers import LightningCallback, MagisCallback
     from magis.frontends.optimize import OptimizedStep, optimize
+    from magis.phases import phase
     from magis.report import read_results
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "optimize",
     "pareto",
     "peak",
+    "phase",
     "read_results",
     "run_case",
     "tag_joint_graph",
@@ -60,6 +62,7 @@ _EXPORTS = {
     "optimize": "magis.frontends.optimize",
     "pareto": "magis.api",
     "peak": "magis.api",
+    "phase": "magis.phases",
     "read_results": "magis.report",
     "run_case": "magis.api",
 }

@@ -7,6 +7,7 @@ from magis.frontends.block_peak import BlockPeak, peak
 from magis.frontends.estimating import Estimate, Remedy, estimate
 from magis.frontends.fitting import Fit, FitPoint, fit
 from magis.frontends.profiling import record_profile
+from magis.frontends.step_function import BatchPeak, step_case
 from magis.planner.bench import Bench, available_devices, check_device, check_profile, default_device
 from magis.planner.device_profiles import FOLDER as PROFILES
 from magis.planner.device_profiles import Profiles, profile_file
@@ -14,6 +15,7 @@ from magis.planner.fronts import pareto
 
 __all__ = [
     "PROFILES",
+    "BatchPeak",
     "Bench",
     "BlockPeak",
     "Captured",
@@ -37,4 +39,5 @@ __all__ = [
     "profile_file",
     "record_profile",
     "run_case",
+    "step_case",
 ]

@@ -5,7 +5,8 @@ A message says what is wrong, with values, and the way out. Any other exception,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from magis.printable import printable
 
@@ -15,6 +16,7 @@ __all__ = [
     "FactoryError",
     "MagisError",
     "PartialUpdateError",
+    "StepGivenError",
     "UsageError",
     "VerifyError",
     "nearest",
@@ -42,6 +44,15 @@ class UsageError(MagisError):
 
 class FactoryError(UsageError):
     """A user's factory of a workload raised an exception or ended the process."""
+
+
+class StepGivenError(UsageError):
+    """A step function and its batch stand where a network is needed; the gate's case "eager" measures that."""
+
+    def __init__(self, name: str, step: Callable[[Any], object], batch: object) -> None:
+        what = f"{name}: a step function has no plan: magis plans (module, batch, loss), with an optimizer"
+        super().__init__(what, hint="gate the step as it is, with strategies=['eager']")
+        self.step, self.batch = step, batch
 
 
 class BaselineError(UsageError):

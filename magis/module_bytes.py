@@ -93,6 +93,8 @@ class StepGrowth:
     """Number of steps that were run."""
     made: tuple[ModuleBytes, ...]
     """Tensors allocated since the second step by module and line, most bytes first."""
+    cyclic_bytes: int = 0
+    """Bytes of those in reference cycles, which stay until Python's garbage collector runs."""
 
     def __str__(self) -> str:
         """Describe the growth in one line, with the modules that allocated most bytes."""
@@ -103,4 +105,6 @@ class StepGrowth:
         ]
         more = f"{format_bytes(self.nbytes)} more are alive after step {self.steps} than after step 2"
         made = f", made in {', '.join(places)}" if places else ""
+        if self.cyclic_bytes:
+            made += f"; {format_bytes(self.cyclic_bytes)} are in reference cycles until Python's collector runs"
         return printable(f"memory grows from step to step: {more}{made}")

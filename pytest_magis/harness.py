@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from magis.errors import MagisError
+from magis.errors import MagisError, StepGivenError
 from magis.printable import warn
 from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis.options import anywhere
@@ -77,20 +77,25 @@ def pytest_magis_run_case(
     timelines: bool,
 ) -> CaseResult:
     """Run a case that no other plugin ran; cases of one process share captures and eager measurements."""
-    from magis.api import run_case
+    from magis.api import run_case, step_case
 
-    return run_case(
-        case,
-        cache=_bench(config),
-        make=make,
-        planning_workspaces=planning_workspaces,
-        expected_graph=expected_graph,
-        latency_bounds=latency_bounds,
-        rough=rough,
-        progress=progress,
-        timelines=timelines,
-        growing=True,
-    )
+    try:
+        return run_case(
+            case,
+            cache=_bench(config),
+            make=make,
+            planning_workspaces=planning_workspaces,
+            expected_graph=expected_graph,
+            latency_bounds=latency_bounds,
+            rough=rough,
+            progress=progress,
+            timelines=timelines,
+            growing=True,
+        )
+    except StepGivenError:
+        if make is None:
+            raise
+        return step_case(case, make, _bench(config))
 
 
 def measure_again(config: pytest.Config, case: Case) -> None:
@@ -141,7 +146,11 @@ def check_with_magis(
     """Check that magis can capture a case's model; `keep` caches the capture for cases that run in this process."""
     from magis.api import check_case
 
-    check_case(case, cache=_bench(config) if keep else None, make=make, progress=progress)
+    try:
+        check_case(case, cache=_bench(config) if keep else None, make=make, progress=progress)
+    except StepGivenError:
+        if make is None:
+            raise  # a factory; of a test, the case itself looks at the step
 
 
 def builder(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:

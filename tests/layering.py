@@ -38,6 +38,7 @@ LAYERS = (
     ("magis.results",),
     ("magis.module_bytes",),
     ("magis.version_run",),
+    ("magis.phases",),
     (
         "magis.atomic_files",
         "magis.child_process",

@@ -27,7 +27,7 @@ from magis.capture.contents import Made, copies, hollow_like, is_readable
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
-from magis.capture.python_state import CACHES, WritesUndone, caches_kept, tensors_left
+from magis.capture.python_state import CACHES, WritesUndone, caches_kept, collector_off, tensors_left
 from magis.capture.recorder import Recorder
 from magis.capture.refusals import (
     INFERENCE,
@@ -315,7 +315,7 @@ def _recorded(
     for name, tensor in stand.named().items():
         kind = name.partition(":")[0]
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
-    with recorder.places.watch(stand.module), recorder:
+    with collector_off(), recorder.places.watch(stand.module), recorder:
         grads: Sequence[Tensor | None] = ()
         result: Any = None
         for inputs, targets in rule.micro_batches(stand.inputs, stand.targets):

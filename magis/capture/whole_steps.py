@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import as_on_cuda, device_forms
@@ -38,6 +38,7 @@ from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizers import named_tensors
 from magis.ops.python_objects import MISSING, attributes, cell_content, codes_within, is_of_system, lasting, walk
+from magis.phases import phases_told
 
 CALLS, SETTLING, FEWEST = 24, 2, 4
 """Calls that are recorded; those at the start that differ in any step; and those recorded of a step of many
@@ -64,29 +65,40 @@ class WholeStep:
     """Storages of the optimizers' state."""
     counters: frozenset[int]
     """Storages of the optimizers' step counters, which no figure counts."""
+    handed: frozenset[int]
+    """Storages of the copies of batches that calls are given, where there are several batches."""
+    cyclic: frozenset[int]
+    """Storages that the last call left in reference cycles, and that the collector then freed."""
+    phases: tuple[tuple[int, str], ...]
+    """Positions from which a phase of the loop runs (`magis.phase`), and its name; "": none."""
 
 
 def record_whole_step(
-    step: Step, batch: Any, device: str, most_bytes: int, capability: Capability | None = None
+    step: Step, batches: Sequence[Any], device: str, most_bytes: int, capability: Capability | None = None
 ) -> WholeStep:
-    """Record calls of ``step(batch)`` on hollow tensors. If Python reads numbers off data, the calls run on copies of
-    the tensors, where these have at most ``most_bytes``. Python's garbage collector is to be off. Raises CaptureError
-    for a step that cannot be recorded."""
+    """Record calls of ``step(batch)`` on hollow tensors, with one batch after the other, again and again. If Python
+    reads numbers off data, the calls run on copies of the tensors, where these have at most ``most_bytes``. Python's
+    garbage collector is to be off. Raises CaptureError for a step that cannot be recorded."""
     reached, twins = _Reached(step), partial(hollow_like, known=is_readable)
     try:
-        return _recorded(reached, step, batch, device, twins, capability)
+        return _recorded(reached, step, batches, device, twins, capability)
     except CaptureError as error:
-        tensors = [each for each in tree_flatten(batch)[0] if isinstance(each, Tensor)]
+        tensors = [each for each in tree_leaves(list(batches)) if isinstance(each, Tensor)]
         tensors += [*reached.holder.parameters(), *reached.holder.buffers()]
         if not of_contents(error) or sum(each.nbytes for each in tensors) > most_bytes:
             raise
-    return _recorded(reached, step, batch, device, copies, capability)
+    return _recorded(reached, step, batches, device, copies, capability)
 
 
 def _recorded(
-    reached: _Reached, step: Step, batch: Any, device: str, twins: Twins, capability: Capability | None = None
+    reached: _Reached,
+    step: Step,
+    batches: Sequence[Any],
+    device: str,
+    twins: Twins,
+    capability: Capability | None = None,
 ) -> WholeStep:
-    leaves, spec = tree_flatten(batch)
+    leaves, spec = tree_flatten(list(batches))
     given = [each for each in leaves if isinstance(each, Tensor)]
     trained = [name for name, each in reached.holder.named_parameters() if each.requires_grad]
     made, cached = dict[str, torch.Generator](), dict[str, Tensor]()
@@ -113,15 +125,31 @@ def _recorded(
             stack.enter_context(hollow())
         for name, tensor in stand.named().items():
             kind = name.partition(":")[0]
-            recorder.register(tensor, "batch" if kind == "input" else kind, name)
-        begins = [0]
+            given_as = "batch" if len(batches) == 1 else "host"  # several batches are a loader's, copied for each call
+            recorder.register(tensor, given_as if kind == "input" else kind, name)
+        begins, phases, handed, cyclic = [0], list[tuple[int, str]](), set[int](), frozenset[int]()
+        stack.enter_context(phases_told(lambda name: phases.append((len(recorder.graph(()).ops), name))))
         with recorder.places.watch(stand.module), recorder:
-            while len(begins) <= _calls(begins):
-                step(tree_unflatten(_in_place_of(leaves, stand), spec))
-                gc.collect(0)  # what the call left in cycles of references
+            while len(begins) <= _calls(begins, len(batches)):
+                batch = tree_unflatten(_in_place_of(leaves, stand), spec)[(len(begins) - 1) % len(batches)]
+                if len(batches) > 1:
+                    batch = tree_map_only(Tensor, _handed_over, batch)
+                    copied = [recorder.value_of(each) for each in tree_leaves(batch) if isinstance(each, Tensor)]
+                    handed |= {recorder.graph(()).values[each].storage for each in copied}
+                step(batch)
+                del batch
+                dead = recorder.deaths.keys()
+                gc.collect()
+                cyclic = frozenset(recorder.deaths.keys() - dead)
                 begins.append(len(recorder.graph(()).ops))
         state, counters = _state_of(reached.optimizers, recorder)
-        return WholeStep(recorder.graph(()), recorder.deaths, recorder.numbers, tuple(begins), state, counters)
+        found = recorder.graph(()), recorder.deaths, recorder.numbers, tuple(begins), state, counters
+        return WholeStep(*found, frozenset(handed), cyclic, tuple(phases))
+
+
+def _handed_over(tensor: Tensor) -> Tensor:
+    """Return a copy of a batch's tensor, as a loader makes one for each call."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _found_by(find: Callable[[Tensor], str | None]) -> Callable[[Tensor], str]:
@@ -136,9 +164,11 @@ def _found_by(find: Callable[[Tensor], str | None]) -> Callable[[Tensor], str]:
     return found
 
 
-def _calls(begins: Sequence[int]) -> int:
-    """Return how many calls are recorded, given where the calls so far begin: fewer of a step of many operators."""
-    return CALLS if len(begins) == 1 else max(FEWEST, min(CALLS, MOST_OPERATORS // max(1, begins[1])))
+def _calls(begins: Sequence[int], batches: int) -> int:
+    """Return how many calls are recorded, given where the calls so far begin: fewer of a step of many operators, but
+    three with each batch where there are several."""
+    most = CALLS if len(begins) == 1 else max(FEWEST, min(CALLS, MOST_OPERATORS // max(1, begins[1])))
+    return most if batches == 1 else max(most, 3 * batches)
 
 
 def _in_place_of(leaves: Sequence[Any], stand: StandIns) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -110,19 +111,22 @@ def _fake_step(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
 
 
 def grown(step: Step, inside: AbstractContextManager[object], device: str) -> StepGrowth | None:
-    """Run a step `STEPS` times; return the storages allocated since the second step, None without growth."""
+    """Run a step `STEPS` times without the garbage collector, which steps of few objects do not start; return the
+    storages allocated since the second step, None without growth."""
     ledger = TensorLedger(device)
-    held: list[tuple[MadeStorage, ...]] = []
+    held: list[Mapping[int, MadeStorage]] = []
     with no_collection(), inside, ledger.modules.watched(), ledger:
         for _ in range(STEPS):
             step.prepare()
             step.run()
             step.prepare()  # frees gradients and results
-            gc.collect()
             held.append(ledger.alive())
-    alive = [sum(each.nbytes for each in storages) for storages in held]
+        gc.collect()
+        kept = ledger.alive()
+    alive = [sum(each.nbytes for each in storages.values()) for storages in held]
     if min(alive[2:]) <= alive[1]:  # no growth, or freed again
         return None
     # storages of equal size and origin that existed before are no growth
-    added = Counter(held[-1]) - Counter(held[1])
-    return StepGrowth(alive[-1] - alive[1], STEPS, by_module(list(added.elements())))
+    added = Counter(held[-1].values()) - Counter(held[1].values())
+    in_cycles = sum(each.nbytes for serial, each in held[-1].items() if serial not in {*kept, *held[1]})
+    return StepGrowth(alive[-1] - alive[1], STEPS, by_module(list(added.elements())), in_cycles)

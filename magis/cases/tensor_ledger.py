@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from magis.results import ModuleBytes, Peak, collapsed
 from magis.runtime.storage_ledger import StorageLedger, storages_of
 
 ROWS = 40
+CARRIED_OVER = "carried over"
+"""Kind of a storage that an earlier block has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +113,60 @@ class TensorLedger(StorageLedger):
         self._made: dict[int, MadeStorage] = {}
         self._running: tuple[Any, tuple[str, str, str] | None] = (None, None)
         """Running operator, and its (kind, module, line) once it has allocated something."""
-        self._at_peak: tuple[MadeStorage, ...] = ()
+        self._phase = ""
+        self._peaks: dict[str, tuple[int, tuple[str, str, str, str], Mapping[int, MadeStorage]]] = {}
+        """Bytes, operator and storages at the peak by phase of the block, without the running one's."""
+        self._at_peak: Mapping[int, MadeStorage] = {}
         self._where = ("", "", "", "")
+        self._inherited: set[int] = set()
+        """Storages that an earlier ledger saw made."""
 
-    def peak(self) -> Peak:
-        """Return the operator at the peak, and the storages alive there."""
-        op, module, phase, line = self._where
-        return Peak(op, module, phase, line, by_module(self._at_peak))
+    def inherit(self, earlier: TensorLedger) -> None:
+        """Count, ahead of all operators, what an earlier ledger's block has left alive, if this block frees it."""
+        earlier._purge()
+        for address, entry in earlier._alive.items():
+            serial = next(self._serial)
+            self._alive[address] = replace(entry, serial=serial)
+            self._made[serial] = replace(earlier._made[entry.serial], kind=CARRIED_OVER)
+            self._most += entry.nbytes
+            self._inherited.add(serial)
 
-    def alive(self) -> tuple[MadeStorage, ...]:
-        """Return the storages allocated under the ledger that are still alive."""
+    def inherited_by_address(self) -> Mapping[int, int]:
+        """Return the bytes of inherited storages that are alive, by address of their memory."""
         self._purge()
-        return tuple(self._made.values())
+        entries = [each for each in self._alive.values() if each.serial in self._inherited]
+        storage: Any = torch.UntypedStorage
+        return {storage._new_with_weak_ptr(each.reference.cdata).data_ptr(): each.nbytes for each in entries}  # noqa: SLF001
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the storages made under this ledger that are alive."""
+        return sum(each.nbytes for serial, each in self.alive().items() if serial not in self._inherited)
+
+    def enter_phase(self, name: str) -> None:
+        """Go on with the peak of another phase of the block; what is alive now counts in it."""
+        self._peaks[self._phase] = self.peak_bytes, self._where, self._at_peak
+        self._phase, self._running = name, ("", None)
+        self.peak_bytes, self._where, self._at_peak = self._peaks.get(name, (0, ("", "", "", ""), {}))
+        if self._is_above_peak():
+            self.peak_bytes = self._most
+            self._on_peak()
+
+    def peaks(self) -> Mapping[str, Peak]:
+        """Return by phase ("": outside of all) the operator at the peak, and the storages alive there. Inherited ones
+        that are still alive are of no step's own: weights, an optimizer's state."""
+        self.enter_phase(self._phase)
+        lasting = self._inherited & self.alive().keys()
+        found = {}
+        for name, (_, (op, module, phase, line), made) in self._peaks.items():
+            held = (each for serial, each in made.items() if serial not in lasting)
+            found[name] = Peak(op, module, phase, line, by_module(held))
+        return found
+
+    def alive(self) -> Mapping[int, MadeStorage]:
+        """Return the storages allocated under the ledger that are still alive, by serial number."""
+        self._purge()
+        return dict(self._made)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -157,7 +201,7 @@ class TensorLedger(StorageLedger):
         func, place = self._running
         kind, module, line = place or ("", "", "")
         self._where = (str(func), module, "backward" if kind == "gradient" else "forward", line)
-        self._at_peak = tuple(self._made.values())
+        self._at_peak = dict(self._made)
 
     def _where_it_runs(self) -> tuple[str, str, str]:
         """Return kind, module and line of the running operator; a backward operator has module and line of its

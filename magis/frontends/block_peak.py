@@ -4,6 +4,8 @@ memory allocated inside the block counts, not a model that was built before; fre
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,10 +14,11 @@ from typing import Self
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from magis.cases.tensor_ledger import TensorLedger
+from magis.cases.tensor_ledger import CARRIED_OVER, TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.ops.eager_only import formulas_as_eager
+from magis.phases import phases_told
 from magis.printable import printable
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
 from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
@@ -31,14 +34,18 @@ DEVICES = ("cpu", "cuda")
 class BlockPeak:
     """Peak memory of a block of code; its figures can be read once the block has ended. The garbage collector runs
     before the block and is off inside it, so that the peak does not depend on earlier code. Tensor bytes are the same
-    on every machine. Raises UsageError for an unknown device."""
+    on every machine. What ``after``, the last block, has left and this one frees counts, too. Raises UsageError for an
+    unknown device."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, after: BlockPeak | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.device not in DEVICES:
             raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
+        if after is not None and (after.device != self.device or after._figures is None):  # noqa: SLF001
+            raise UsageError("magis.peak: after= is no block that has ended on this device", hint="give the last block")
+        self._after = after
         self._ledger = TensorLedger(self.device)
         self._stack = ExitStack()
         self._figures: _Figures | None = None
@@ -51,6 +58,9 @@ class BlockPeak:
         self._log = None
         stack = self._stack
         stack.enter_context(no_collection())
+        if self._after is not None:
+            self._ledger.inherit(self._after._ledger)  # noqa: SLF001
+        self._older = self._ledger.inherited_by_address()
         if self.device == "cpu" and not _profiler_enabled():
             self._log = stack.enter_context(memory_profile())
         elif self.device == "cuda":
@@ -61,6 +71,7 @@ class BlockPeak:
         stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
         stack.enter_context(self._ledger.modules.watched())
         stack.enter_context(compiled_buffers(self._ledger.note_compiled))
+        stack.enter_context(phases_told(self._ledger.enter_phase))
         stack.enter_context(self._ledger)
         return self
 
@@ -77,21 +88,39 @@ class BlockPeak:
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"
             return
-        if self._log is not None and profiled:
-            allocated = replay(allocations(self._log)).peak_bytes
-        self._log = None  # the events of a whole step
-        ledger = self._ledger
-        self._figures = _Figures(ledger.peak(), ledger.peak_bytes, ledger.alive_bytes, allocated, reserved)
+        older, freed = self._older, sum(self._older.values()) - sum(self._ledger.inherited_by_address().values())
+        if self._log is not None and profiled and (self._after is None or self._after.allocated_bytes is not None):
+            allocated = replay(allocations(self._log), older).peak_bytes
+        elif allocated is not None and reserved is not None:
+            allocated, reserved = allocated + freed, reserved + freed
+        self._log = self._after = None  # the events of a whole step
+        phases = self._ledger.peaks()
+        at_peak = max(phases.values(), key=lambda peak: peak.tensor_bytes)
+        named = {name: peak for name, peak in phases.items() if name}
+        kept = self._ledger.kept_bytes
+        if kept:
+            gc.collect()
+        self._figures = _Figures(at_peak, kept, kept - self._ledger.kept_bytes, allocated, reserved, named)
 
     @property
     def tensor_bytes(self) -> int:
         """Peak bytes of the tensors made in the block; each storage counts once."""
-        return self._found.tensor_bytes
+        return self._found.at_peak.tensor_bytes
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Peak bytes of the tensors made in the block by phase (`magis.phase`) that runs meanwhile."""
+        return {name: peak.tensor_bytes for name, peak in self._found.phases.items()}
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the tensors made in the block that are still alive at its end."""
         return self._found.kept_bytes
+
+    @property
+    def cyclic_bytes(self) -> int:
+        """Bytes of these that reference cycles hold, until Python's garbage collector runs. It ran behind the block."""
+        return self._found.cyclic_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
@@ -110,55 +139,53 @@ class BlockPeak:
         return self._found.at_peak
 
     def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
-        """Compare the peak with its stored baseline, and fail the running pytest test if the peak is worse. ``name``
-        tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01: one percent).
-        Raises UsageError outside of a test."""
+        """Compare the peak, and that of each phase, with its stored baseline, and fail the running pytest test if one
+        is worse. ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow
+        (0.01: one percent). Raises UsageError outside of a test."""
         __tracebackhide__ = True
         gate = BLOCK_GATE.get()
         if gate is None:
             self._found  # noqa: B018 (raises where there is nothing to compare)
             raise UsageError("magis.peak: gate() works in a pytest test only", hint="elsewhere, read tensor_bytes")
-        gate({name: self}, tolerance)
+        gate(self.rows(name), tolerance)
+
+    def rows(self, name: str) -> dict[str, BlockPeak | PhasePeak]:
+        """Return what is gated, by name: the block, and its phases that held tensors."""
+        found: dict[str, BlockPeak | PhasePeak] = {name: self}
+        for phase, peak in self._figures.phases.items() if self._figures is not None else ():
+            if peak.held:
+                found[f"{name}.{phase}" if name else phase] = PhasePeak(self.device, peak)
+        return found
 
     def result(self, name: str, seed: int = 0) -> CaseResult:
         """Return the figures as a result of the gate, of strategy "peak" and with ``name`` as its model."""
-        found = self._found
-        if not found.tensor_bytes:
+        found, nbytes = self._found, self.tensor_bytes
+        if not nbytes:
             raise UsageError(f"magis.peak: the block made no tensor on {self.device}: there is nothing to gate")
-        allocated = found.tensor_bytes if found.allocated_bytes is None else found.allocated_bytes
-        memory = Memory(found.tensor_bytes, max(allocated, found.tensor_bytes), found.reserved_bytes)
-        figures = StepFigures(memory, 0.0, memory, at_peak=found.at_peak)
-        return CaseResult(
-            case=Case(name, BLOCK, self.device, "small", seed=seed),
-            dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            identity=device_identity(self.device),
-            original=figures,
-            optimized=figures,
-            ratio=None,
-            weight_bytes=0,
-            persistent_bytes=0,
-            memory_limit_bytes=None,
-            latency_limit_ms=None,
-            device_memory_bytes=device_memory(self.device),
-            lower_bound_bytes=0,
-            priced=False,
-        )
+        allocated = nbytes if found.allocated_bytes is None else found.allocated_bytes
+        memory = Memory(nbytes, max(allocated, nbytes), found.reserved_bytes)
+        return _row(name, seed, self.device, memory, found.at_peak)
 
     def __str__(self) -> str:
         """Return the figures and the largest groups of tensors at the peak, as lines of text."""
         if self._figures is None:
             return self._nothing
         found, peak = self._figures, self._figures.at_peak
-        besides = [f"{format_bytes(found.kept_bytes)} kept"]
+        in_cycles = f", {format_bytes(found.cyclic_bytes)} of it in reference cycles" if found.cyclic_bytes else ""
+        besides = [f"{format_bytes(found.kept_bytes)} kept{in_cycles}"]
         if found.allocated_bytes is not None:
             besides.insert(0, f"{format_bytes(found.allocated_bytes)} allocated")
         if found.reserved_bytes is not None:
             besides.insert(1, f"{format_bytes(found.reserved_bytes)} reserved")
         where = f", at {peak.op} of {peak.module or 'no module'} ({peak.line})" if peak.op else ""
-        lines = [f"peak of tensors {format_bytes(found.tensor_bytes)} ({', '.join(besides)}){where}"]
+        lines = [f"peak of tensors {format_bytes(peak.tensor_bytes)} ({', '.join(besides)}){where}"]
+        if found.phases:
+            each = (f"{name} {format_bytes(nbytes)}" for name, nbytes in self.phases.items())
+            lines.append(f"by phase: {', '.join(each)}")
         for row in peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
-            lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {row.kind}s{place}")
+            what = f"{row.kind}s" if row.kind != CARRIED_OVER else "tensors of the last block, freed in this one"
+            lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {what}{place}")
         return "\n".join(map(printable, lines))
 
     @property
@@ -172,17 +199,50 @@ class BlockPeak:
         return f"magis.peak: there are no figures: {self._why}"
 
 
-def peak(device: str | None = None) -> BlockPeak:
+def peak(device: str | None = None, *, after: BlockPeak | None = None) -> BlockPeak:
     """Measure the peak memory of a block of code: ``with magis.peak() as p: ...``, then ``p.tensor_bytes``. ``device``
-    is "cpu" or "cuda"; by default "cuda" if there is a GPU. In a test, ``p.gate()`` compares the peak with a stored
-    baseline."""
-    return BlockPeak(device)
+    is "cpu" or "cuda"; by default "cuda" if there is a GPU. With ``after``, the block of a loop's last step, what that
+    one has left and this one frees counts, too. In a test, ``p.gate()`` compares the peak with a stored baseline."""
+    return BlockPeak(device, after)
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Peak of one phase of a block, as a row of the gate."""
+
+    device: str
+    at_peak: Peak
+
+    def result(self, name: str, seed: int = 0) -> CaseResult:
+        """Return the figures as a result of the gate, with ``name`` as its model."""
+        nbytes = self.at_peak.tensor_bytes
+        return _row(name, seed, self.device, Memory(nbytes, nbytes), self.at_peak)
+
+
+def _row(name: str, seed: int, device: str, memory: Memory, at_peak: Peak) -> CaseResult:
+    figures = StepFigures(memory, 0.0, memory, at_peak=at_peak)
+    return CaseResult(
+        case=Case(name, BLOCK, device, "small", seed=seed),
+        dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+        identity=device_identity(device),
+        original=figures,
+        optimized=figures,
+        ratio=None,
+        weight_bytes=0,
+        persistent_bytes=0,
+        memory_limit_bytes=None,
+        latency_limit_ms=None,
+        device_memory_bytes=device_memory(device),
+        lower_bound_bytes=0,
+        priced=False,
+    )
 
 
 @dataclass(frozen=True)
 class _Figures:
     at_peak: Peak
-    tensor_bytes: int
     kept_bytes: int
+    cyclic_bytes: int
     allocated_bytes: int | None
     reserved_bytes: int | None
+    phases: Mapping[str, Peak]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from magis.cases.run_case import run_case
 from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, compiled_result, largest, resized
-from magis.frontends.step_function import StepFunction
+from magis.frontends.step_function import BatchPeak, StepFunction, plain_step
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.subject import Subject
@@ -108,6 +108,29 @@ class Estimate:
     def needed_bytes(self) -> int:
         """Bytes that the device must have: reserved bytes on a GPU, peak bytes on a CPU."""
         return self.reserved_bytes or self.peak_bytes
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Peak bytes of a step function by phase (`magis.phase`) that runs meanwhile."""
+        return {} if self._function is None else self._function.phases
+
+    @property
+    def batches(self) -> tuple[BatchPeak, ...]:
+        """Peaks of a step function's calls by batch, in the order given."""
+        return () if self._function is None else self._function.batch_peaks
+
+    @property
+    def worst_first_bytes(self) -> int | None:
+        """Reserved bytes if a step function meets its batches in falling order of their peaks; None for a CPU, and
+        without several batches."""
+        found = self._function.worst_first if self._function is not None and len(self.batches) > 1 else None
+        return None if found is None else found.reserved_bytes
+
+    @property
+    def cyclic_bytes(self) -> int:
+        """Bytes that a step function's call leaves in reference cycles, until Python's garbage collector runs. They
+        count as freed at the end of the call."""
+        return 0 if self._function is None else self._function.cyclic_bytes
 
     @property
     def latency_ms(self) -> float:
@@ -232,11 +255,29 @@ class Estimate:
             f"{verdict} for {format_bytes(self.limit_bytes)}{self._limit_in_words()}",
             *([] if missing <= 0 or self.releases is None else [RELEASED.format(self.releases)]),
             "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items()),
+            *self._of_the_loop(),
         ]
         for row in self.at_peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
             lines.append(f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}")
         return "\n".join(map(printable, lines))
+
+    def _of_the_loop(self) -> Iterator[str]:
+        """Yield the lines of a step function: its phases, its batches, and what it leaves in reference cycles."""
+        if self.phases:
+            yield "by phase: " + ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.phases.items())
+        batches = self.batches
+        if len(batches) > 1:
+            worst = max(batches, key=lambda each: each.peak_bytes)
+            for each in batches:
+                mark = ", sets the peak" if each is worst else ""
+                yield f"batch {each.number + 1} of {each.shapes}: peak {format_bytes(each.peak_bytes)}{mark}"
+            if self.worst_first_bytes is not None:
+                first = f"{format_bytes(self.worst_first_bytes)} with the worst batch first"
+                yield f"reserved after all: {format_bytes(self.reserved_bytes or 0)} in this order, {first}"
+        if self.cyclic_bytes:
+            more = f"{format_bytes(self.cyclic_bytes)} more in reference cycles until Python's collector runs"
+            yield f"each call leaves {more}: the peak counts none of it after the call"
 
     def _limit_in_words(self) -> str:
         device = self.result.case.device
@@ -264,6 +305,7 @@ def estimate(
     seed: int = 0,
     compiled: bool | str = False,
     accumulate: int = 1,
+    batches: Sequence[Any] | None = None,
 ) -> Estimate:
     """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
 
@@ -280,18 +322,29 @@ def estimate(
 
     A function together with a batch is a whole step of the caller's own: it is called as ``step(batch)``, runs forward,
     backward and update on what it reaches by name, and is recorded over several calls, whose results are dropped.
+    With ``batches`` in place of a batch, the calls get one after the other, in this order; of a module, its steps.
     Raises MagisError for models that cannot be captured, and for invalid arguments.
     """
     asked = None if memory_limit is None else limit_bytes(memory_limit)
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
     bench, make, function = Bench(), None, None
-    if batch is not None and callable(module) and not isinstance(module, (nn.Module, type)):
+    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
+    if batches is not None and not (takes and batch is None and isinstance(batches, (list, tuple)) and batches):
+        what = f"batches={type(batches).__name__} beside a {type(module).__name__}"
+        hint = "give a module or a step function, and a list of batches in place of one"
+        raise UsageError(f"magis.estimate: {what}", hint=hint)
+    if batches is not None and isinstance(module, nn.Module):
+        module, batches = plain_step(module, batches, loss, optimizer)
+        loss = optimizer = None
+    is_function = callable(module) and not isinstance(module, (nn.Module, type))
+    given = batches if batch is None else [batch]
+    if given is not None and callable(module) and is_function:
         if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):
             what = "a function brings its own batch and loss, a step function brings its loss and update"
             raise UsageError(f"magis.estimate: {what}", hint="give nothing beside it, or the step's batch alone")
         name = getattr(module, "__name__", type(module).__name__)
-        function = StepFunction(module, batch, Case(name, "eager", device, "small", allocator=settings), bench)
+        function = StepFunction(module, given, Case(name, "eager", device, "small", allocator=settings), bench)
         result = function.result()
     else:
         name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)

@@ -1,7 +1,9 @@
-"""The memory of a training loop's own step function, from several recorded calls: `magis.estimate(step, batch)`."""
+"""The memory of a training loop's own step function, from several recorded calls: `magis.estimate(step, batch)`, and
+`magis.estimate(step, batches=...)` for calls with one batch after the other."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,21 +12,23 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
-from magis.errors import CaptureError, UsageError
+from magis.errors import CaptureError, StepGivenError, UsageError
 from magis.frontends.fitting import repeated
 from magis.graph import Op, Storage
 from magis.graph.hazards import lifetimes
-from magis.planner.bench import Bench, check_device
+from magis.models.step_parts import recipe_of
+from magis.ops.optimizers import torch_optimizer
+from magis.planner.bench import Bench, Make, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
-from magis.results import Case, CaseResult, Memory, Peak, StepFigures
-from magis.runtime.measure import device_identity, device_memory, free_device_memory, no_collection
+from magis.results import Case, CaseResult, Memory, Peak, StepFigures, StepGrowth
+from magis.runtime.measure import collector_spared, device_identity, device_memory, free_device_memory, no_collection
 from magis.simulate.peak_breakdown import Owner, alive, module_table, owners
 from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
 from magis.simulate.simulator import MemoryProfile, replay, rounded
@@ -33,12 +37,24 @@ from magis.units import format_bytes
 CYCLE = "pass a function that runs a whole cycle, or measure the loop as it runs, by magis.peak"
 
 
+@dataclass(frozen=True)
+class BatchPeak:
+    """The peak of calls with one of several batches."""
+
+    number: int
+    """Number of the batch, from 0 on, in the order given."""
+    shapes: str
+    """Shapes of the batch's tensors: "[32, 128], [32]"."""
+    peak_bytes: int
+    """Peak of allocated bytes, as `Estimate.peak_bytes`: what earlier calls leave in memory included."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepFunction:
-    """A step function, the batch of each call, and the case of its figures."""
+    """A step function, the batches of its calls, one after the other, and the case of its figures."""
 
     step: Callable[[Any], object]
-    batch: Any
+    batches: Sequence[Any]
     case: Case
     bench: Bench
 
@@ -51,10 +67,9 @@ class StepFunction:
     def recorded(self) -> WholeStep:
         """The recorded calls."""
         check_device(self.case.device)
-        with no_collection():  # or calls would differ by when the collector runs
-            whole = record_whole_step(
-                self.step, self.batch, self.kind, MOST_BYTES // 4, find_device(self.case.device).capability
-            )
+        capability = find_device(self.case.device).capability
+        with no_collection(), collector_spared():  # or calls would differ by when the collector runs
+            whole = record_whole_step(self.step, self.batches, self.kind, MOST_BYTES // 4, capability)
         return replace(whole, graph=replace(whole.graph, storages=dict(_counted(whole, self.kind))))
 
     @cached_property
@@ -100,6 +115,41 @@ class StepFunction:
         found = replay(whole.graph, self.costs.workspace, deaths=whole.deaths, rounding=rounding, numbers=numbers)
         before = (0,) * start
         return MemoryProfile(found.persistent_bytes, before + found.tensors[start:], before + found.peaks[start:])
+
+    @property
+    def batch_peaks(self) -> tuple[BatchPeak, ...]:
+        """Peaks of the calls with each batch in the last cycle, in the order given."""
+        peaks, begins = self._profile.peaks, self.recorded.begins
+        found = dict.fromkeys(range(len(self.batches)), 0)
+        for call in range(len(begins) - 1 - self.cycle, len(begins) - 1):
+            number = call % len(self.batches)
+            found[number] = max(found[number], *peaks[begins[call] : begins[call + 1]])
+        tensors = [[each for each in tree_leaves(batch) if isinstance(each, Tensor)] for batch in self.batches]
+        shapes = [", ".join(str(list(each.shape)) for each in batch) for batch in tensors]
+        return tuple(BatchPeak(number, shapes[number], nbytes) for number, nbytes in found.items())
+
+    @cached_property
+    def worst_first(self) -> Reserved | None:
+        """Allocator of calls with the batches in falling order of their peaks; None on a CPU."""
+        order = sorted(self.batch_peaks, key=lambda each: -each.peak_bytes)
+        ordered = replace(self, batches=[self.batches[each.number] for each in order])
+        return ordered.reserved(self.case.allocator)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Peak bytes in the last cycle by phase of the loop (`magis.phase`)."""
+        whole, found = self.recorded, dict[str, int]()
+        starts = [position for position, _ in whole.phases]
+        for position in range(whole.begins[-1 - self.cycle], whole.begins[-1]):
+            name = whole.phases[bisect_right(starts, position) - 1][1]
+            found[name] = max(found.get(name, 0), self._profile.peaks[position])
+        return {name: nbytes for name, nbytes in found.items() if name}
+
+    @property
+    def cyclic_bytes(self) -> int:
+        """Bytes that a call leaves in reference cycles; they count as freed at its end."""
+        storages = self.recorded.graph.storages
+        return sum(rounded(storages[each].nbytes, self.costs.rounding) for each in self.recorded.cyclic)
 
     def reserved(self, allocator: str) -> Reserved | None:
         """Simulate a CUDA caching allocator over all calls; None on a CPU."""
@@ -156,6 +206,8 @@ class StepFunction:
             found = known.get(storage.id, Owner(storage.kind, ""))
             if storage.id in self.recorded.state:
                 return replace(found, kind="state", line="")
+            if storage.id in self.recorded.handed:
+                return replace(found, kind="batch", line="")
             if storage.persistent or lives.born[storage.id] >= call:
                 return found
             is_gradient = graph.ops[lives.born[storage.id]].phase == "backward"
@@ -169,14 +221,59 @@ class StepFunction:
         """Return the step with another extent of a dimension of its batch: that of the first tensor, and of all that
         have the same extent there."""
         change = partial(repeated, dim=dim, before=self.extent(dim), size=size)
-        return replace(self, batch=tree_map_only(Tensor, change, self.batch))
+        return replace(self, batches=tree_map_only(Tensor, change, self.batches))
 
     def extent(self, dim: int) -> int:
-        """Return the extent of a dimension of the batch's first tensor. Raises UsageError without one."""
-        tensors = [each for each in tree_flatten(self.batch)[0] if isinstance(each, Tensor)]
+        """Return the extent of a dimension of the batch's first tensor. Raises UsageError without one, and for several
+        batches."""
+        if len(self.batches) > 1:
+            raise UsageError(
+                f"{self.case.model}: there are {len(self.batches)} batches", hint="give the one that varies"
+            )
+        tensors = [each for each in tree_leaves(self.batches) if isinstance(each, Tensor)]
         if not tensors or tensors[0].ndim <= dim:
             raise UsageError(f"{self.case.model}: the batch has nothing along dimension {dim}")
         return tensors[0].shape[dim]
+
+
+def plain_step(
+    module: nn.Module, batches: Sequence[Any], loss: Any, optimizer: Any
+) -> tuple[Callable[[Any], None], list[Any]]:
+    """Return the step function of forward, loss, backward and update, and its batches. Raises UsageError without an
+    update."""
+    makes = [recipe_of("magis.estimate", module, batch, loss, optimizer)[1] for batch in batches]
+    works = [make(0) for make in makes if make is not None]
+    calls = [(work.module, work.loss_fn) for work in works]  # keywords of a batch are part of its module
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    update = torch_optimizer(works[0].optimizer, trained)
+    if update is None:
+        raise UsageError("magis.estimate: several batches need an update", hint="name an optimizer, such as 'adamw'")
+
+    def step(given: tuple[int, Sequence[Tensor], Sequence[Tensor]]) -> None:
+        called, loss_fn = calls[given[0]]
+        result = loss_fn(called(*given[1]), *given[2])
+        result.backward()
+        update.step()  # while the loss, and what it holds, is alive as in a captured step
+        update.zero_grad()
+
+    step.__name__ = type(module).__name__
+    return step, [(number, work.inputs, work.targets) for number, work in enumerate(works)]
+
+
+def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:
+    """Return the result of the gate's case "eager" for a test that returns a step function and its batch. Raises
+    StepGivenError for any other case."""
+    try:
+        make(case.seed)
+    except StepGivenError as given:
+        if case.strategy != "eager" or case.dtype is not None:
+            raise
+        function = StepFunction(given.step, [given.batch], case, bench)
+    else:
+        raise UsageError(f"{case.model}: a step function in one call, and none in the next")
+    found, more = function.result(), function.cyclic_bytes
+    growth = StepGrowth(2 * more, 4, (), 2 * more) if more else None  # of two steps, as of other networks
+    return replace(found, note="recorded from its step function, not run", growth=growth)
 
 
 def _course(ops: Sequence[Op], profile: MemoryProfile, start: int, end: int) -> tuple[Any, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from magis.capture.workload import (
     with_loss,
     with_targets,
 )
-from magis.errors import UsageError
+from magis.errors import StepGivenError, UsageError
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec, OwnOptimizer
 
 _EXPECTED = (
@@ -49,7 +51,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
     Tuples are (module, inputs, targets, loss function), (module, batch, loss function) or (module, batch); `inputs` and
     `targets` are one tensor or a sequence of tensors, a batch is (inputs, targets) or a dictionary of the module's
     keywords. A torch optimizer may follow; else `optimizer` is the update (see `spec_of_optimizer`). Raises UsageError
-    for anything else, with `who` returned it in the message.
+    for anything else, with `who` returned it in the message, and StepGivenError for (step function, batch).
     """
     if isinstance(made, Workload):
         return replace(made, name=path)
@@ -64,6 +66,8 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
     if len(parts) not in (2, 3, 4):
         raise UsageError(f"{path}: {who} returned a tuple of {len(made)}", hint=_EXPECTED)
     module = parts[0]
+    if len(parts) == 2 and last is None and isinstance(module, (FunctionType, MethodType, partial)):
+        raise StepGivenError(path, module, parts[1])
     if not isinstance(module, nn.Module):
         raise UsageError(f"{path}: the module is a {type(module).__name__}, not an nn.Module", hint=_EXPECTED)
     loss_fn: Callable[..., Tensor] = parts[-1] if len(parts) > 2 else own_loss

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +95,14 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
     return peak
 
 
-def replay(events: Iterable[Allocation]) -> WindowPeak:
-    """Return the peak of live bytes over `events` in the order given, and the live bytes at the end. A free of an
-    address that no earlier event allocated is older than the window and does not count."""
-    live: dict[int, int] = {}
-    now = peak = 0
+def replay(events: Iterable[Allocation], older: Mapping[int, int] | None = None) -> WindowPeak:
+    """Return the peak of live bytes over `events` in the order given, and the live bytes at the end. ``older`` bytes by
+    address are alive at the start, and count if they are freed in the window. A free of any other address that no
+    earlier event allocated is older than the window and does not count."""
+    events, older = list(events), older or {}
+    touched = {event.address for event in events}
+    live = {address: nbytes for address, nbytes in older.items() if address in touched}
+    now = peak = sum(live.values())
     for event in events:
         if event.nbytes < 0:
             now -= live.pop(event.address, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+import magis
+from magis.phases import phases_told
 from magis.runtime.measure import allocations, memory_profile
 
 F = nn.functional
@@ -245,31 +249,87 @@ def as_object() -> Loop:
     return Trainer().step, batch()
 
 
+def evaluated() -> Loop:
+    """An evaluation behind each update, on a part of the batch."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        with magis.phase("training"):
+            F.mse_loss(model(given[0]), given[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with magis.phase("evaluation"), torch.no_grad():
+            F.mse_loss(model(given[0][:64]), given[1][:64])
+        model.train()
+
+    return step, batch()
+
+
+def last_loss() -> Loop:
+    """The last call's loss is held with its graph until the next one is there."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last: Any = None
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        nonlocal last
+        loss = F.mse_loss(model(given[0]).square(), given[1])
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        last = loss
+
+    return step, batch()
+
+
+def in_cycles() -> Loop:
+    """Objects that hold each other, of which the last call's are held until the next ones are there."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last: Any = None
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        nonlocal last
+        now: dict[str, Any] = {"output": model(given[0])}
+        now["itself"] = now
+        F.mse_loss(now["output"], given[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        last = now
+
+    return step, batch()
+
+
 LOOPS = (
     clipped, scheduled, accumulated, two_losses, carried_over, kept_in_place, every_third, phases, averaged, offloaded,
-    logged, as_object,
+    logged, as_object, evaluated, last_loss, in_cycles,
 )  # fmt: skip
 
 
-def measured(make: Callable[[], Loop], calls: int = 8, cycle: int = 3) -> int:
-    """Return the most bytes that the allocator had handed out at once in the last calls of a loop, everything that was
-    made for it included, without the counters of optimizers."""
+def measured(make: Callable[[], Loop], calls: int = 8, cycle: int = 3, *, phase: str | None = None) -> int:
+    """Return the most bytes that the allocator had handed out at once in the last calls of a loop, or in a phase of
+    these, everything that was made for it included, without the counters of optimizers."""
     with memory_profile() as log:
         step, given = make()
         for call in range(calls):
             if call == calls - cycle:
                 torch.empty(MARK, dtype=torch.uint8)
-            step(given)
-    live, peak, is_last = dict[int, int](), 0, False
+            with phases_told(lambda name: torch.empty(MARK + 1 + (name == phase), dtype=torch.uint8)):
+                step(given)
+            gc.collect()
+    live, peak, is_last, runs = dict[int, int](), 0, False, phase is None
     for event in allocations(log):
-        if event.nbytes == MARK:
-            is_last = True
+        if MARK <= event.nbytes <= MARK + 2:
+            is_last = is_last or event.nbytes == MARK
+            runs = phase is None or event.nbytes == MARK + 2
             continue
         if event.nbytes < 0:
             live.pop(event.address, 0)
         else:
             live[event.address] = event.nbytes
-        if is_last:
+        if is_last and runs:
             peak = max(peak, sum(live.values()))
     counters = [
         tensor.nbytes
@@ -284,4 +344,5 @@ def measured(make: Callable[[], Loop], calls: int = 8, cycle: int = 3) -> int:
 def _optimizers(step: Any) -> list[torch.optim.Optimizer]:
     held = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
     held += vars(step.__self__).values() if hasattr(step, "__self__") else []
-    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
+    inner = [found for each in held if isinstance(each, FunctionType) for found in _optimizers(each)]
+    return [*inner, *(each for each in held if isinstance(each, torch.optim.Optimizer))]

@@ -200,3 +200,121 @@ def test_numbers_and_gradients_are_those_without_it():
     with magis.peak("cpu"):
         found = gradients()
     assert all(map(torch.equal, expected, found))
+
+
+def test_a_peak_for_each_phase():
+    kept = []
+    with magis.peak("cpu") as p:
+        kept.append(torch.ones(100))
+        with magis.phase("training"):
+            a = torch.ones(1000)
+            with magis.phase("evaluation"):
+                b = torch.ones(10)
+            with pytest.raises(ZeroDivisionError), magis.phase("evaluation"):
+                1 / 0  # noqa: B018
+            a = b = None
+            c = torch.ones(500)
+        with magis.phase("idle"):
+            pass
+        torch.ones(50)
+    assert p.phases == {"training": 4440, "evaluation": 4440, "idle": 2400}
+    assert p.tensor_bytes == 4440
+    assert "by phase: training 4.34 KiB, evaluation 4.34 KiB, idle 2.34 KiB" in str(p)
+    assert (a, b, c.numel()) == (None, None, 500)
+
+
+def test_phases_outside_of_blocks_and_around_them():
+    @magis.phase("evaluation")
+    def evaluate():
+        with magis.peak("cpu") as p:
+            torch.ones(10)
+        return p
+
+    assert [evaluate().phases for _ in range(2)] == [{"evaluation": 40}] * 2
+    with magis.peak("cpu") as p:
+        torch.ones(10)
+    assert p.phases == {}
+    for name in ("", "a b", 3):
+        with pytest.raises(magis.UsageError, match=r"magis\.phase: the name is"), magis.phase(name):
+            pass
+
+
+def test_a_phase_without_a_block_loads_nothing(fresh_python):
+    program = "import sys, magis\nwith magis.phase('a'): print({'torch', 'numpy'} & set(sys.modules))"
+    assert fresh_python(program) == "set()\n"
+
+
+@pytest.mark.parametrize("zeroes", ["at the end", "at the beginning", "in place"])
+def test_what_the_last_step_left_counts_where_it_is_freed(zeroes):
+    net, x = network(), torch.randn(32, 16)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        nonlocal last
+        if zeroes != "at the end":
+            optimizer.zero_grad(set_to_none=zeroes == "at the beginning")
+        loss = net(x).square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if zeroes == "at the end":
+            optimizer.zero_grad()
+        last = loss  # with its graph
+
+    def of_steps():
+        step()
+        with magis.phase("second"):
+            step()
+
+    last = None
+    with magis.peak("cpu") as first:
+        step()
+    with magis.peak("cpu", after=first) as second:
+        step()
+    with magis.peak("cpu") as third:
+        step()
+    lasting = sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+    lasting += sum(each.grad.nbytes for each in net.parameters()) if zeroes == "in place" else 0
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    last = None
+    with magis.peak("cpu") as both:
+        of_steps()
+    assert second.tensor_bytes == both.phases["second"] - lasting > third.tensor_bytes
+    assert 0 <= second.allocated_bytes - second.tensor_bytes <= 32 * 16
+    assert second.kept_bytes == third.kept_bytes
+    assert any(row.kind == "carried over" for row in second.at_peak.held)
+    assert "tensors of the last block, freed in this one" in str(second)
+    assert last is not None
+    with pytest.raises(magis.UsageError, match="after= is no block that has ended"):
+        magis.peak("cpu", after=magis.peak("cpu"))
+
+
+def test_a_block_after_one_that_leaves_nothing_is_one_by_itself():
+    net, x = network(), torch.randn(32, 16)
+    figures = []
+    before = None
+    for _ in range(3):
+        with magis.peak("cpu", after=before) as p:
+            train(net, x)
+        figures.append((p.tensor_bytes, p.allocated_bytes, p.kept_bytes, p.at_peak))
+        before = p
+    assert figures[0] == figures[1] == figures[2]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_what_reference_cycles_keep_is_told(blocks):
+    class Holds(nn.Module):
+        def forward(self, x):
+            found = {"output": x + 1}
+            found["itself"] = found
+            return found["output"]
+
+    net = nn.Sequential(*(Holds() for _ in range(blocks)))
+    with magis.peak("cpu") as p:
+        kept = [net(torch.ones(1000)) for _ in range(2)]
+    assert (p.kept_bytes, p.cyclic_bytes) == (8000 * blocks, 8000 * (blocks - 1))
+    assert ("in reference cycles" in str(p)) == (blocks > 1)
+    assert len(kept) == 2
+    with magis.peak("cpu") as p:
+        net(torch.ones(1000))
+    assert p.kept_bytes == p.cyclic_bytes == 4000 * blocks

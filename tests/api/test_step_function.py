@@ -19,7 +19,19 @@ from magis.capture.contents import copies
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends import step_function
 from tests.api import own_loops
-from tests.api.own_loops import LOOPS, Loop, Trainer, batch, carried_over, every_third, logged, measured, net
+from tests.api.own_loops import (
+    LOOPS,
+    Loop,
+    Trainer,
+    batch,
+    carried_over,
+    evaluated,
+    every_third,
+    in_cycles,
+    logged,
+    measured,
+    net,
+)  # fmt: skip
 
 F = nn.functional
 
@@ -43,6 +55,96 @@ def test_calls_on_real_tensors_are_those_on_placeholders(
     monkeypatch.setattr(step_function, "record_whole_step", record)
     real = magis.estimate(step, given, device="cpu")
     assert (real.peak_bytes, real.by_kind) == (found.peak_bytes, found.by_kind)
+
+
+def test_the_peak_of_each_phase_is_what_it_needs() -> None:
+    step, given = evaluated()
+    found = magis.estimate(step, given, device="cpu")
+    assert found.phases == {name: measured(evaluated, phase=name) for name in ("training", "evaluation")}
+    assert found.phases["evaluation"] < found.phases["training"] == found.peak_bytes
+    assert "\nby phase: training " in str(found)
+
+
+def test_reference_cycles_are_told() -> None:
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        now: dict[str, Any] = {"output": model(given[0])}
+        now["itself"] = now
+        F.mse_loss(now["output"], given[1])
+
+    model, given, *_ = plain()
+    found = magis.estimate(step, given, device="cpu")
+    with magis.peak("cpu") as p:
+        step(given)
+    assert found.cyclic_bytes == p.kept_bytes > 0
+    assert f"each call leaves {found.cyclic_bytes / 1024:.2f} KiB more in reference cycles" in str(found)
+    assert magis.estimate(*in_cycles(), device="cpu").cyclic_bytes == 4 * 256 * 32  # the output, without its graph
+
+
+ROWS = (64, 256, 16, 192)
+
+
+def by_turns() -> Loop:
+    """A batch of another size in each call, copied for it; the last output is held until the next one is there."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    last: Any = None
+    count = 0
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        nonlocal last
+        optimizer.zero_grad()
+        last = model(given[0])
+        F.mse_loss(last, given[1]).backward()
+        optimizer.step()
+
+    def turn(given: list[tuple[Tensor, Tensor]]) -> None:
+        nonlocal count
+        count += 1
+        step((given[(count - 1) % 4][0].clone(), given[(count - 1) % 4][1].clone()))
+
+    turn.of_a_batch = step  # type: ignore[attr-defined]
+    return turn, [batch(rows) for rows in ROWS]
+
+
+def test_several_batches() -> None:
+    loop, given = by_turns()
+    held = sum(each.nbytes for pair in given for each in pair)
+    found = magis.estimate(loop.of_a_batch, batches=given, device="cpu")  # type: ignore[attr-defined]
+    assert found.peak_bytes == measured(by_turns, calls=12, cycle=4) - held
+    assert [each.shapes for each in found.batches] == [f"[{rows}, 32], [{rows}, 32]" for rows in ROWS]
+    assert max(found.batches, key=lambda each: each.peak_bytes).number == 1
+    assert found.batches[1].peak_bytes == found.peak_bytes
+    assert "batch 2 of [256, 32], [256, 32]: peak " in str(found)
+    assert str(found).count("sets the peak") == 1
+    assert found.worst_first_bytes is None
+    with pytest.raises(UsageError, match="there are 4 batches"):
+        found.largest_batch()
+
+
+def test_several_batches_of_a_module() -> None:
+    model, given, optimizer, (step, _) = plain()
+    parts = magis.estimate(model, given, F.mse_loss, optimizer, device="cpu")
+    (one,) = magis.estimate(model, batches=[given], loss=F.mse_loss, optimizer=optimizer, device="cpu").batches
+    assert one.peak_bytes == parts.peak_bytes
+    several = [batch(rows) for rows in ROWS]
+    found = magis.estimate(model, batches=several, loss=F.mse_loss, optimizer="adamw", device="cpu")
+    assert found.batches == magis.estimate(step, batches=several, device="cpu").batches
+    assert str(found).startswith("Sequential on cpu, float32: peak ")
+    with pytest.raises(UsageError, match="several batches need an update"):
+        magis.estimate(model, batches=several, loss=F.mse_loss, optimizer="none", device="cpu")
+
+
+def test_less_stays_reserved_with_the_worst_batch_first() -> None:
+    _, _, _, (step, _) = plain()
+    given = [batch(rows) for rows in (22_000, 26_000, 31_000, 37_000, 45_000)]
+    found = magis.estimate(step, batches=given, device="sim:h100")
+    other = magis.estimate(step, batches=given[::-1], device="sim:h100")
+    assert found.worst_first_bytes == other.reserved_bytes == other.worst_first_bytes
+    assert found.reserved_bytes is not None
+    assert other.reserved_bytes is not None
+    assert found.peak_bytes < other.reserved_bytes < 0.7 * found.reserved_bytes
+    assert found.peak_bytes == other.peak_bytes
+    assert "with the worst batch first" in str(found)
 
 
 def plain() -> tuple[nn.Module, Any, torch.optim.Optimizer, Loop]:
@@ -194,6 +296,7 @@ def test_what_is_refused() -> None:
         (step, {"compiled": True}, UsageError, "a step function brings its loss and update"),
         (step, {"optimizer": optimizer}, UsageError, "a step function brings its loss and update"),
         (step, {"device": "sim:nothing"}, UsageError, "unknown device"),
+        (step, {"batches": [given]}, UsageError, "batches=list beside a function; give a module or a step function"),
     ]
     for function, more, kind, said in refusals:
         with pytest.raises(kind, match=said) as refused:

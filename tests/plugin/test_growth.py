@@ -108,3 +108,41 @@ def test_what_grows_is_red_with_its_place_until_it_is_accepted(real, device):
     assert stored["eager"]["growth_bytes"] == 16640
     sound = real.baseline("test_memory.test_adam", device.replace(":", "-"))["configurations"]["small"]["cases"]
     assert "growth_bytes" not in sound["eager"]
+
+
+def test_reference_cycles_are_growth_at_any_number_of_blocks(gate):
+    """Steps of few objects do not start Python's garbage collector."""
+    gate.use_real_core()
+    (gate.root / "test_memory.py").write_text(CYCLES)
+    result = gate("test_memory.py", "--magis-update=new")
+    result.assert_outcomes(failed=3)
+    said = [line for line in result.outlines if line.startswith(f"worse: {GREW}")]
+    for blocks, line in zip((1, 2, 3), said, strict=True):
+        grown = f"{2 * 8 * blocks}.00 KiB"
+        assert f": {grown} more are alive after step 4 than after step 2, made in Sequential.0 (2 tensors at " in line
+        assert line.endswith(f"; {grown} are in reference cycles until Python's collector runs")
+
+
+CYCLES = """
+import pytest
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        found = {"output": torch.tanh(self.linear(x))}
+        found["itself"] = found
+        return found["output"]
+
+
+@pytest.mark.magis(strategies=["eager"])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_net(blocks):
+    net = nn.Sequential(*(Block() for _ in range(blocks)))
+    return net, (torch.randn(32, 64), torch.randn(32, 64)), nn.functional.mse_loss
+"""

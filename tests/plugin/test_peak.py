@@ -151,4 +151,6 @@ def test_the_tests_of_the_page_run_as_they_stand(real, repository):
         "\n\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     )
     real.accept("test_memory.py")
-    real("test_memory.py").assert_outcomes(passed=4)
+    real("test_memory.py").assert_outcomes(passed=5)
+    stored = real.baseline("test_memory.test_training_and_evaluation")["configurations"]["small"]["cases"]
+    assert list(stored) == ["peak-loop", "peak-loop.evaluation", "peak-loop.training"]

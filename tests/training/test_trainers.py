@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 
 import magis
 from magis.current_gate import BLOCK_GATE
-from magis.extensions.compile.trainers import StepPeaks
+from magis.extensions.compile.trainers import LightningCallback, StepPeaks, _Library
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs, of deprecations between them and torch
 WEIGHTS = 4 * (16 * 64 + 64 + 64 * 4 + 4)
@@ -191,7 +191,8 @@ def steps_said(capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_a_step_with_a_validation_in_it_is_not_measured(capfd: pytest.CaptureFixture[str]) -> None:
     net = Net()
-    callback = lightning(net, accumulated=2, max_steps=3, validates_every=3, steps=(1, 2, 3))
+    asked: dict[str, Any] = {"steps": (1, 2, 3), "evaluation": False}
+    callback = lightning(net, accumulated=2, max_steps=3, validates_every=3, **asked)
     assert list(callback.peaks) == [1, 3]  # the other validation comes between steps
     assert steps_said(capfd) == ["step 1:", "step 2 has a validation in it; it was not measured", "step 3:"]
     assert net.modes_of_evaluation == {0}
@@ -212,7 +213,7 @@ def test_an_epoch_that_a_callback_ends_ends_the_step(tmp_path: Any, capfd: pytes
             control.should_epoch_stop = state.global_step == 1
 
     net = Net()
-    assert list(hugging_face(net, Stops(), accumulated=2, evaluates="epoch").peaks) == [1]
+    assert list(hugging_face(net, Stops(), accumulated=2, evaluates="epoch", evaluation=False).peaks) == [1]
     assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured"]
     assert net.modes_of_evaluation == {0}
 
@@ -304,3 +305,75 @@ def test_without_its_library_it_says_what_to_install(
 def test_naming_it_loads_neither_library(fresh_python: Callable[[str], str]) -> None:
     program = "import sys, magis; magis.MagisCallback; print({'transformers', 'lightning'} & set(sys.modules))"
     assert fresh_python(program) == "set()\n"
+
+
+def test_the_first_evaluation_is_measured(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    asked: dict[str, Any] = {"evaluates": "epoch"} if train is hugging_face else {"validates_every": 2}
+    callback = train(net, max_steps=34, **asked)
+    assert callback.evaluation is not None
+    assert 0 < callback.evaluation.tensor_bytes < callback.peaks[2].tensor_bytes
+    assert callback.evaluation.phases == {"evaluation": callback.evaluation.tensor_bytes}
+    assert len(net.modes_of_evaluation) == 2  # those behind it are as without the callback
+    assert capfd.readouterr().out.count(": evaluation: peak of tensors ") == 1
+
+
+class Base:
+    """A library's class of callbacks."""
+
+
+class OwnCallback(LightningCallback):
+    """Of a loop below, which calls what Lightning would."""
+
+    _library = _Library((__name__,), "Base", "own")
+
+
+class Loop:
+    """What callbacks see of a Lightning trainer."""
+
+    is_global_zero, sanity_checking, global_step, device = True, False, 0, torch.device("cpu")
+
+    def __init__(self, callback: Any, step: Callable[[], object], evaluate: Callable[[], object]) -> None:
+        self.callbacks = [callback]
+        with outside_of_a_test():
+            callback.on_fit_start(self, self)
+            for number in range(5):
+                callback.on_train_batch_start(self, self, None, number)
+                step()
+                self.global_step += 1
+                callback.on_train_batch_end(self, self, None, None, number)
+                callback.on_validation_start(self, self)
+                evaluate()
+                callback.on_validation_end(self, self)
+            callback.on_fit_end(self, self)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_a_step_keeps_for_the_next_counts_in_that(*, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("magis.extensions.compile.trainers._tell", said.append)  # without tqdm
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(net.parameters())
+    x, last = torch.randn(128, 64), [torch.zeros(())]
+
+    def step() -> None:
+        loss = net(x).square().mean()
+        loss.backward(retain_graph=keeps)
+        optimizer.step()
+        optimizer.zero_grad()
+        last[:] = [loss if keeps else loss.detach()]
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        with magis.phase("scores"):
+            net(x[:8])
+
+    callback: Any = OwnCallback(steps=(1, 4))
+    Loop(callback, step, evaluate)
+    first, fourth = callback.peaks[1].tensor_bytes, callback.peaks[4].tensor_bytes
+    graph = 4 * 128 * (256 + 256 + 64)  # what the GELU, the second layer and the square have saved
+    assert fourth - first == graph + 4 if keeps else 0 <= fourth - first <= 4  # and the loss
+    assert list(callback.peaks) == [1, 4]
+    assert callback.evaluation.phases == {"evaluation": 0, "scores": 4 * 8 * (256 + 256)}
+    heads = [line.partition(": peak of tensors ")[0] for line in said]
+    assert heads == [f"magis.OwnCallback: {what}" for what in ("step 1", "evaluation", "step 4")]

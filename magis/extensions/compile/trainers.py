@@ -1,7 +1,8 @@
 """Callbacks that measure the peak memory of training steps in Hugging Face's `Trainer` and in Lightning.
 
 A step covers all work up to one weight update: with gradient accumulation, several forwards and backwards. It is
-measured like a block of `magis.peak`; outside the chosen steps the callbacks do nothing.
+measured like a block of `magis.peak`, and so is the step ahead of it, which tells what is left in memory for the next
+one. The first evaluation is another such block. Outside of these the callbacks do nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import atexit
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -20,10 +21,14 @@ from typing import Any, ClassVar, NoReturn
 from magis.current_gate import BLOCK_GATE, NAME
 from magis.errors import UsageError
 from magis.frontends.block_peak import BlockPeak
+from magis.phases import phase
 from magis.printable import printable
 from magis.units import is_number
 
 __all__ = ["LightningCallback", "MagisCallback"]
+
+EVALUATION = "evaluation"
+"""Name of the first evaluation, in words and among baselines."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,16 @@ class _Library:
 
 
 class StepPeaks:
-    """Base of the callbacks of both libraries: measures chosen training steps.
+    """Base of the callbacks of both libraries: measures chosen training steps, and the first evaluation.
 
     An instance also inherits from the library's own callback class, which is imported on construction.
     """
 
     _library: ClassVar[_Library]
 
-    def __init__(self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2)) -> None:
+    def __init__(
+        self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2), evaluation: bool = True
+    ) -> None:
         asked: tuple[object, object] = steps, name  # scripts may pass any type
         numbers = tuple(asked[0]) if isinstance(asked[0], Iterable) else ()
         if not numbers or any(type(step) is not int or step < 1 for step in numbers):
@@ -60,8 +67,14 @@ class StepPeaks:
         self.steps = tuple(sorted(set(numbers)))
         self.peaks: dict[int, BlockPeak] = {}
         """Peaks of the latest training by step number."""
+        self.evaluation: BlockPeak | None = None
+        """Peak of the first evaluation in the latest training."""
+        self._evaluates = evaluation
         self._begun = 0
-        self._running: tuple[BlockPeak, ExitStack] | None = None
+        self._last: BlockPeak | None = None
+        """The step ahead of the next one, if it was measured."""
+        self._running: tuple[str, BlockPeak, ExitStack] | None = None
+        """Step or evaluation that is being measured, in words, and its peak."""
 
     @property
     def _shown(self) -> str:
@@ -70,42 +83,73 @@ class StepPeaks:
     def _training_begins(self, callbacks: Iterable[object]) -> None:
         """Clear earlier peaks. Raises UsageError for a second callback of this kind: measurements cannot overlap."""
         self._step_fails(None)
-        self.peaks = {}
+        self.peaks, self.evaluation, self._last = {}, None, None
         self._begun = 0
         if any(isinstance(each, StepPeaks) and each is not self for each in callbacks):
             raise UsageError(f"{self._shown}: the trainer has two", hint="name all steps in one: steps=(1, 2, 10)")
 
     def _step_begins(self, device: str, guarded: Iterable[tuple[object, str]] = ()) -> None:
-        """Start measuring if this is a chosen step; an error in one of the ``guarded`` methods ends the measurement."""
+        """Start measuring if this is a chosen step, or the one ahead of it; an error in one of the ``guarded`` methods
+        ends the measurement."""
         self._step_fails(None)
         self._begun += 1
-        if self._begun not in self.steps:
-            return
+        last, self._last = self._last, None
+        if {self._begun, self._begun + 1} & {*self.steps}:
+            self._measure(f"step {self._begun}", BlockPeak(device, last), guarded)
+
+    def _evaluation_begins(self, device: str, guarded: Iterable[tuple[object, str]] = ()) -> None:
+        """Start measuring if this is the first evaluation, as a phase for blocks that the script measures itself."""
+        if self._evaluates and self.evaluation is None:
+            self._measure(EVALUATION, BlockPeak(device), guarded, phase(EVALUATION))
+
+    def _measure(
+        self,
+        what: str,
+        peak: BlockPeak,
+        guarded: Iterable[tuple[object, str]],
+        around: AbstractContextManager[object] | None = None,
+    ) -> None:
         with ExitStack() as stack:
-            peak = stack.enter_context(BlockPeak(device))
+            stack.enter_context(around or nullcontext())
+            stack.enter_context(peak)
             for owner, method in guarded:
                 stack.callback(_guard(owner, method, self._step_fails))
             atexit.register(self._step_fails, None)  # standard output is held back meanwhile, and must come through
             stack.callback(atexit.unregister, self._step_fails)
-            self._running = peak, stack.pop_all()
+            self._running = what, peak, stack.pop_all()
 
     def _step_ends(self) -> None:
-        """Store and print the peak of the step after its weight update."""
-        if self._running is not None:
-            peak, stack = self._running
-            self._running = None
-            stack.close()
+        """Store the peak of a step after its weight update, or of the evaluation, and print it if it was chosen."""
+        if self._running is None:
+            return
+        what, peak, stack = self._running
+        self._running = None
+        stack.close()
+        if what == EVALUATION:
+            self.evaluation = peak
+        else:
+            self._last = peak
+            if self._begun not in self.steps:
+                return
             self.peaks[self._begun] = peak
-            _tell(f"{self._shown}: step {self._begun}: {peak}")
+        _tell(f"{self._shown}: {what}: {peak}")
+
+    def _evaluation_ends(self) -> None:
+        if self._running is not None and self._running[0] == EVALUATION:
+            self._step_ends()
 
     def _step_fails(self, error: BaseException | None, why: str = "ended ahead of its update") -> None:
         """Drop the current measurement, if any: the step ended without an update, or other code ran inside it."""
         if self._running is not None:
-            _, stack = self._running
+            what, _, stack = self._running
             self._running = None
             stack.close()
             cause = f": {type(error).__name__}" if error is not None else ""
-            _tell(f"{self._shown}: step {self._begun} {why}{cause}; it was not measured")
+            if what == EVALUATION:
+                why = "did not come to its end"
+            elif self._begun not in self.steps:
+                return
+            _tell(f"{self._shown}: {what} {why}{cause}; it was not measured")
 
     def _training_ends(self) -> None:
         """Compare the peaks with their baselines in a pytest test; elsewhere print which steps were not reached."""
@@ -119,8 +163,12 @@ class StepPeaks:
             hint = "train for more steps" + (", or name others: steps=(1,)" if self.peaks else "")
             label = f"{self.name}." if self.name else ""
             # first, so that a training that is red for it stores nothing
-            blocks = {**dict.fromkeys(missing, _NoPeak(said, hint)), **self.peaks}
-            gate({f"{label}step{number}": peak for number, peak in blocks.items()}, self.tolerance)
+            rows: dict[str, Any] = {f"{label}step{number}": _NoPeak(said, hint) for number in missing}
+            for number, peak in self.peaks.items():
+                rows |= peak.rows(f"{label}step{number}")
+            if self.evaluation is not None and self.evaluation.tensor_bytes:
+                rows |= self.evaluation.rows(f"{label}{EVALUATION}")
+            gate(rows, self.tolerance)
         elif missing:
             _tell(said)
 
@@ -140,8 +188,9 @@ class MagisCallback(StepPeaks):
     """Callback that measures steps of `transformers.Trainer`: ``Trainer(...,
     callbacks=[magis.MagisCallback("gpt2")])``.
 
-    The peak of every step in ``steps``, counted from 1, is printed at its end and stored in ``peaks``, by number. In a
-    pytest test it is compared with its baseline when training ends, as `BlockPeak.gate` does. Gradients and the
+    The peak of every step in ``steps``, counted from 1, is printed at its end and stored in ``peaks``, by number; that
+    of the first evaluation in ``evaluation``, unless that is False. What a step frees of the last one's counts. In a
+    pytest test they are compared with their baselines when training ends, as `BlockPeak.gate` does. Gradients and the
     optimizer's state are allocated in the first step. ``name`` distinguishes several trainings of a test, ``tolerance``
     is the share by which bytes may grow. Raises UsageError without transformers.
     """
@@ -161,11 +210,22 @@ class MagisCallback(StepPeaks):
                 guarded += [(trainer.accelerator, "clip_grad_norm_")]
             self._step_begins(args.device.type, guarded)
 
-    def on_step_end(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_given: Any) -> None:
         self._step_ends()
+        self._evaluation_may_begin(args, state, control)
 
-    def on_epoch_end(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_given: Any) -> None:
         self._step_fails(None)  # the epoch was stopped, or its data ended, inside a step; evaluation may follow
+        self._evaluation_may_begin(args, state, control)
+
+    def _evaluation_may_begin(self, args: Any, state: Any, control: Any) -> None:
+        """Start measuring the evaluation that comes next: callbacks are only told of its end."""
+        if control.should_evaluate and state.is_world_process_zero and self.evaluation is None:
+            trainer = _running_trainer()
+            self._evaluation_begins(args.device.type, [(trainer, "evaluate")] if trainer is not None else ())
+
+    def on_evaluate(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+        self._evaluation_ends()
 
     def on_train_end(self, _args: Any, state: Any, _control: Any, **_given: Any) -> None:
         __tracebackhide__ = True
@@ -197,8 +257,13 @@ class LightningCallback(StepPeaks):
         if trainer.global_step != self._updates:
             self._step_ends()
 
-    def on_validation_start(self, _trainer: Any, _module: Any) -> None:
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         self._step_fails(None, "has a validation in it")
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            self._evaluation_begins(module.device.type)
+
+    def on_validation_end(self, _trainer: Any, _module: Any) -> None:
+        self._evaluation_ends()
 
     def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
         self._step_fails(None)  # a batch that ends the epoch gets no on_train_batch_end
@@ -234,7 +299,7 @@ def _subclass(cls: type, base: type, library: _Library) -> type:
     def reduced(callback: Any) -> tuple[object, ...]:
         # Lightning's trainer adds methods of the module that it trains
         state = {name: value for name, value in vars(callback).items() if name not in ("log", "log_dict")}
-        return _unpickled, (cls, library), {**state, "peaks": {}, "_running": None}
+        return _unpickled, (cls, library), {**state, "peaks": {}, "evaluation": None, "_last": None, "_running": None}
 
     own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduced}
     return type(cls.__name__, (cls, base), own)
