@@ -301,9 +301,9 @@ class OptimizedStep:
             state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
         try:
             step = GraphStep(
-                found.graph, module, batch.inputs, batch.targets, found.rule,
-                device=self._device, states=None if state is None else state.tensors, loss_fn=loss_fn,
-                cached=found.cached,
+                found.graph if found.compiled is None else found.compiled.graph, module, batch.inputs, batch.targets,
+                found.rule, device=self._device, states=None if state is None else state.tensors, loss_fn=loss_fn,
+                cached=found.cached, stretches=None if found.compiled is None else found.compiled.functions,
             )  # fmt: skip
         except BaseException:
             if state is not None:

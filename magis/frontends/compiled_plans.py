@@ -1,0 +1,62 @@
+"""Plans whose stretches inductor compiles: their bytes, and the search for one that keeps the limit when compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from magis import registry
+from magis.errors import UsageError
+from magis.frontends.limits import PlanReport
+from magis.frontends.optimizer_behind import Behind
+from magis.graph import Graph
+from magis.planner.subject import Subject
+from magis.runtime.codegen import CompiledPlan
+from magis.units import format_bytes
+
+T = TypeVar("T")
+ROUNDS = 3
+"""Most searches for a plan whose compiled code keeps the limit."""
+CLOSE = 0.02
+"""Share of the limit by which a compiled plan may stay below it without another search."""
+
+
+def compiled(
+    graph: Graph, subject: Subject, behind: Behind, kept: int, report: PlanReport
+) -> tuple[CompiledPlan, PlanReport]:
+    """Compile a plan's stretches; return them, and the report with the bytes that the plan then needs. ``kept`` are
+    bytes of copies beside the plan."""
+    found: CompiledPlan = registry.load("compiled", "plan")(graph)
+    costs = subject.costs({**subject.workspaces(graph), **found.scratch})
+    peak = behind.peak(subject.replayed(found.graph, costs).peak_bytes + kept)
+    said = f"{found.operators} operators in {found.count} stretches, {len(found.functions)} distinct"
+    return found, replace(report, planned_bytes=peak, compiled=said)
+
+
+def fastest(find: Callable[[int], T], report_of: Callable[[T], PlanReport]) -> T:
+    """Return the fastest plan found that keeps the limit when it is compiled. Compiled code may need more bytes than
+    its operators, or fewer: the limit of the search, which `find` takes as bytes beyond the real one, moves by the
+    difference until the compiled plan comes close to the limit. Raises UsageError if none keeps it."""
+    best: T | None = None
+    moved, told = 0, ""
+    for _ in range(ROUNDS):
+        try:
+            found = find(moved)
+        except UsageError:
+            if best is None:
+                raise
+            break
+        report = report_of(found)
+        if report.limit_bytes is None:
+            return found
+        spare = report.limit_bytes - report.planned_bytes
+        if spare >= 0 and (best is None or report.latency_ratio < report_of(best).latency_ratio):
+            best = found
+        if 0 <= spare <= CLOSE * report.limit_bytes or (spare > 0 and not report.recomputed_ops):
+            break
+        told = f"at most {format_bytes(report.limit_bytes)}: the last needs {format_bytes(report.planned_bytes)}"
+        moved += spare
+    if best is None:
+        raise UsageError(f"no compiled plan found that needs {told}", hint="raise the limit, or leave out compile=True")
+    return best
