@@ -1,4 +1,5 @@
-"""Plans whose stretches inductor compiles: their bytes, and the search for one that keeps the limit when compiled."""
+"""Plans whose stretches inductor compiles: layout of their batches, their bytes, and the search for one that keeps the
+limit when compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+from torch import Tensor, nn
+
 from magis import registry
+from magis.capture.workload import Batch
 from magis.errors import UsageError
 from magis.frontends.limits import PlanReport
 from magis.frontends.optimizer_behind import Behind
@@ -21,12 +26,31 @@ ROUNDS = 3
 CLOSE = 0.02
 """Share of the limit by which a compiled plan may stay below it without another search."""
 
+_CONVOLUTIONS = nn.Conv2d, nn.ConvTranspose2d
+
+
+def has_pictures(module: nn.Module) -> bool:
+    """Return True if a module has convolutions over pictures, whose kernels are fastest on channels last."""
+    return any(isinstance(each, _CONVOLUTIONS) for each in module.modules())
+
+
+def channels_last(batch: Batch) -> Batch:
+    """Return a batch with its pictures as channels last; the layers of a network follow the layout of its input."""
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        picture = tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.contiguous(memory_format=torch.channels_last) if picture else tensor
+
+    inputs, targets = (tuple(map(laid_out, each)) for each in (batch.inputs, batch.targets))
+    both = zip((*batch.inputs, *batch.targets), (*inputs, *targets), strict=True)
+    return replace(batch, inputs=inputs, targets=targets, copied=sum(old.nbytes for old, new in both if old is not new))
+
 
 def compiled(
     graph: Graph, subject: Subject, behind: Behind, kept: int, report: PlanReport
 ) -> tuple[CompiledPlan, PlanReport]:
     """Compile a plan's stretches; return them, and the report with the bytes that the plan then needs. ``kept`` are
-    bytes of copies beside the plan."""
+    bytes of copies beside the plan, those of the batch included."""
     found: CompiledPlan = registry.load("compiled", "plan")(graph)
     costs = subject.costs({**subject.workspaces(graph), **found.scratch})
     peak = behind.peak(subject.replayed(found.graph, costs).peak_bytes + kept)

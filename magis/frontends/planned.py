@@ -227,7 +227,7 @@ class ComparedStep:
         captured, subject = self.subject.captured, self.subject
         code: CompiledPlan | None = None
         if self.limits.compiled:
-            code, report = compiled(graph, subject, self.behind, _kept_bytes(graph), report)
+            code, report = compiled(graph, subject, self.behind, _kept_bytes(graph) + self.batch.copied, report)
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
             captured.results, self.reads.state, captured.drawn, captured.graph, captured.heard,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,24 @@ def test_statistics_of_batch_norms_and_activations_in_place() -> None:
     twins = Twins(pictures(), (batch[0], batch[1]), lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9), 0.8)
     twins.run()
     assert twins.peak() == pytest.approx(twins.step.report().planned_bytes, rel=0.03)
+    entry = twins.step._entries[-1]
+    (first,) = (each for each in entry.plan.graph.values.values() if each.name == "input:0")
+    assert first.stride == batch[0].contiguous(memory_format=torch.channels_last).stride()
+
+
+def test_a_saved_plan_is_compiled_when_it_is_read(tmp_path: Path) -> None:
+    module, batch = blocks(), (rows(seed=1), rows(seed=2))
+    options: dict[str, Any] = {"memory_ratio": 0.9, "compile": True}
+    first = magis.optimize(module, batch, F.mse_loss, adamw(module.parameters()), **options)
+    first.save(tmp_path / "plan.txt")
+    other = blocks()
+    again = magis.optimize(other, batch, F.mse_loss, adamw(other.parameters()), plan=tmp_path / "plan.txt", **options)
+    assert again.report().planned_bytes == first.report().planned_bytes
+    losses = []
+    for step in (first, again):
+        torch.manual_seed(3)
+        losses.append(step(*batch))
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
 
 
 def test_parts_of_loops_are_compiled() -> None:

@@ -1,7 +1,7 @@
 """`magis.optimize(..., compile=True)`: the stretches of a plan as inductor's code.
 
-Each stretch (`fused_stretches.py`) is traced to one fx graph of functional operators, and compiled by inductor once for all
-stretches alike. In the plan it is then one operator, which frees its inputs itself when it is done with them. Its
+Each stretch (`fused_stretches.py`) is traced to one fx graph of functional operators, and compiled by inductor once for
+all stretches alike. In the plan it is then one operator, which frees its inputs itself when it is done with them. Its
 scratch is measured as that of torch's kernels is: on made-up tensors, under a profile of the allocator.
 """
 
@@ -109,7 +109,7 @@ def _operator(stretch: FusedStretch) -> Op:
         for storage, version in op.reads:
             reads.setdefault(storage, version)
         writes.update(op.writes)
-    first = stretch.ops[0]
+    first = next((op for op in stretch.ops if op.phase == "update"), stretch.ops[0])
     return Op(
         0, STRETCH, (*map(Ref, stretch.inputs), *map(Scalar, stretch.numbers)), (), tuple(stretch.outputs), many=True,
         reads=tuple(reads.items()), writes=tuple(writes.items()), phase=first.phase, module=first.module,
@@ -118,15 +118,22 @@ def _operator(stretch: FusedStretch) -> Op:
 
 def _function(graph: Graph, stretch: FusedStretch, key: str) -> _Function | None:
     """Return the function of a stretch, compiled if it is the first of its kind; None if results of inductor's code
-    share memory with each other or with its inputs, which the plan's do not."""
+    lie otherwise than the plan's, or share memory with each other or with inputs."""
+    key = f"{torch.get_num_threads()} threads\n{key}"  # in the code
+
     if key not in _functions:
         call = _compiled(graph.values, stretch)
         given = _given(graph, stretch, {})
         memory = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
-        made = [each.untyped_storage() for each in call([*given])]
-        own = {each.data_ptr() for each in made}
-        sizes = tuple(each.nbytes() for each in made)
-        _functions[key] = _Function(call, sizes) if len(own) == len(made) and own.isdisjoint(memory) else None
+        results = call([*given])
+        alike = all(
+            (tuple(each.shape), each.stride(), each.dtype) == (value.shape, value.stride, getattr(torch, value.dtype))
+            for each, value in zip(results, map(graph.values.__getitem__, stretch.outputs), strict=True)
+        )
+        own = {each.untyped_storage().data_ptr() for each in results}
+        sizes = tuple(each.untyped_storage().nbytes() for each in results)
+        new = alike and len(own) == len(results) and own.isdisjoint(memory)
+        _functions[key] = _Function(call, sizes) if new else None
     _functions.move_to_end(key)
     while len(_functions) > KEPT:
         _functions.popitem(last=False)

@@ -127,7 +127,9 @@ def _apart(run: Sequence[Op], values: Mapping[int, Value]) -> list[list[Op]]:
     group: dict[int, list[Op]] = {}  # storage -> its group
     groups: list[list[Op]] = []
     for op in run:
-        touched = {values[value].storage for value in (*op.inputs(), *op.made())} | {each for each, _ in op.writes}
+        touched = {values[value].storage for value in (*op.inputs(), *op.made())} | {
+            each for each, _ in (*op.reads, *op.writes)
+        }
         mine: list[Op] = []
         for other in {id(group[each]): group[each] for each in sorted(touched) if each in group}.values():
             mine.extend(other)
