@@ -21,10 +21,12 @@ from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes
 
 T = TypeVar("T")
-ROUNDS = 3
-"""Most searches for a plan whose compiled code keeps the limit."""
+ROUNDS, MORE = 3, 6
+"""Most searches for a plan whose compiled code keeps the limit; and if none has kept it so far."""
 CLOSE = 0.02
 """Share of the limit by which a compiled plan may stay below it without another search."""
+MARGIN = 0.004
+"""Share of the limit by which the next search aims lower, where a compiled plan exceeds it."""
 
 _CONVOLUTIONS = nn.Conv2d, nn.ConvTranspose2d
 
@@ -64,7 +66,9 @@ def fastest(find: Callable[[int], T], report_of: Callable[[T], PlanReport]) -> T
     difference until the compiled plan comes close to the limit. Raises UsageError if none keeps it."""
     best: T | None = None
     moved, told = 0, ""
-    for _ in range(ROUNDS):
+    for number in range(MORE):
+        if number >= ROUNDS and best is not None:
+            break
         try:
             found = find(moved)
         except UsageError:
@@ -80,7 +84,7 @@ def fastest(find: Callable[[int], T], report_of: Callable[[T], PlanReport]) -> T
         if 0 <= spare <= CLOSE * report.limit_bytes or (spare > 0 and not report.recomputed_ops):
             break
         told = f"at most {format_bytes(report.limit_bytes)}: the last needs {format_bytes(report.planned_bytes)}"
-        moved += spare
+        moved += spare if spare > 0 else spare - int(MARGIN * report.limit_bytes)
     if best is None:
         raise UsageError(f"no compiled plan found that needs {told}", hint="raise the limit, or leave out compile=True")
     return best
