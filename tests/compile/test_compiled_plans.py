@@ -115,6 +115,9 @@ def test_layers_alike_share_a_function() -> None:
     compiled = twins.step._entries[-1].plan.compiled
     assert compiled is not None
     assert compiled.count >= 2 * len(compiled.functions)
+    left = {op.target for op in compiled.graph.ops}
+    assert "aten.native_layer_norm.default" not in left  # faster even alone
+    assert {"aten.bernoulli_.float", "aten.addmm.default", "aten.mm.default"} <= left
 
 
 def test_statistics_of_batch_norms_and_activations_in_place() -> None:

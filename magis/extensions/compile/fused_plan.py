@@ -120,7 +120,6 @@ def _function(graph: Graph, stretch: FusedStretch, key: str) -> _Function | None
     """Return the function of a stretch, compiled if it is the first of its kind; None if results of inductor's code
     lie otherwise than the plan's, or share memory with each other or with inputs."""
     key = f"{torch.get_num_threads()} threads\n{key}"  # in the code
-
     if key not in _functions:
         call = _compiled(graph.values, stretch)
         given = _given(graph, stretch, {})

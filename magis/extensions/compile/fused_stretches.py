@@ -1,9 +1,9 @@
 """Stretches of a plan: operators that run one after another and can be compiled as one function.
 
-A plan keeps its own actions: parts of loops, swaps, saved generators, collectives, and every operator whose kernel is
-torch's own in compiled code, too (products, convolutions, attention), or that draws random numbers or may raise. What
-lies between two of these is split into stretches that share no memory, so layers alike have stretches alike, and so
-have weights alike.
+A plan keeps its own actions: parts of loops, swaps, saved generators, collectives. Operators that torch's own kernels
+compute best (products, convolutions, attention, pools), that draw random numbers or that may raise stay as they are.
+What lies between two of these is split into stretches that share no memory, so layers alike have stretches alike, and
+so have weights alike.
 
 Within a stretch memory is the compiler's: a tensor that only its own operators use may never exist. What it writes of
 memory that exists before, it writes in place. Views that later operators use are made again behind it.
@@ -26,10 +26,23 @@ LEAST = 2
 """Fewest operators, views not counted, that are worth a compiled function."""
 NUMBERS = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 """Data types of the tensors in a stretch."""
-_OWN_KERNELS = ("matmul", "conv", "attention", "attention_backward", "random")
+_OWN_KERNELS = ("matmul", "conv", "attention", "attention_backward", "random", "pool")
+"""Kinds of operators whose kernels are torch's own in compiled code, too, or (pools) are several times faster."""
+_ALONE = ("native_layer_norm",)
+"""Operators whose compiled code is faster than torch's kernel even alone."""
 _NUMBERED = ("mul", "div", "add", "sub", "addcdiv", "addcmul", "lerp")
 """Operators that take a number which is known only when the step runs."""
-_STAYS = ("as_strided", "set_", "resize_", "alias", "_foreach", "_fused", "_local_scalar_dense", "_assert")
+_STAYS = (
+    "native_group_norm",
+    "as_strided",
+    "set_",
+    "resize_",
+    "alias",
+    "_foreach",
+    "_fused",
+    "_local_scalar_dense",
+    "_assert",
+)
 
 
 @dataclass
@@ -95,7 +108,8 @@ def stretches_of(graph: Graph, stays: Container[int]) -> Iterator[Op | FusedStre
             continue
         for part in _apart(run, values):
             found = None
-            if sum(not is_pure_view(values, each) for each in part) >= LEAST:
+            working = [each.target.split(".")[1] for each in part if not is_pure_view(values, each)]
+            if len(working) >= LEAST or any(name in _ALONE for name in working):
                 used = {value for each in part for value in each.made() if last.get(value, -1) >= position}
                 ended = {each for each, at in end.items() if at < position}
                 found = _stretch(graph, part, maker, used, ended)
