@@ -152,6 +152,8 @@ class Batch:
     names: tuple[str, ...] = ()
     form: Form | None = None
     target_form: Form | None = None
+    copied: int = 0
+    """Bytes of the caller's tensors that were copied to another layout, and are in memory beside the copies."""
 
     @property
     def by_name(self) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ class Limits:
     slack: float = Case.slack
     granted: int = 0
     """Bytes that plans for other batches are allowed: a smaller batch that misses its own limit may use as many."""
+    compiled: bool = False
+    """True if inductor compiles stretches of the plan; bytes are then those of the compiled plan."""
 
     @property
     def asked(self) -> dict[str, float]:
@@ -78,6 +80,8 @@ class PlanReport(PlanFigures):
     """Names of errors that may leave some weights updated and others not; empty if no error can."""
     seconds: float
     """Seconds that the search took."""
+    compiled: str = ""
+    """Operators that inductor compiled, in words; empty if none were to be compiled."""
 
     def __str__(self) -> str:
         peaks = f"{format_bytes(self.planned_bytes)}, eager {format_bytes(self.original_bytes)}"
@@ -90,6 +94,7 @@ class PlanReport(PlanFigures):
             f"update       {self.update}",
             f"errors       {HALF.format(self.torn_by) if self.torn_by else WHOLE}",
             f"search       {format_milliseconds(1000 * self.seconds)}",
+            *([f"compiled     {self.compiled}"] if self.compiled else []),
         ]
         return "\n".join(map(printable, lines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def optimize(
     seconds: float | None = None,
     slack: float = Case.slack,
     plan: Path | str | None = None,
+    compile: bool = False,  # noqa: A002 (as torch calls it)
 ) -> OptimizedStep:
     """Return a step that trains `module` in place with less memory: `loss = step(inputs, targets)`.
 
@@ -62,7 +64,8 @@ def optimize(
     without arguments that returns one; `step.module` and `step.optimizer` are then taken from it. Batches of another
     shape and a changed module are planned at their first step. `autocast` (torch.bfloat16) replaces a `torch.autocast`
     around forward and loss. `budget` and `seconds` bound each search, `slack` is the share by which swaps may be slower
-    than predicted before the step waits, `plan` is a file that `OptimizedStep.save` wrote.
+    than predicted before the step waits, `plan` is a file that `OptimizedStep.save` wrote. With `compile` (CPU only)
+    inductor compiles what lies between products, convolutions and the plan's own actions; numbers are then inductor's.
 
     A module under `fully_shard` or `DistributedDataParallel` is planned with its collectives: every rank calls this
     function with batches of one shape, one rank searches, and all run its plan. Gradients are stored where these
@@ -85,7 +88,12 @@ def optimize(
         if plan is not None and not isinstance(plan, str | Path):
             raise UsageError(f"the plan is of type {type(plan).__name__}", hint="give the path of a saved plan")
         trained: nn.Module = parts.module
-        step = kind(trained, parts.loss, parts.optimizer, limits, device_of(trained, device), autocast)
+        place = device_of(trained, device)
+        if compile and (shared is not None or place != "cpu"):
+            where = "of a module that ranks share" if shared is not None else f"on {place}"
+            raise UsageError(f"compile=True for a step {where}", hint="only steps of one CPU are compiled so far")
+        limits = replace(limits, compiled=compile)
+        step = kind(trained, parts.loss, parts.optimizer, limits, place, autocast)
         return step, as_batch(parts.batch), repr(limits)
 
     parts = live_parts("magis.optimize", module, batch, loss, optimizer)

@@ -22,6 +22,7 @@ from magis.capture.side_effects import BUFFER, DrawError, observe_step
 from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import CaptureError, UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
+from magis.frontends.compiled_plans import compiled, fastest
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.limits import AUTOCAST, Limits, PlanReport
 from magis.frontends.number_inputs import NumberInputs, with_number_inputs, with_numbers
@@ -40,6 +41,7 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.printable import warn
 from magis.results import Case
+from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes, share_of
 
 T = TypeVar("T")
@@ -79,6 +81,8 @@ class Planned:
     """Order and flags of the search, for steps that differ in sizes or numbers only; None if the plan has a loop."""
     inputs: NumberInputs | None = None
     """Python numbers that are inputs of the graph; None if all are constants."""
+    compiled: CompiledPlan | None = None
+    """The plan with compiled stretches; None if it runs operator by operator."""
 
     def constant(self, numbers: Mapping[str, float]) -> tuple[Graph, str]:
         """Return the plan with these numbers as constants, and the digest of its step."""
@@ -220,11 +224,14 @@ class ComparedStep:
 
     def planned(self, graph: Graph, report: PlanReport, decisions: Decisions | None = None) -> Planned:
         """Return the plan with the guards and records of this step."""
-        captured = self.subject.captured
+        captured, subject = self.subject.captured, self.subject
+        code: CompiledPlan | None = None
+        if self.limits.compiled:
+            code, report = compiled(graph, subject, self.behind, _kept_bytes(graph) + self.batch.copied, report)
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
             captured.results, self.reads.state, captured.drawn, captured.graph, captured.heard,
-            self.subject.capture_seconds, decisions, self.inputs,
+            subject.capture_seconds, decisions, self.inputs, code,
         )  # fmt: skip
 
     def plan(self, saved: SavedPlan | None, decided: Collection[Decisions] = ()) -> Planned:
@@ -259,9 +266,15 @@ class ComparedStep:
         return self.planned(graph, report)
 
     def _search_plan(self, decided: Collection[Decisions]) -> Planned:
+        find = partial(self._found, decided)
+        return fastest(find, lambda found: found.report) if self.limits.compiled else find(0)
+
+    def _found(self, decided: Collection[Decisions], moved: int) -> Planned:
+        """Return the best plan within the limit, moved by so many bytes."""
         subject, behind, limits = self.subject, self.behind, self.limits
         original = self.original_bytes
-        limit = limits.bytes_of(original)
+        asked = limits.bytes_of(original)
+        limit = None if asked is None else asked + moved
         apart = behind.state_bytes + _kept_bytes(subject.captured.graph)
         search = partial(
             plan,
@@ -289,8 +302,8 @@ class ComparedStep:
             )
         ratio = latency_ratio_of(subject, found.latency_ns)
         report = PlanReport(
-            original, peak, limit, ratio, found.recomputed_ops, found.swapped_bytes, found.fission, self.update,
-            torn_by(graph), found.seconds,
+            original, peak, limit if limit is None else limit - moved, ratio, found.recomputed_ops,
+            found.swapped_bytes, found.fission, self.update, torn_by(graph), found.seconds,
         )  # fmt: skip
         return self.planned(graph, report, found.decisions)
 

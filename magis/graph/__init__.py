@@ -8,6 +8,7 @@ from magis.graph.nodes import (
     ITEM_SIZE,
     NUMBER,
     PERSISTENT_KINDS,
+    STRETCH,
     Arg,
     Const,
     Graph,
@@ -28,7 +29,7 @@ from magis.graph.verify import verify
 
 __all__ = [
     "ARRIVED", "BESIDE", "BITS", "GENERATOR",
-    "ITEM_SIZE", "NUMBER", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
-    "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs", "verify", "with_inputs",
-    "with_scalars",
+    "ITEM_SIZE", "NUMBER", "PERSISTENT_KINDS", "STRETCH", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op",
+    "Ref", "Scalar", "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs",
+    "verify", "with_inputs", "with_scalars",
 ]  # fmt: skip

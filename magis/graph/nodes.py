@@ -41,6 +41,8 @@ NUMBER = "number_"
 
 ARRIVED = "magis.arrived"
 """Operator that waits for an asynchronous collective."""
+STRETCH = "magis.stretch"
+"""Prefix of the names of operators that stand for a compiled stretch of others."""
 BESIDE = tuple(
     f"_c10d_functional.{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )

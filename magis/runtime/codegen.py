@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from magis.fission.proof import last_part
-from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar
+from magis.graph import ARRIVED, STRETCH, Arg, Const, Graph, Loop, Op, Ref, Scalar
 from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import ADDMM, ADDSUM, JOIN, MERGES, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
@@ -83,6 +83,26 @@ Name: TypeAlias = Callable[[int], str]
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
 """Runs the step on the tensors of ``graph.inputs`` and values of named scalars; returns the tensors of
 ``graph.outputs``."""
+
+CompiledStretch: TypeAlias = Callable[[list[Any]], Sequence[Tensor]]
+"""Computes a stretch of operators from a list of tensors and numbers, which it empties."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """A plan with compiled functions in place of stretches of its operators."""
+
+    graph: Graph
+    """The plan, with each stretch as one operator."""
+    functions: Mapping[str, CompiledStretch]
+    """Functions by the names of these operators."""
+    scratch: Mapping[str, int]
+    """Bytes that they need beyond inputs and outputs, by signature."""
+    operators: int
+    """Number of the plan's operators in stretches, views not counted."""
+    count: int
+    """Number of stretches."""
+
 
 _ON_HOST = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Names in the source of magis's own operators, which run on the host."""
@@ -182,6 +202,8 @@ def _block_lines(
             first = wholes.get(op.inputs()[0], depth)
             later = " or ".join(f"i{each}" for each in range(first, depth + 1))  # not the whole's first part
             yield f"{indent}{_merge_line(op, graph, name, f'i{depth}', parts, later, last=last)}"
+        elif op.target.startswith(STRETCH):
+            yield from _stretch_lines(op, forget, numbered, name, indent)
         else:
             yield f"{indent}{_call_line(op, numbered, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
@@ -191,7 +213,8 @@ def _block_lines(
         if forget:
             # Also for unused loads: their copies must end before the memory is reused.
             yield from _ready_lines(arriving, [graph.values[value].storage for value in forget], name, indent)
-        gone = [name(value) for value in forget]
+        given_away = op.inputs() if op.target.startswith(STRETCH) else ()
+        gone = [name(value) for value in forget if value not in given_away]
         if op.many and None in op.outputs:
             gone.append("none")  # some kernels make unrequested results
         if gone:
@@ -273,10 +296,11 @@ def compile_step(
     between: Callable[[], None] | None = None,
     host: AnyHost | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
+    stretches: Mapping[str, CompiledStretch] = MappingProxyType({}),
 ) -> Step:
     """Compile a graph's step to a callable on ``device``; it runs without autograd and updates the weights in-place.
     ``between`` is called after every operator of torch. ``host`` holds swapped tensors. ``generators`` are the step's
-    own generators, by name."""
+    own generators, by name. ``stretches`` are compiled functions, by the names of their operators."""
     host = make_host(device) if host is None else host
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
@@ -288,7 +312,7 @@ def compile_step(
     lines, _, numbered = _generate_lines(graph)
     for (target, beside), name in numbered.functions.items():
         # The builtin of the overload saves a Python call per operator.
-        function = arrived if target == ARRIVED else resolve(target)._op
+        function = stretches.get(target) or (arrived if target == ARRIVED else resolve(target)._op)
         if trains and target in IN_TRAINING:
             function = torch.enable_grad()(function)
         if is_collective(target) and not beside:
@@ -335,6 +359,17 @@ def _call_line(op: Op, numbered: _ShortNames, name: Name, beside: Container[int]
     if not names or (not op.many and names == ["none"]):
         return call
     return f"({', '.join(names)},) = {call}" if op.many else f"{names[0]} = {call}"
+
+
+def _stretch_lines(op: Op, forget: Container[int], numbered: _ShortNames, name: Name, indent: str) -> Iterator[str]:
+    """Yield the lines of a compiled stretch, which takes its inputs in a list, and frees each of them when it is done
+    with it."""
+    yield f"{indent}given = [{', '.join(_arg_source(arg, numbered, name) for arg in op.args)}]"
+    gone = [name(value) for value in dict.fromkeys(op.inputs()) if value in forget]
+    if gone:
+        yield f"{indent}del {', '.join(gone)}"
+    results = f"({', '.join(map(name, op.made()))},) = " if op.made() else ""
+    yield f"{indent}{results}{numbered.function(op.target)}(given)  # {printable(op.target)}"
 
 
 def _arg_source(arg: Arg, numbered: _ShortNames, name: Name) -> str:

@@ -22,8 +22,8 @@ from magis.ops.fake_results import bits_of, with_bits
 from magis.ops.generators import held_generators, seed_all
 from magis.ops.optimizers import AHEAD, OptimizerSpec
 from magis.ops.python_objects import PREFIX, look_up
+from magis.runtime.codegen import CompiledStretch, compile_step, raised_by
 from magis.runtime.codegen import Step as Program
-from magis.runtime.codegen import compile_step, raised_by
 from magis.runtime.packed_weights import check_places, merged_inputs, pack_weights
 from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
@@ -200,7 +200,8 @@ class GraphStep:
 
     ``loss_fn`` holds tensors and generators that only the loss uses. With a ``seed`` every step draws equal random
     numbers. ``runtime`` replaces the device's streams. ``states`` are existing state tensors of the optimizer by name
-    ("exp_avg:layer.weight"); missing ones are zeros. ``cached`` are tensors that function caches hold.
+    ("exp_avg:layer.weight"); missing ones are zeros. ``cached`` are tensors that function caches hold. ``stretches``
+    are the functions of compiled stretches.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class GraphStep:
         loss_fn: Callable[..., Any] | None = None,
         seed: int | None = None,
         cached: Mapping[str, Tensor] | None = None,
+        stretches: Mapping[str, CompiledStretch] | None = None,
     ) -> None:
         self.module = module
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
@@ -228,7 +230,10 @@ class GraphStep:
         self._graph = graph
         self._device = device
         self._host = make_host(device, runtime)
-        self._step = compile_step(graph, device, host=self._host, generators=self.generators)
+        self._compile = partial(
+            compile_step, graph, device, host=self._host, generators=self.generators, stretches=stretches or {}
+        )
+        self._step = self._compile()
         self._interrupted: Program | None = None
         self._broken = False
         self._turn: TimeSlice | None = None
@@ -348,9 +353,7 @@ class GraphStep:
         self._turn = turn
         if self._interrupted is None:
             with turn.rest():
-                self._interrupted = compile_step(
-                    self._graph, self._device, between=self._give_turn, host=self._host, generators=self.generators
-                )
+                self._interrupted = self._compile(between=self._give_turn)
         self._steps += 1
         self._outputs = self._interrupted(self._tensors, self.numbers())
         return self._outputs[0]
