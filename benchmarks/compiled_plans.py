@@ -15,7 +15,6 @@ and bytes within the limit and 3% of the predicted ones. Takes some minutes a ne
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import statistics
 import time
@@ -77,8 +76,6 @@ def llama() -> Workload:
     )  # fmt: skip
     tokens = torch.randint(1, 4000, (2, 256))
     module = Labelled(lib.LlamaForCausalLM(config))
-    # its decorators hold a generator, and a step that may read one is refused
-    lib.PreTrainedModel.initialize_weights = inspect.unwrap(lib.PreTrainedModel.initialize_weights)
     return Workload("llama", module, (tokens, tokens), (), own_loss, OptimizerSpec("adamw", lr=1e-4))
 
 

@@ -8,6 +8,7 @@ inspect are opaque.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -72,8 +73,9 @@ def parts(item: Any, names: frozenset[str] | None = None) -> Iterator[tuple[str,
     yield from next((steps(item) for kind, steps in _PARTS if isinstance(item, kind)), ())
     if type(item) in (*CONTAINERS, tuple, frozenset) or isinstance(item, (type, Optimizer)):
         return
+    made_anew = isinstance(item, contextlib._GeneratorContextManagerBase)  # as a decorator, for each call
     for name, value in (attributes(item) or {}).items():
-        if (names is None or name in names) and name not in SAVING:
+        if (names is None or name in names) and name not in SAVING and not (made_anew and name == "gen"):
             yield f".{name}", value
     yield from _attributes(item, *slots(type(item)))  # type: ignore[arg-type]  # a class is hashable
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import datetime as dt
 import decimal
@@ -18,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from decimal import Decimal
 from time import perf_counter
@@ -242,7 +243,24 @@ def test_other_threads_and_logs_have_the_time_as_it_is(name: str, caplog: Any) -
     assert max(times) <= time.time()
 
 
+def decorated() -> Way:
+    factor = [1.0]
+
+    @contextlib.contextmanager
+    def block(held: list[float]) -> Iterator[None]:
+        held.append(1.0)
+        yield
+        held.pop()
+
+    @block(factor)
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor[0]
+
+    return scaled, lambda: factor.__setitem__(0, 0.4)
+
+
 FRESH: dict[str, Callable[[], Way]] = {
+    "a function under a context manager's decorator": decorated,
     "method patched onto a subclass": lambda: (
         lambda x: x * Patched().method(), put(Patched, "method", lambda self: self.a * 0.4)),
     "__len__": lambda: special("__len__", 2, lambda cell: int(cell[0]), len),
