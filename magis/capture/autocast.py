@@ -225,7 +225,21 @@ class _CudaForms(TorchFunctionMode):
         form = self._forms.get(func)
         if form is not None:
             return form(func, *args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:  # no mode sees the calls within it
+            with _calls_replaced(self._forms):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _calls_replaced(forms: Mapping[Any, Callable[..., Tensor]]) -> Iterator[None]:
+    """Let functions of `torch.nn.functional` call these forms of each other within the block, in the whole process."""
+    before = {func.__name__: func for func in forms}
+    vars(F).update({name: partial(forms[func], func) for name, func in before.items()})
+    try:
+        yield
+    finally:
+        vars(F).update(before)
 
 
 @contextmanager

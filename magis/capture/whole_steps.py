@@ -37,7 +37,17 @@ from magis.graph import Graph
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizers import named_tensors
-from magis.ops.python_objects import MISSING, attributes, cell_content, codes_within, is_of_system, lasting, walk
+from magis.ops.python_objects import (
+    CONTAINERS,
+    MISSING,
+    attributes,
+    cell_content,
+    codes_within,
+    is_of_system,
+    is_of_user,
+    lasting,
+    walk,
+)
 from magis.phases import phases_told
 
 CALLS, SETTLING, FEWEST = 24, 2, 4
@@ -211,12 +221,13 @@ class _Reached:
     def __init__(self, step: Step) -> None:
         self.optimizers: list[Optimizer] = []
         self.others: list[tuple[str, object]] = []
-        """Schedulers, scalers and other objects whose attributes a step may change."""
+        """Globals, schedulers, scalers and other objects whose attributes a step may change."""
         self._functions: list[FunctionType] = []
         self.holder = nn.Module()
         modules, tensors = dict[str, nn.Module](), list[tuple[str, Tensor]]()
         for path, item in walk({"": step}, _further):
-            name = path.rpartition("/")[2].lstrip(".(@[{#") or "step"
+            last = path.rpartition("/")[2]
+            name = last.lstrip(".(@[{#") or "step"
             if _is_compiled(attributes(item) or {}):
                 raise CaptureError("the step calls code of torch.compile", hint=COMPILED)
             if isinstance(item, nn.Module):
@@ -226,9 +237,15 @@ class _Reached:
             elif isinstance(item, Tensor):
                 tensors.append((name, item))
             elif isinstance(item, FunctionType):
-                self._functions.append(item)
+                if is_of_user(item) and not is_of_system(str(item.__module__)):
+                    self._functions.append(item)
             elif _is_of_loops(item):
                 self.others.append((path, item))
+            if last.startswith("@") and (isinstance(item, (nn.Module, *CONTAINERS)) or is_of_user(type(item))):
+                self.others.append((path, item))
+        self._hold(modules, tensors)
+
+    def _hold(self, modules: Mapping[str, nn.Module], tensors: Sequence[tuple[str, Tensor]]) -> None:
         inner = {id(part) for each in modules.values() for part in each.modules() if part is not each}
         for name, module in modules.items():
             if id(module) not in inner:
@@ -311,6 +328,8 @@ def _further(item: Any) -> Iterator[tuple[str, Any]]:
         ]
         found |= {name: vars(each)[name] for each in libraries for name in _names(item) if name in vars(each)}
         yield from ((f"@{name}", each) for name, each in found.items())
+    elif isinstance(item, dict):  # by place what its keys do not name
+        yield from ((f"[{n}", each) for n, each in enumerate(item.values()))
     elif isinstance(item, Optimizer):
         yield from ((f"[{n}", each) for n, each in enumerate(p for g in item.param_groups for p in g["params"]))
     elif _is_of_loops(item) and not isinstance(item, type):

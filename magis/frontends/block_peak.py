@@ -43,7 +43,9 @@ class BlockPeak:
             raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
-        if after is not None and (after.device != self.device or after._figures is None):  # noqa: SLF001
+        asked: object = after
+        ended = isinstance(asked, BlockPeak) and asked.device == self.device and asked._figures is not None  # noqa: SLF001
+        if after is not None and not ended:
             raise UsageError("magis.peak: after= is no block that has ended on this device", hint="give the last block")
         self._after = after
         self._ledger = TensorLedger(self.device)

@@ -8,8 +8,10 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -331,9 +333,14 @@ def estimate(
     bench, make, function = Bench(), None, None
     takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
     if batches is not None and not (takes and batch is None and isinstance(batches, (list, tuple)) and batches):
-        what = f"batches={type(batches).__name__} beside a {type(module).__name__}"
+        what = f"batches is {'empty' if isinstance(batches, (list, tuple)) else f'a {type(batches).__name__}'}"
+        what = (
+            what if not (batches and isinstance(batches, (list, tuple))) else f"several for a {type(module).__name__}"
+        )
+        what = what if batch is None else "there are both batch and batches"
         hint = "give a module or a step function, and a list of batches in place of one"
         raise UsageError(f"magis.estimate: {what}", hint=hint)
+    of_module = isinstance(module, nn.Module)
     if batches is not None and isinstance(module, nn.Module):
         module, batches = plain_step(module, batches, loss, optimizer)
         loss = optimizer = None
@@ -342,11 +349,16 @@ def estimate(
     if given is not None and callable(module) and is_function:
         if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):
             what = "a function brings its own batch and loss, a step function brings its loss and update"
-            raise UsageError(f"magis.estimate: {what}", hint="give nothing beside it, or the step's batch alone")
+            hint = "give nothing beside it, or the step's batch alone"
+            if of_module:
+                what, hint = "several batches of a module run as its plain step", "leave out what changes the step"
+            raise UsageError(f"magis.estimate: {what}", hint=hint)
         name = getattr(module, "__name__", type(module).__name__)
         function = StepFunction(module, given, Case(name, "eager", device, "small", allocator=settings), bench)
         result = function.result()
     else:
+        if is_function:
+            _check_arguments(module)
         name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
         case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
         result = _result(replace(case, allocator=settings, accumulate=accumulate), bench, make, compiled)
@@ -356,6 +368,16 @@ def estimate(
         limit = min(limit, allocator_settings(settings).allowed_bytes(device_memory(device)) or limit)
     devices = asked is None
     return Estimate(result, bench, make, limit, is_devices_limit=devices, compiled=compiled, function=function)
+
+
+def _check_arguments(function: Any) -> None:
+    """Raise UsageError for a function that cannot be called without arguments: a step function without its batch."""
+    with suppress(ValueError):  # some built-in functions tell nothing
+        try:
+            signature(function).bind()
+        except TypeError as error:
+            hint = "give the batch of a step function, or a function without arguments that returns model and batch"
+            raise UsageError(f"magis.estimate: a function without a batch: {error}", hint=hint) from None
 
 
 def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -> CaseResult:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,11 +137,18 @@ class StepFunction:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Peak bytes in the last cycle by phase of the loop (`magis.phase`)."""
-        whole, found = self.recorded, dict[str, int]()
+        """Peak bytes in the last cycle by phase of the loop (`magis.phase`): while its operators run, and of what is
+        alive where it begins or goes on."""
+        whole, found, born = self.recorded, dict[str, int](), Counter[int]()
         starts = [position for position, _ in whole.phases]
+        for storage, position in lifetimes(whole.graph, whole.deaths).born.items():
+            each = whole.graph.storages[storage]
+            born[position] += 0 if each.persistent else rounded(each.nbytes, self.costs.rounding)
         for position in range(whole.begins[-1 - self.cycle], whole.begins[-1]):
-            name = whole.phases[bisect_right(starts, position) - 1][1]
+            first, behind = bisect_left(starts, position), bisect_right(starts, position)
+            for _, name in whole.phases[first:behind]:
+                found[name] = max(found.get(name, 0), self._profile.tensors[position] - born[position])
+            name = whole.phases[behind - 1][1]
             found[name] = max(found.get(name, 0), self._profile.peaks[position])
         return {name: nbytes for name, nbytes in found.items() if name}
 

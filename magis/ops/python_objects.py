@@ -171,7 +171,7 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
     variables, globals of functions, and methods of a user's objects."""
     if isinstance(item, Tensor) or (isinstance(item, CONTAINERS) and not item):
         return []
-    of_user, further = _is_of_user(type(item)), list[tuple[str, Any]]()
+    of_user, further = is_of_user(type(item)), list[tuple[str, Any]]()
     if (
         of_user
         or type(item).__module__ == _OF_BLOCK_MASKS
@@ -181,7 +181,7 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
     if isinstance(item, types.FunctionType) and not is_of_torch(item.__module__):
         for name in item.__code__.co_names:
             value = item.__globals__.get(name)
-            theirs = _is_of_user(value if isinstance(value, type) else type(value))
+            theirs = is_of_user(value if isinstance(value, type) else type(value))
             if theirs or isinstance(value, (Tensor, nn.Module, *CONTAINERS, tuple, types.FunctionType)):
                 further.append((f"@{name}", value))
     elif isinstance(item, type):
@@ -209,8 +209,9 @@ def _layout_in_memory(tensor: Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _is_of_user(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("torch", "builtins", "types", "numpy", "_io", "magis", "re")
+def is_of_user(kind: type | types.FunctionType) -> bool:
+    """Return True for a class or function that is not of torch, numpy, Python itself or magis."""
+    return str(kind.__module__).partition(".")[0] not in ("torch", "builtins", "types", "numpy", "_io", "magis", "re")
 
 
 def is_of_torch(name: str | None) -> bool:

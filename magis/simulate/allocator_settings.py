@@ -72,6 +72,9 @@ def allocator_text(given: str | None, device: str, environment: Mapping[str, str
     if given is None:
         name = next((name for name in VARIABLES if name in environment), None)
         return _in_short(environment[name], name) if name is not None and device != "cpu" else ""
+    asked: object = given
+    if not isinstance(asked, str):
+        raise UsageError(f"allocator: a {type(asked).__name__}", hint="give text: 'expandable_segments:True'")
     found = _in_short(given, "allocator")
     if found and device == "cpu":
         raise UsageError("allocator: a CPU has no caching allocator", hint="name a device such as sim:h100")

@@ -302,7 +302,46 @@ def in_cycles() -> Loop:
     return step, batch()
 
 
+def nested_phases() -> Loop:
+    """Phases within a phase, and one in which nothing runs while tensors are held."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @magis.phase("training")
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        with magis.phase("forward"):
+            loss = F.mse_loss(model(given[0]), given[1])
+        with magis.phase("logging"):
+            pass
+        with magis.phase("backward"):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, batch()
+
+
+def updated_in_hooks() -> Loop:
+    """An optimizer for each parameter, which is its key, stepped as soon as the gradient is there."""
+    model = net()
+    optimizers = {each: torch.optim.SGD([each], lr=0.1, momentum=0.9) for each in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+
+    def step(given: tuple[Tensor, Tensor]) -> int:
+        F.mse_loss(model(given[0]), given[1]).backward()
+        return len(optimizers)
+
+    return step, batch()
+
+
 LOOPS = (
+    nested_phases, updated_in_hooks,
     clipped, scheduled, accumulated, two_losses, carried_over, kept_in_place, every_third, phases, averaged, offloaded,
     logged, as_object, evaluated, last_loss, in_cycles,
 )  # fmt: skip
@@ -324,6 +363,7 @@ def measured(make: Callable[[], Loop], calls: int = 8, cycle: int = 3, *, phase:
         if MARK <= event.nbytes <= MARK + 2:
             is_last = is_last or event.nbytes == MARK
             runs = phase is None or event.nbytes == MARK + 2
+            peak = max(peak, sum(live.values())) if is_last and runs else peak
             continue
         if event.nbytes < 0:
             live.pop(event.address, 0)

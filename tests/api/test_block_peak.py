@@ -237,6 +237,20 @@ def test_phases_outside_of_blocks_and_around_them():
     for name in ("", "a b", 3):
         with pytest.raises(magis.UsageError, match=r"magis\.phase: the name is"), magis.phase(name):
             pass
+    with pytest.raises(magis.UsageError, match="the name is a function"):
+        magis.phase(evaluate)
+    with pytest.raises(magis.UsageError, match="runs piece by piece"):
+
+        @magis.phase("evaluation")
+        def pieces():
+            yield torch.ones(10)
+
+    again = magis.phase("evaluation")
+    with magis.peak("cpu") as p, again, again:
+        torch.ones(10)
+    assert p.phases == {"evaluation": 40}
+    with pytest.raises(magis.UsageError, match="after= is no block"):
+        magis.peak("cpu", after=3)
 
 
 def test_a_phase_without_a_block_loads_nothing(fresh_python):

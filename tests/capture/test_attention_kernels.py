@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -313,6 +314,32 @@ def test_an_estimate_holds_no_scores_with_heads_of_two_sizes(device: str) -> Non
 
     scores = 2 * HEADS * ROWS**2
     assert peak(None) + 3 * scores < peak(MATH)
+
+
+@pytest.mark.parametrize("device", ["sim:h100", "sim:a100"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        partial(nn.MultiheadAttention, 64, HEADS, dropout=0.1, batch_first=True),
+        partial(nn.TransformerEncoderLayer, 64, HEADS, 64, batch_first=True),
+        partial(nn.TransformerDecoderLayer, 64, HEADS, 64, batch_first=True),
+    ],
+)
+def test_layers_of_torch_hold_no_scores(layer: Callable[[], nn.Module], device: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.layer, nn.MultiheadAttention):
+                return self.layer(x, x, x, need_weights=False)[0]
+            out: Tensor = self.layer(x, x) if isinstance(self.layer, nn.TransformerDecoderLayer) else self.layer(x)
+            return out
+
+    x = torch.randn(4, 2 * ROWS, 64)
+    found = magis.estimate(Net(), (x, x.clone()), F.mse_loss, device=device, dtype="bfloat16")
+    assert found.peak_bytes < 2 * 4 * HEADS * (2 * ROWS) ** 2  # of the scores alone
 
 
 def test_grouped_gradients_are_made_for_each_head_of_the_query() -> None:
