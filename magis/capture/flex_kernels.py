@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magis.errors import CaptureError
 
@@ -92,20 +92,28 @@ def _called(
     return _forward(query, key, value, [*read, *bound])  # type: ignore[no-any-return]
 
 
-def _bound(held: Any, seen: set[int]) -> Iterator[Tensor]:
+def _bound(held: Any, seen: set[int], names: Collection[str] = ()) -> Iterator[Tensor]:
     """Yield the tensors that a function, or functions within it, holds in its closure, its defaults, or its bound
-    arguments."""
+    arguments; of modules those in attributes of these names."""
     if id(held) in seen:
         return
-    seen.add(id(held))
+    if isinstance(held, nn.Module):
+        found, inner = [getattr(held, name, None) for name in names], names
+    else:
+        seen.add(id(held))
+        found, inner = [], ()
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, partial):
-        for each in (held.func, *held.args, *held.keywords.values()):
-            yield from _bound(each, seen)
+        found = [held.func, *held.args, *held.keywords.values()]
+    elif isinstance(held, MethodType):
+        found, inner = [held.__func__, held.__self__], held.__func__.__code__.co_names
     elif isinstance(held, FunctionType):
-        for each in (*inspect.getclosurevars(held).nonlocals.values(), *(held.__defaults__ or ())):
-            yield from _bound(each, seen)
+        found = [*inspect.getclosurevars(held).nonlocals.values(), *(held.__defaults__ or ())]
+        inner = held.__code__.co_names
+    for each in found:
+        if each is not held:
+            yield from _bound(each, seen, inner)
 
 
 @contextmanager

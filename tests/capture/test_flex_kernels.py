@@ -40,8 +40,28 @@ class Flexible(nn.Module):
             return score + slopes[head] * (column - row)
 
         query, key = (part(x).unflatten(2, (-1, HEAD)).transpose(1, 2) for part in (self.query, self.key))
-        out: Tensor = self.call(query, key, key, score_mod=biased, block_mask=self.blocks, enable_gqa=True)
+        out: Tensor = self.call(query, key, key, score_mod=self.mod(biased), block_mask=self.blocks, enable_gqa=True)
         return out
+
+    def mod(self, biased: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return biased
+
+
+class ByMethod(Flexible):
+    """Its bias is read by a method."""
+
+    def mod(self, _biased: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.biased
+
+    def biased(self, score: Tensor, _batch: Tensor, head: Tensor, _row: Tensor, _column: Tensor) -> Tensor:
+        return score + self.slopes[head]
+
+
+class ByClosure(ByMethod):
+    """Its bias is read by a function whose closure has the module."""
+
+    def mod(self, _biased: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda score, _batch, head, _row, _column: score + self.slopes[head]
 
 
 def step(module: nn.Module, capability: tuple[int, int] | None = (9, 0)) -> Graph:
@@ -86,8 +106,10 @@ def test_calls_that_hold_scores_or_train_their_bias_are_refused() -> None:
         step(Flexible(flex.flex_attention))
     with pytest.raises(CaptureError, match=r"outside of torch.compile"):
         step(Flexible(lambda *args, **named: checkpoint(flex.flex_attention, *args, use_reentrant=False, **named)))
-    with pytest.raises(CaptureError, match="score_mod is trained"):
-        step(Flexible(torch.compile(flex.flex_attention), trained=True))
+    for kind in (Flexible, ByMethod, ByClosure):
+        step(kind(torch.compile(flex.flex_attention)))
+        with pytest.raises(CaptureError, match="score_mod is trained"):
+            step(kind(torch.compile(flex.flex_attention), trained=True))
     with pytest.raises(CaptureError, match="does not support backward on CPU"):  # a real GPU runs its own kernel
         step(Flexible(torch.compile(flex.flex_attention)), None)
 
