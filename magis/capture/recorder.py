@@ -23,7 +23,7 @@ from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, l
 from magis.capture.traced_numbers import begun
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
-from magis.ops.call import EXPECT, from_torch, only_acts
+from magis.ops.call import EXPECT, from_torch, in_parts, only_acts
 from magis.ops.collectives import MESSAGES, keeps_order, wrapped
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
@@ -116,6 +116,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and (parts := in_parts(self, func, args, kwargs)) is not NotImplemented:
+            return parts
         if str(func) == EXPECT:
             self._expect([*self._snapshot(args[:1], {}).values()], expected=args[1], how=kwargs["how"])
             return func(*args, **kwargs)

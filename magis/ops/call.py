@@ -253,3 +253,10 @@ _LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None, *, st
 _LIBRARY.impl("expect", _expect, "CPU")
 _LIBRARY.impl("expect", _expect, "CUDA")
 _LIBRARY.impl("expect", lambda *_, **__: None, "Meta")  # no contents to compare
+
+
+def in_parts(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run under ``mode`` the operators of which a composite one is made; return NotImplemented for any other. In
+    inference mode, torch leaves that to the dispatch mode."""
+    with mode:
+        return func.decompose(*args, **kwargs)

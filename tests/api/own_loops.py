@@ -340,8 +340,23 @@ def updated_in_hooks() -> Loop:
     return step, batch()
 
 
+def inferred() -> Loop:
+    """An evaluation in inference mode and autocast, in which operators arrive before they are decomposed."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        F.mse_loss(model(given[0]), given[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            F.mse_loss(model(given[0]), given[1])
+
+    return step, batch()
+
+
 LOOPS = (
-    nested_phases, updated_in_hooks,
+    inferred, nested_phases, updated_in_hooks,
     clipped, scheduled, accumulated, two_losses, carried_over, kept_in_place, every_third, phases, averaged, offloaded,
     logged, as_object, evaluated, last_loss, in_cycles,
 )  # fmt: skip
