@@ -93,11 +93,11 @@ def plan(
         if search != "magis":
             published: Plan = registry.load("search", search)(scratch, goal, budget, seconds)
             return published
-        first, *others = _forms_of_update(scratch, goal, seed, deadline.over)
-        best = _search_all(*first, goal, budget or 1, deadline, seed, stage)
-        for form in others:
+        (form, quick), *others = _forms_of_update(scratch, goal, seed, deadline.over)
+        best = _search_all(form, goal, budget or 1, deadline, seed, stage, quick)
+        for form, quick in others:
             if not deadline.over():
-                best = better(goal, best, _search_all(*form, goal, budget or 1, deadline, seed, stage))
+                best = better(goal, best, _search_all(form, goal, budget or 1, deadline, seed, stage, quick))
         return best
 
     def waits() -> bool:
@@ -177,12 +177,12 @@ def within_reserved(
 
 def _search_all(
     scratch: PlanScratch,
-    known: Plan | None,
     goal: Objective,
     budget: int,
     deadline: Deadline,
     seed: int,
     stage: Progress,
+    known: Plan | None = None,
 ) -> Plan:
     """Return the best plan of several searches, run one after another; its ``seconds`` are not set. ``known``: the
     result of `first_attempt`, if it is there already."""

@@ -174,6 +174,7 @@ OF_OTHERS = {
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
     "magis.runtime.scratch": "kinds of operators",
+    "magis.extensions.compile.fused_stretches": "what compiled code leaves to torch, and what takes a number",
     "magis.extensions.onnx.functional_trace": "operators that ONNX lacks, written in others",
     "magis.extensions.onnx.onnx_operators": "how an operator is written in ONNX",
     "magis.strategies.chunked_loss": "operators that write their left side in place",
