@@ -43,7 +43,7 @@ def language(net: nn.Module, batch: int, length: int):
 
 
 def long():
-    return language(Decoder(), 1, 16384)
+    return language(Decoder(), 1, 131072)
 
 
 def wide():

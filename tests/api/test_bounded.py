@@ -44,7 +44,7 @@ def case(name: str, device: str = "sim:h200") -> Case:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("long", " of 16384"),
+        ("long", " of 131072"),
         ("wide", "2 of 12 blocks"),
         ("checks", "batch of 2"),
         ("keeps_tables", "batch of 2"),

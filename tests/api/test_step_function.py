@@ -385,7 +385,7 @@ def test_what_is_refused() -> None:
         (step, {"compiled": True}, UsageError, "a step function brings its loss and update"),
         (step, {"optimizer": optimizer}, UsageError, "a step function brings its loss and update"),
         (step, {"device": "sim:nothing"}, UsageError, "unknown device"),
-        (step, {"batches": [given]}, UsageError, "batches=list beside a function; give a module or a step function"),
+        (step, {"batches": [given]}, UsageError, "there are both batch and batches; give a module or a step function"),
     ]
     for function, more, kind, said in refusals:
         with pytest.raises(kind, match=said) as refused:
