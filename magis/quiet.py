@@ -1,11 +1,15 @@
-"""Settings of OpenMP and malloc for steady step times, applied before torch is imported (docs/notes/timing.md)."""
+"""Settings of the process for steady steps: OpenMP and malloc, applied before torch is imported
+(docs/notes/timing.md), and Python's garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["before_torch"]
+__all__ = ["before_torch", "collector_off"]
 
 _M_ARENA_MAX = -8
 """The constant ``M_ARENA_MAX`` of glibc's ``mallopt``."""
@@ -27,3 +31,15 @@ def before_torch() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(_M_ARENA_MAX, 1)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Turn Python's garbage collector off in the block: tensors in reference cycles would die at any operator."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

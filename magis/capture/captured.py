@@ -27,7 +27,7 @@ from magis.capture.contents import Made, copies, hollow_like, is_readable
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, hollow
 from magis.capture.optimizer_rule import Apart
-from magis.capture.python_state import CACHES, WritesUndone, caches_kept, collector_off, tensors_left
+from magis.capture.python_state import CACHES, WritesUndone, caches_kept, tensors_left
 from magis.capture.recorder import Recorder
 from magis.capture.refusals import (
     INFERENCE,
@@ -59,6 +59,7 @@ from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizer_forms import Weight, update, updates_by_lists
 from magis.ops.python_objects import find
+from magis.quiet import collector_off
 
 
 @dataclass(frozen=True)

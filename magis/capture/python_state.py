@@ -74,18 +74,6 @@ def cached_memory() -> set[int]:
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Turn Python's garbage collector off in the block: tensors in reference cycles would die at any operator."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def objects_of(kind: type) -> list[Any]:
     """Return all objects of a type that the garbage collector tracks, frozen ones included."""
     seen = len(gc.get_objects())

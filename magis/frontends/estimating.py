@@ -331,17 +331,13 @@ def estimate(
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
     bench, make, function = Bench(), None, None
-    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
-    if batches is not None and not (takes and batch is None and isinstance(batches, (list, tuple)) and batches):
-        what = f"batches is {'empty' if isinstance(batches, (list, tuple)) else f'a {type(batches).__name__}'}"
-        what = (
-            what if not (batches and isinstance(batches, (list, tuple))) else f"several for a {type(module).__name__}"
-        )
-        what = what if batch is None else "there are both batch and batches"
+    if batches is not None and (problem := _problem_of_batches(module, batch, batches)):
         hint = "give a module or a step function, and a list of batches in place of one"
-        raise UsageError(f"magis.estimate: {what}", hint=hint)
-    of_module = isinstance(module, nn.Module)
+        raise UsageError(f"magis.estimate: {problem}", hint=hint)
     if batches is not None and isinstance(module, nn.Module):
+        if (dtype, preset, accumulate, compiled) != (None, None, 1, False):
+            what = "several batches of a module run as its plain step"
+            raise UsageError(f"magis.estimate: {what}", hint="leave out what changes the step")
         module, batches = plain_step(module, batches, loss, optimizer)
         loss = optimizer = None
     is_function = callable(module) and not isinstance(module, (nn.Module, type))
@@ -349,10 +345,7 @@ def estimate(
     if given is not None and callable(module) and is_function:
         if (loss, optimizer, dtype, preset, accumulate, compiled) != (None, None, None, None, 1, False):
             what = "a function brings its own batch and loss, a step function brings its loss and update"
-            hint = "give nothing beside it, or the step's batch alone"
-            if of_module:
-                what, hint = "several batches of a module run as its plain step", "leave out what changes the step"
-            raise UsageError(f"magis.estimate: {what}", hint=hint)
+            raise UsageError(f"magis.estimate: {what}", hint="give nothing beside it, or the step's batch alone")
         name = getattr(module, "__name__", type(module).__name__)
         function = StepFunction(module, given, Case(name, "eager", device, "small", allocator=settings), bench)
         result = function.result()
@@ -368,6 +361,18 @@ def estimate(
         limit = min(limit, allocator_settings(settings).allowed_bytes(device_memory(device)) or limit)
     devices = asked is None
     return Estimate(result, bench, make, limit, is_devices_limit=devices, compiled=compiled, function=function)
+
+
+def _problem_of_batches(module: object, batch: object, batches: object) -> str:
+    """Return why there cannot be these batches, in words; "" if there can."""
+    if batch is not None:
+        return "there are both batch and batches"
+    if not isinstance(batches, (list, tuple)):
+        return f"batches is a {type(batches).__name__}"
+    if not batches:
+        return "batches is empty"
+    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
+    return "" if takes else f"several for a {type(module).__name__}"
 
 
 def _check_arguments(function: Any) -> None:

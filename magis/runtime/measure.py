@@ -34,6 +34,7 @@ from magis.cost.cards import CONTEXT_BYTES
 from magis.cost.devices import CONSTANTS_VERSION, find_device
 from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import states_recorded
+from magis.quiet import collector_off
 from magis.runtime.storage_ledger import StorageLedger
 from magis.units import GIB
 
@@ -134,14 +135,9 @@ def collector_spared(*, collect: bool = True) -> Iterator[None]:
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Collect garbage now, and in the block only on request: otherwise the death of cycles depends on earlier code."""
-    was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
