@@ -31,7 +31,7 @@ from magis.capture.names_in_code import Reads, matches_by_position, names_read
 from magis.capture.python_state import objects_of
 from magis.errors import CaptureError
 from magis.ops.generators import called_first
-from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_system, is_of_torch
+from magis.ops.python_objects import MISSING, SYSTEM, cell_content, is_of_system, package
 
 _ELSEWHERE = {
     "time": """
@@ -316,22 +316,20 @@ class Ran:
         self.reads_any = self.reads_any or id(called) in _ANY_NAME or name in _WHOLE
         of_module = owner is None or isinstance(owner, types.ModuleType)
         kind = owner if isinstance(owner, type) else type(owner)
-        home = (
-            str(getattr(called, "__module__", None) or getattr(owner, "__name__", "")) if of_module else kind.__module__
-        )
-        home = home.partition(".")[0].lstrip("_")
+        of = getattr(called, "__module__", None) or getattr(owner, "__name__", "") if of_module else kind
+        home = package(of).lstrip("_")
         self.reads_any = self.reads_any or home in _WHOLE_MODULES
         if name in _ELSEWHERE.get(home, "").split() and home != "builtins":  # other reads were shifted in their module
             self.refused = f"{home}.{name}" if self._again else ""
             return
-        if is_of_torch(home) or name in _HARMLESS or home not in _PYTHONS:
-            if not (is_of_torch(home) and of_module and name.lstrip("_").startswith(("is_", "get_"))):
+        if home == "torch" or name in _HARMLESS or home not in _PYTHONS:
+            if not (home == "torch" and of_module and name.lstrip("_").startswith(("is_", "get_"))):
                 return
         elif home in _SAFE and name not in _REFUSED:
             return
         if of_module and name.startswith(("is", "get")) and _answers(called):
             self.asked[f"{home}.{name}()"] = called
-        elif not is_of_torch(home):
+        elif home != "torch":
             self.refused = f"{home}.{name}" if of_module else f"{name} of a {kind.__module__}.{kind.__qualname__}"
 
 

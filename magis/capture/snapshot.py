@@ -44,10 +44,10 @@ from magis.ops.python_objects import (
     hidden_state,
     is_called,
     is_of_system,
-    is_of_torch,
     is_opaque,
     names_of_class,
     order_of_class,
+    package,
     parts,
     same,
     scheduled,
@@ -238,7 +238,7 @@ class Snapshot:
                 self.tensors[id(item)] = (path, item)
                 self._hold_tensor(path, item)
         elif not isinstance(item, LEAVES) and (
-            isinstance(item, nn.Module) or not type(item).__module__.startswith(_OURS)
+            isinstance(item, nn.Module) or not f"{type(item).__module__}".startswith(_OURS)
         ):
             self._known[id(item)] = item
             self._queue.append((path, item))
@@ -351,7 +351,7 @@ class Snapshot:
             self._puts.append(functools.partial(put, then))
 
     def _class(self, item: type) -> None:
-        if isinstance(item, abc.ABCMeta) and "isinstance" in self._reads.user and not is_of_system(item.__module__):
+        if isinstance(item, abc.ABCMeta) and "isinstance" in self._reads.user and not is_of_system(item):
             self._ask(f"{item.__qualname__}/.register", abc.get_cache_token)
         meta: type = type(item)
         for base in (*item.__mro__, *meta.__mro__):
@@ -364,7 +364,7 @@ class Snapshot:
             self._ask(base.__qualname__, functools.partial(order_of_class, base, names, keys, len(vars(base))))
             then = self._names(base.__qualname__, keys, vars(base))
             self._puts.append(functools.partial(_set_attributes, base, dict(zip(keys, then, strict=True))))
-            if not is_of_system(base.__module__):
+            if not is_of_system(base):
                 for key, value in zip(keys, then, strict=True):
                     if not is_called(key, value):  # methods that ran are in `functions`
                         self._meet(f"{base.__qualname__}/.{key}", value)
@@ -375,7 +375,7 @@ class Snapshot:
         """Watch the names that code reads in a namespace; with `theirs`, of torch or Python, functions are not
         entered."""
         for name, value in zip(names, self._names(path, names, namespace), strict=True):
-            torchs = isinstance(value, types.FunctionType) and is_of_torch(value.__module__)
+            torchs = isinstance(value, types.FunctionType) and package(value) == "torch"
             entered = isinstance(value, (types.ModuleType, type, *CONTAINERS)) if theirs else not torchs
             if entered and value is not sys.modules:
                 self._meet(f"{path}/.{name}", value)

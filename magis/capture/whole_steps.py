@@ -237,7 +237,7 @@ class _Reached:
             elif isinstance(item, Tensor):
                 tensors.append((name, item))
             elif isinstance(item, FunctionType):
-                if is_of_user(item) and not is_of_system(str(item.__module__)):
+                if is_of_user(item) and not is_of_system(item):
                     self._functions.append(item)
             elif _is_of_loops(item):
                 self.others.append((path, item))
@@ -315,13 +315,13 @@ def _is_compiled(own: Mapping[str, object]) -> bool:
 
 def _is_of_loops(item: object) -> bool:
     """Return True for torch's objects that belong to training loops: schedulers, scalers of gradients."""
-    return type(item).__module__.startswith(("torch.optim.", "torch.amp.", "torch.cuda.amp."))
+    return str(type(item).__module__).startswith(("torch.optim.", "torch.amp.", "torch.cuda.amp."))
 
 
 def _further(item: Any) -> Iterator[tuple[str, Any]]:
     """Yield (step of the path, object) for all that a step function's code reaches from an object."""
     yield from lasting(item)
-    if isinstance(item, FunctionType) and not is_of_system(str(item.__module__)):
+    if isinstance(item, FunctionType) and not is_of_system(item):
         found = {name: item.__globals__[name] for name in _names(item) if name in item.__globals__}
         libraries = [
             each for each in found.values() if isinstance(each, ModuleType) and not is_of_system(each.__name__)
@@ -334,7 +334,7 @@ def _further(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{n}", each) for n, each in enumerate(p for g in item.param_groups for p in g["params"]))
     elif _is_of_loops(item) and not isinstance(item, type):
         yield from ((f".{name}", value) for name, value in vars(item).items())
-    elif not isinstance(item, (type, nn.Module)) and not is_of_system(type(item).__module__):
+    elif not isinstance(item, (type, nn.Module)) and not is_of_system(type(item)):
         yield from ((f".{name}", each) for name, each in vars(type(item)).items() if isinstance(each, FunctionType))
 
 

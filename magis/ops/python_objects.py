@@ -178,7 +178,7 @@ def lasting(item: Any) -> list[tuple[str, Any]]:
         or isinstance(item, (*CONTAINERS, tuple, nn.Module, types.FunctionType, types.MethodType))
     ):
         further += parts(item)
-    if isinstance(item, types.FunctionType) and not is_of_torch(item.__module__):
+    if isinstance(item, types.FunctionType) and package(item) != "torch":
         for name in item.__code__.co_names:
             value = item.__globals__.get(name)
             theirs = is_of_user(value if isinstance(value, type) else type(value))
@@ -209,19 +209,21 @@ def _layout_in_memory(tensor: Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def package(of: object) -> str:
+    """Return the top-level package of a class, function or module's name; `builtins` for Cython's own metaclass, which
+    keeps no name."""
+    name = of if isinstance(of, str) else getattr(of, "__module__", None)
+    return "builtins" if isinstance(name, types.GetSetDescriptorType) else str(name).partition(".")[0]
+
+
 def is_of_user(kind: type | types.FunctionType) -> bool:
     """Return True for a class or function that is not of torch, numpy, Python itself or magis."""
-    return str(kind.__module__).partition(".")[0] not in ("torch", "builtins", "types", "numpy", "_io", "magis", "re")
+    return package(kind) not in ("torch", "builtins", "types", "numpy", "_io", "magis", "re")
 
 
-def is_of_torch(name: str | None) -> bool:
-    """Return True if the Python module of this name is part of torch."""
-    return str(name).partition(".")[0] == "torch"
-
-
-def is_of_system(name: str) -> bool:
-    """Return True if the Python module of this name is part of torch, numpy or the standard library."""
-    return name.partition(".")[0] in SYSTEM
+def is_of_system(of: object) -> bool:
+    """Return True if a class, function or module's name is of torch, numpy or the standard library."""
+    return package(of) in SYSTEM
 
 
 def same(now: Any, then: Any) -> bool:
@@ -254,7 +256,7 @@ def slot_values(item: object, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 def names_of_class(kind: type, names: frozenset[str] | None) -> tuple[str, ...]:
     """Return the attributes of a class that can affect a step: those in `names`, and implicitly called methods."""
-    ours = not is_of_system(kind.__module__)
+    ours = not is_of_system(kind)
     return tuple(
         key for key, value in vars(kind).items()
         if type(value) is not types.MemberDescriptorType  # isinstance may raise
@@ -308,7 +310,9 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
     """Return functions (read, restore) for an object's hidden state: random state, arrays, counters. Returns None
     without such state; a function is None if that is impossible."""
     if isinstance(item, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # its attributes are in C++
-        return functools.partial(_scripted, item, sorted(item._concrete_type.get_attributes())), None
+        names = sorted(item._concrete_type.get_attributes())
+        values = functools.partial(map, item._c.getattr, names)
+        return lambda: repr([None if isinstance(value, Tensor) else value for value in values()]), None
     numpy = sys.modules.get("numpy")
     if item is _PYTHONS or (numpy is not None and item is numpy.random.mtrand._rand):
         return None  # watched by `HostGenerators`
@@ -323,7 +327,7 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
             return lambda: repr(item.get_state()), lambda _: item.set_state(kept)
         if isinstance(item, numpy.ndarray) and item.nbytes <= MOST_BYTES:
             return lambda: (item.shape, str(item.dtype), item.tobytes()), None
-    if hasattr(type(item), "__next__") and is_of_system(type(item).__module__) and attributes(item) is None:
+    if hasattr(type(item), "__next__") and is_of_system(type(item)) and attributes(item) is None:
         counts = isinstance(item, (itertools.count, itertools.repeat)) or hasattr(type(item), "__length_hint__")
         return (lambda: (repr(item), operator.length_hint(item, -1)), None) if counts else (None, None)
     written = isinstance(item, io.IOBase) and not item.closed and not item.readable()  # a log
@@ -336,14 +340,9 @@ def hidden_state(item: Any) -> tuple[Callable[[], Any] | None, Callable[[Any], N
         kind = type(item)
         plain = attributes(item) is not None or any("__slots__" in vars(each) for each in kind.__mro__)
         streams = isinstance(item, (types.GeneratorType, types.CoroutineType, io.IOBase))
-        if not streams and (plain or is_of_system(kind.__module__)):
+        if not streams and (plain or is_of_system(kind)):
             return None
     return None, None
-
-
-def _scripted(item: Any, names: list[str]) -> str:
-    values = map(item._c.getattr, names)
-    return repr([None if isinstance(value, Tensor) else value for value in values])
 
 
 def look_up(roots: Mapping[str, object], name: str) -> Tensor:

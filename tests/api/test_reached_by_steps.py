@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,3 +95,28 @@ def test_a_step_may_measure_itself_and_hold_estimates() -> None:
 def test_a_mistake_is_one_line(asked: Callable[[Any, Any], object], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)):
         asked(*clipped())
+
+
+class Drawing(nn.Module):
+    """Holds a function that Cython made: the metaclass of its class keeps no name of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.draws = nn.Linear(8, 8), np.random.Generator.standard_normal
+        self.kind = type(type(self.draws))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.layer(x) if callable(self.draws) and self.kind else x)
+
+
+def test_functions_of_cython_may_be_held() -> None:
+    net, given = Drawing(), (torch.randn(4, 8), torch.randn(4, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(part: tuple[Tensor, Tensor]) -> None:
+        F.mse_loss(net(part[0]), part[1]).backward()
+        optimizer.step()
+
+    assert magis.estimate(net, given, F.mse_loss, optimizer, device="cpu").peak_bytes > 0
+    assert magis.estimate(step, given, device="cpu").peak_bytes > 0
+    assert magis.optimize(net, given, F.mse_loss, optimizer, memory_ratio=1.0, budget=1)(*given) > 0
