@@ -32,7 +32,7 @@ from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, se
 from magis.planner.workload_source import Source, conversion_changes, own_dtype
 from magis.progress import Progress
 from magis.runtime.measure import trim
-from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
+from magis.runtime.scratch import Needs, measure_workspaces, needs, packed_by, record_workspaces
 from magis.runtime.steps import GraphStep
 from magis.runtime.storage_ledger import BoundedLedger, OverrunError
 from magis.simulate.compiled_problem import redo_form
@@ -370,7 +370,7 @@ class Scratches:
             self.known.update({key: found[key] for key in of_numbers if key in found})
         missing = {key: call for key, call in missing.items() if key not in self.known}
         if missing:
-            self.known.update(measure_workspaces(missing.values(), limit))
+            self.known.update(measure_workspaces(missing.values(), limit, packed_by(graph)))
         if limit is None:
             self._unknown.update({op.target: op.module for key, (op, _) in missing.items() if key not in self.known})
 

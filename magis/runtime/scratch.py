@@ -8,8 +8,8 @@ fill their caches.
 
 That is exact for kernels that allocate by shapes alone, as dense arithmetic does. It is not where integers determine
 the amount of work (bags, segments, scatter indices); and it can crash the process if a tensor must hold another
-kernel's packed bytes. Such operators are measured in a whole step on its own tensors (`record_workspaces`), else on
-made-up tensors in a child process.
+kernel's packed bytes. Such operators are measured in a whole step on its own tensors (`record_workspaces`). Without
+one, kernels that pack bytes run ahead of the one that reads them, and the others run in a child process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.autograd.profiler import record_function
 from magis.cost.shapes import reach
 from magis.cost.signature import parse, signature
 from magis.fission.proof import last_part
-from magis.graph import Graph
+from magis.graph import Graph, every_op
 from magis.graph.nodes import ITEM_SIZE, Op, Value
 from magis.ops.call import CallError, call, resolve, shaped_by_contents
 from magis.ops.fake_results import IN_TRAINING, masked, with_bits
@@ -47,7 +48,7 @@ class Needs(Enum):
     NUMBERS = "the step's own numbers"
     """Made-up numbers give an estimate, and are tried in a child process, which they may crash."""
     BYTES = "the bytes that another operator wrote"
-    """Packed bytes of another operator, which are never made up."""
+    """Packed bytes of another operator, which are never made up: that one runs first, or a whole step."""
 
 
 _PRIVATE = (
@@ -88,25 +89,42 @@ def _is_pointwise(target: str) -> bool:
         return False
 
 
+def packed_by(graph: Graph) -> dict[str, tuple[Op, ...]]:
+    """Return, for each operator that reads packed bytes of others, those others, by signature."""
+    made = {(id(values), number): op for op, values in every_op(graph) for number in op.made()}
+    found: dict[str, tuple[Op, ...]] = {}
+    for op, values in every_op(graph):
+        if not op.target.startswith("magis.") and needs(op, values) is Needs.BYTES:
+            makers = [made[id(values), number] for number in op.inputs() if (id(values), number) in made]
+            packing = [each for each in makers if any(part in each.target for part in _PRIVATE)]
+            if packing and all(needs(each, values) is Needs.ANYTHING for each in packing):
+                found[signature(op, values)] = tuple(dict.fromkeys(packing))
+    return found
+
+
 def measure_workspaces(
-    items: Iterable[tuple[Op, Mapping[int, Value]]], limit_bytes: int | None = None
+    items: Iterable[tuple[Op, Mapping[int, Value]]],
+    limit_bytes: int | None = None,
+    packing: Mapping[str, tuple[Op, ...]] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the peak bytes that each operator allocates on the CPU beyond its new outputs, by signature. Left out are
-    operators that refuse made-up arguments or must not get any, operators that crash their process, and, with
-    `limit_bytes`, operators whose arguments and outputs are larger than the limit. The result is reproducible."""
+    operators that refuse made-up arguments or must not get any (without those of `packing`, see `packed_by`),
+    operators that crash their process, and, with `limit_bytes`, operators whose arguments and outputs are larger than
+    the limit. The result is reproducible."""
     here: list[tuple[Op, Mapping[int, Value]]] = []
     aside: dict[str, None] = {}
     for op, values in items:
         wanted = needs(op, values)
         touched = [values[number] for number in dict.fromkeys((*op.inputs(), *op.made()))]
         size = sum(reach(value.shape, value.stride) * ITEM_SIZE[value.dtype] for value in touched)
-        if wanted is Needs.BYTES or (limit_bytes is not None and size > limit_bytes):
+        behind = wanted is Needs.BYTES and signature(op, values) in packing
+        if (wanted is Needs.BYTES and not behind) or (limit_bytes is not None and size > limit_bytes):
             continue
-        if wanted is Needs.ANYTHING:
+        if behind or wanted is Needs.ANYTHING:
             here.append((op, values))
         else:
             aside[signature(op, values)] = None
-    return {**measure_here(here), **measure_aside(tuple(aside))}
+    return {**measure_here(here, packing), **measure_aside(tuple(aside))}
 
 
 # Made-up tensors, and calls on them in this process.
@@ -133,9 +151,11 @@ def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str
     return made
 
 
-def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, int]:
-    """Return the bytes that each operator allocates in this process, on made-up arguments, by signature. Runs every
-    distinct signature of `items` (operator, values of the graph) twice with the current number of threads; only one
+def measure_here(
+    items: Iterable[tuple[Op, Mapping[int, Value]]], packing: Mapping[str, tuple[Op, ...]] = MappingProxyType({})
+) -> dict[str, int]:
+    """Return the bytes that each operator allocates in this process, on made-up arguments, by signature; operators of
+    `packing` run ahead of the one that reads their bytes. Runs every distinct signature of `items` (operator, values of the graph) twice with the current number of threads; only one
     signature's arguments are alive at a time. The global random-number generator is restored."""
     distinct: dict[str, tuple[Op, Mapping[int, Value]]] = {}
     for op, values in items:
@@ -143,7 +163,7 @@ def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, i
     fresh_bytes: dict[str, int] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), memory_profile() as log:
         for key, (op, values) in distinct.items():
-            fresh = _call_marked(op, values)
+            fresh = _call_marked(op, values, packing.get(key, ()))
             if fresh is not None:
                 fresh_bytes[key] = fresh
     windows = [*_between_marks(log)][1::2]
@@ -152,9 +172,12 @@ def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, i
     }
 
 
-def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
-    """Call `op` between two profiler marks; return the bytes of new storages in its results, or None if it raises."""
+def _call_marked(op: Op, values: Mapping[int, Value], ahead: Sequence[Op]) -> int | None:
+    """Call `op` between two profiler marks, on results of the operators in `ahead`; return the bytes of new storages in
+    its results, or None if it raises."""
     tensors = make_tensors(op, values)
+    for each in ahead:
+        tensors |= _results(each, values)
     scalars = dict.fromkeys(op.scalars(), 1.0)
     made = [values[number] for number in op.made()]
     packs = op.target in IN_TRAINING and (not made or made[-1].numel > 0)
@@ -175,6 +198,17 @@ def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
         if storage.data_ptr() not in older
     }
     return sum(fresh.values())
+
+
+def _results(op: Op, values: Mapping[int, Value]) -> dict[int, torch.Tensor]:
+    """Call `op` on made-up tensors; return its results by value id."""
+    with torch.set_grad_enabled(op.target in IN_TRAINING):
+        made = call(op, make_tensors(op, values), dict.fromkeys(op.scalars(), 1.0))
+    return {
+        number: each.detach()
+        for number, each in zip(op.outputs, made, strict=True)
+        if number is not None and each is not None
+    }
 
 
 _MARK = "magis mark"

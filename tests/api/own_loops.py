@@ -64,6 +64,20 @@ def scheduled() -> Loop:
     return step, batch()
 
 
+def recurrent() -> Loop:
+    """Kernels that read bytes which others have packed."""
+    model = nn.ModuleDict({"first": nn.LSTM(32, 48, 2, batch_first=True), "then": nn.GRU(48, 32, batch_first=True)})
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(given: tuple[Tensor, Tensor]) -> None:
+        x, y = (each.unflatten(0, (16, 16)) for each in given)
+        optimizer.zero_grad()
+        F.mse_loss(model["then"](model["first"](x)[0])[0], y).backward()
+        optimizer.step()
+
+    return step, batch()
+
+
 def accumulated() -> Loop:
     """Gradients of four parts of the batch, by hand."""
     model = net()
@@ -356,7 +370,7 @@ def inferred() -> Loop:
 
 
 LOOPS = (
-    inferred, nested_phases, updated_in_hooks,
+    inferred, nested_phases, updated_in_hooks, recurrent,
     clipped, scheduled, accumulated, two_losses, carried_over, kept_in_place, every_third, phases, averaged, offloaded,
     logged, as_object, evaluated, last_loss, in_cycles,
 )  # fmt: skip
