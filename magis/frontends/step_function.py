@@ -269,12 +269,17 @@ def plain_step(
 
 def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:
     """Return the result of the gate's case "eager" for a test that returns a step function and its batch. Raises
-    StepGivenError for any other case."""
+    StepGivenError for any other strategy, and UsageError for a type."""
     try:
         make(case.seed)
     except StepGivenError as given:
-        if case.strategy != "eager" or case.dtype is not None:
+        if case.strategy != "eager":
             raise
+        if case.dtype is not None:
+            raise UsageError(
+                f"{case.model}: a step function runs in types of its own, not in dtype={case.dtype!r}",
+                hint="leave out the dtype, and cast within the step",
+            ) from None
         function = StepFunction(given.step, [given.batch], case, bench)
     else:
         raise UsageError(f"{case.model}: a step function in one call, and none in the next")

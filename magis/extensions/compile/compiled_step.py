@@ -94,6 +94,10 @@ def compiled_figures(subject: Subject, what: str, allocator: str = "") -> tuple[
             f"{subject.traced.name}: its optimizer's code is not compiled here", hint="use compiled='loss'"
         )
     captured = subject.captured.original
+    if any(op.target.startswith("magis_flex.") for op in captured.graph.ops):
+        raise UsageError(
+            f"{subject.traced.name}: flex_attention in a compiled step is not predicted", hint="leave out compiled"
+        )
     first = next((at for at, op in enumerate(captured.graph.ops) if op.phase == "update"), len(captured.graph.ops))
     update = EagerUpdate(captured.graph, captured.deaths, first)
     cast, rounding = autocast_type(subject.source.dtype), subject.roofline.rounding
