@@ -25,7 +25,7 @@ from magis.ops.python_objects import PREFIX, look_up
 from magis.runtime.codegen import CompiledStretch, compile_step, raised_by
 from magis.runtime.codegen import Step as Program
 from magis.runtime.packed_weights import check_places, merged_inputs, pack_weights
-from magis.runtime.swap_streams import Runtime, make_host
+from magis.runtime.swap_streams import Runtime, host_copy, make_host, on_host
 from magis.runtime.time_slices import TimeSlice, Watched
 
 
@@ -265,7 +265,11 @@ class GraphStep:
             kind, _, rest = value.name.partition(":")
             if kind == "state":
                 like = known[f"parameter:{rest.partition(':')[2]}"]
-                tensor = self._state.setdefault(rest, optimizers.new_state(rest.partition(":")[0], like))
+                is_moved = graph.storages[value.storage].kind == "host"
+                if rest not in self._state:
+                    made = optimizers.new_state(rest.partition(":")[0], like)
+                    self._state[rest] = on_host(made, device) if is_moved else made
+                tensor = self._state[rest]
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)
                 data = with_scalars(graph.constants[value_id], self.given)
@@ -280,7 +284,7 @@ class GraphStep:
                     f" {value.dtype}{value.shape}",
                     hint="capture again for these shapes",
                 )
-            tensors.append(tensor)
+            tensors.append(host_copy(tensor) if graph.storages[value.storage].kind == "host" else tensor)
         return tensors
 
     @property

@@ -68,6 +68,22 @@ class Stored:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
+def on_host(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy of a tensor in host memory that torch does not count; pinned for a GPU."""
+    nbytes = reach(tensor.shape, tensor.stride()) * tensor.element_size()
+    if torch.device(device).type == "cuda":
+        flat = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    else:
+        flat = torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def host_copy(tensor: Tensor) -> Stored:
+    """Return a tensor in host memory as the copy that a step loads, and stores into."""
+    data = as_bytes(tensor)
+    return Stored.of(tensor, data if tensor.is_pinned() else data.numpy())
+
+
 class GeneratorStates:
     """States of a device's default generator, or of a step's own, as bytes in host memory, also for a GPU."""
 
@@ -96,9 +112,13 @@ class HostMemory(GeneratorStates):
     on a CPU, where host and device are one; it runs there nevertheless, so that plans with swaps can be executed and
     checked without a GPU. All copies are synchronous."""
 
-    def store(self, tensor: Tensor) -> Stored:
-        """Copy the bytes from the first to the last element of ``tensor`` to the host."""
-        return Stored.of(tensor, as_bytes(tensor).numpy().copy())
+    def store(self, tensor: Tensor, into: Stored | None = None) -> Stored:
+        """Copy the bytes from the first to the last element of ``tensor`` to the host: to new memory, or ``into``
+        memory that holds an earlier copy."""
+        if into is None:
+            return Stored.of(tensor, as_bytes(tensor).numpy().copy())
+        into.data[:] = as_bytes(tensor).numpy()
+        return into
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
         """Return at once: the copy to the host is done."""
@@ -181,9 +201,12 @@ class StreamHost(GeneratorStates):
         self._last: dict[Stream, Any] = {}
         """Last event of each copy stream, until the compute stream has waited for the event."""
 
-    def store(self, tensor: Tensor) -> Stored:
-        """Enqueue the copy of a tensor's bytes to the host."""
+    def store(self, tensor: Tensor, into: Stored | None = None) -> Stored:
+        """Enqueue the copy of a tensor's bytes to the host: to memory of its own, or ``into`` memory that holds an
+        earlier copy."""
         source = as_bytes(tensor)
+        if into is not None:
+            return Stored.of(tensor, into.data, self._copy(self._stores, into.data, source))
         free = self._free.setdefault(source.numel(), [])
         if free:
             buffer = free.pop()

@@ -89,7 +89,7 @@ def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
                 _advance(op.body.graph, times, part)
                 clock.compute = part.compute
         elif op.target in COPIES:
-            (taken,), (made,) = op.inputs(), op.made()
+            taken, made = op.inputs()[0], op.made()[0]
             clock.copy(COPIES[op.target], graph.storages[storage_of[taken]].nbytes, storage_of[made], times)
         elif op.target == "magis.rng_enter":
             clock.compute += GENERATOR_NS
@@ -158,7 +158,7 @@ class _Walk:
                     yield from self.calls(op.body.graph, above, within, part)
                     clock.compute = part.compute
             elif op.target in COPIES:
-                source, target = (graph.storages[storage_of[value]] for value in (*op.inputs(), *op.made()))
+                source, target = (graph.storages[storage_of[value]] for value in (op.inputs()[0], op.made()[0]))
                 stream = COPIES[op.target]
                 start, spent = clock.copy(stream, source.nbytes, target.id, self.times)
                 yield _span(op, start, spent, level, own, stream=stream)

@@ -1,0 +1,288 @@
+"""Optimizer state in host memory: it is on the device for its update only.
+
+    exp_avg.lerp_(grad, 0.1)      ->      %d = magis.load(%host)
+                                          lerp_(%d, grad, 0.1)
+                                          %h = magis.store(%d, %host)     into the host memory it came from
+                                          magis.wait(%d, %h)              frees the device memory
+
+The state's storage becomes one of the host, which no plan counts. `with_moved_state` puts the copies right around the
+operators that use a state, so that they belong to the update block, which the search places. `with_copies_ahead` then
+moves them away from a planned schedule's updates, so that they overlap other work, as far as a memory limit allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from magis.cost.machines import Times
+from magis.graph import Graph, Op, Ref, Storage, Value, with_inputs
+from magis.graph.hazards import fills
+from magis.simulate.problem import Int64s
+from magis.simulate.simulator import Workspace, replay, rounded
+
+STORE, WAIT, LOAD = "magis.store", "magis.wait", "magis.load"
+
+
+def movable_state(graph: Graph) -> tuple[int, ...]:
+    """Return the storages of optimizer state that can stay in host memory, in the order in which updates use them:
+    those that only the update touches, and that one value covers."""
+    used: dict[int, None] = {}
+    barred: set[int] = set()
+    for op in graph.ops:
+        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
+        states = [each for each in sorted(touched) if graph.storages[each].kind == "state"]
+        used.update(dict.fromkeys(states))
+        if op.phase != "update" or op.body is not None:
+            barred.update(states)
+    given = [graph.values[value] for value in graph.inputs]
+    whole = {each.storage for each in given if fills(each, graph.storages[each.storage])}
+    barred.update(graph.values[value].storage for value in graph.outputs)
+    return tuple(each for each in used if each in whole - barred and graph.storages[each].nbytes)
+
+
+def with_moved_state(graph: Graph, moved: Sequence[int]) -> Graph:
+    """Return the graph with these storages of `movable_state` in host memory."""
+    builder = _Builder(graph, frozenset(moved))
+    first, last = dict[int, int](), dict[int, int]()
+    for position, op in enumerate(graph.ops):
+        for value in (*op.inputs(), *op.made()):
+            storage = graph.values[value].storage
+            if storage in builder.moved:
+                first.setdefault(storage, position)
+                last[storage] = position
+    begins, ends = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for storage in first:
+        begins[first[storage]].append(storage)
+        ends[last[storage]].append(storage)
+    for position, op in enumerate(graph.ops):
+        for storage in begins[position]:
+            builder.load(storage, op)
+        builder.node(op)
+        for storage in ends[position]:
+            builder.store(storage, op)
+        for storage in ends[position]:
+            builder.wait(storage, op)
+    return builder.graph()
+
+
+class _Builder:
+    """Emitter of a graph's operators with copies of moved storages."""
+
+    def __init__(self, graph: Graph, moved: frozenset[int]) -> None:
+        self.moved = moved
+        self._source = graph
+        self._storages = dict(graph.storages)
+        self._values = dict(graph.values)
+        self._ops: list[Op] = []
+        self._given = {graph.values[value].storage: value for value in graph.inputs}
+        self._on_device: dict[int, tuple[int, int]] = {}
+        """Moved storage -> its storage on the device, and the value that covers it."""
+        self._version: dict[int, int] = {}
+        self._stored: dict[int, int] = {}
+        self._fresh = max((*graph.storages, *graph.values), default=0)
+        for storage in moved:
+            self._storages[storage] = replace(self._storages[storage], kind="host")
+
+    def load(self, storage: int, op: Op) -> None:
+        """Emit the copy of a storage to the device."""
+        self._fresh += 1
+        device = self._fresh
+        self._storages[device] = Storage(device, self._storages[storage].nbytes, "temporary")
+        value = self._new_value(replace(self._values[self._given[storage]], storage=device, name=""))
+        self._on_device[storage], self._version[storage] = (device, value), 0
+        self._emit(op, LOAD, (self._given[storage],), value)
+
+    def node(self, op: Op) -> None:
+        """Emit an operator on the device's copies."""
+        mapping = {}
+        for value in (*op.inputs(), *op.made()):
+            storage = self._source.values[value].storage
+            if storage in self.moved:
+                device, whole = self._on_device[storage]
+                if value == self._given[storage]:
+                    mapping[value] = whole
+                else:
+                    self._values[value] = replace(self._source.values[value], storage=device)
+        for storage, version in op.writes:
+            if storage in self.moved:
+                self._version[storage] = version
+        self._ops.append(
+            replace(
+                with_inputs(op, mapping),
+                id=len(self._ops),
+                reads=tuple(map(self._renamed, op.reads)),
+                writes=tuple(map(self._renamed, op.writes)),
+            )
+        )
+
+    def store(self, storage: int, op: Op) -> None:
+        """Emit the copy of a storage back into its host memory."""
+        device, whole = self._on_device[storage]
+        host = self._given[storage]
+        self._stored[storage] = value = self._new_value(replace(self._values[host], name=""))
+        reads = ((device, self._version[storage]), (storage, 0))
+        self._emit(op, STORE, (whole, host), value, reads=reads, writes=((storage, 1),))
+
+    def wait(self, storage: int, op: Op) -> None:
+        """Emit the wait for the copy, which frees the device's memory."""
+        self._emit(op, WAIT, (self._on_device[storage][1], self._stored[storage]), None)
+
+    def graph(self) -> Graph:
+        return replace(self._source, storages=self._storages, values=self._values, ops=tuple(self._ops))
+
+    def _renamed(self, pair: tuple[int, int]) -> tuple[int, int]:
+        storage, version = pair
+        return (self._on_device[storage][0], version) if storage in self.moved else pair
+
+    def _new_value(self, like: Value) -> int:
+        self._fresh += 1
+        self._values[self._fresh] = replace(like, id=self._fresh)
+        return self._fresh
+
+    def _emit(
+        self,
+        op: Op,
+        target: str,
+        taken: tuple[int, ...],
+        made: int | None,
+        reads: tuple[tuple[int, int], ...] = (),
+        writes: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Emit an operator of the copies, in phase and module of the update's own."""
+        outputs = () if made is None else (made,)
+        args = tuple(map(Ref, taken))
+        self._ops.append(
+            Op(
+                len(self._ops), target, args, (), outputs, reads=reads, writes=writes, phase=op.phase, module=op.module,
+                line=op.line,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A moved storage in a schedule without its loads and waits."""
+
+    load: Op
+    wait: Op
+    use: int
+    """Position of the first operator on its device memory."""
+    store: int
+    """Position of its store."""
+    nbytes: int
+    ns: int
+    """Time of a copy in one direction."""
+
+
+def with_copies_ahead(graph: Graph, times: Times, workspace: Workspace, rounding: int, limit: int) -> Graph:
+    """Return a planned schedule whose copies of moved state overlap other work: loads as early as their time asks for,
+    waits as late, as far as the peak stays within ``limit`` bytes. It is never above the schedule's own peak."""
+    given = {value for value in graph.inputs if graph.storages[graph.values[value].storage].kind == "host"}
+    loads = {op.made()[0]: op for op in graph.ops if op.target == LOAD and op.inputs()[0] in given}
+    waits = {op.inputs()[0]: op for op in graph.ops if op.target == WAIT and op.inputs()[0] in loads}
+    if not loads:
+        return graph
+    apart = {op.id for op in (*loads.values(), *waits.values())}
+    ops = tuple(op for op in graph.ops if op.id not in apart)
+    on_device = {graph.values[value].storage: value for value in loads}
+    levels = _levels(graph, ops, on_device.keys(), workspace, rounding)
+    ns = [0 if op.target in (LOAD, STORE, WAIT) else times.nanoseconds(op, graph.values) for op in ops]
+    moves = _moves(graph, ops, on_device, loads, waits, times, rounding)
+    before = _placed(moves, levels, np.array(ns, dtype=np.int64), max(limit, _peak(graph, workspace, rounding)))
+    found = [each for position, op in enumerate(ops) for each in (*before[position], op)] + before[len(ops)]
+    return replace(graph, ops=tuple(replace(op, id=number) for number, op in enumerate(found)))
+
+
+def _peak(graph: Graph, workspace: Workspace, rounding: int) -> int:
+    return replay(graph, workspace, rounding=rounding).peak_bytes
+
+
+def _levels(
+    graph: Graph, ops: tuple[Op, ...], on_device: Collection[int], workspace: Workspace, rounding: int
+) -> Int64s:
+    """Return the bytes in memory during each operator, without the device memory of moved storages."""
+    uncounted = {each: replace(graph.storages[each], kind="host") for each in on_device}
+    bare = replace(graph, ops=ops, storages={**graph.storages, **uncounted})
+    return np.array(replay(bare, workspace, rounding=rounding).peaks, dtype=np.int64)
+
+
+def _moves(
+    graph: Graph,
+    ops: Sequence[Op],
+    on_device: Mapping[int, int],
+    loads: Mapping[int, Op],
+    waits: Mapping[int, Op],
+    times: Times,
+    rounding: int,
+) -> list[_Move]:
+    """Return the moves, in the order of their first uses."""
+    first, last = dict[int, int](), dict[int, int]()
+    for position, op in enumerate(ops):
+        for value in (*op.inputs(), *op.made()):
+            storage = graph.values[value].storage
+            if storage in on_device:
+                first.setdefault(storage, position)
+                last[storage] = position
+    found = []
+    for storage in sorted(first, key=first.__getitem__):
+        value, nbytes = on_device[storage], graph.storages[storage].nbytes
+        ns = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s)) if times.link_bytes_per_s else 0
+        found.append(
+            _Move(loads[value], waits[value], first[storage], last[storage], rounded(nbytes, rounding), ns)
+        )
+    return found
+
+
+def _placed(moves: Sequence[_Move], levels: Int64s, ns: Int64s, limit: int) -> list[list[Op]]:
+    """Return the loads and waits before each operator, and behind the last one.
+
+    A load begins where all later ones, one after the other, still end in time, or where memory allows it first. The
+    first waits are where copies end, or where their memory is needed.
+    """
+    start = np.concatenate(([0], np.cumsum(ns)))
+    begin, latest = [0] * len(moves), int(start[-1])
+    for number in range(len(moves) - 1, -1, -1):
+        latest = min(latest, int(start[moves[number].use])) - moves[number].ns
+        begin[number] = latest
+    before: list[list[Op]] = [[] for _ in range(len(ns) + 1)]
+    ready, stores = dict[int, list[int]](), dict[int, list[_Move]]()
+    for move in moves:
+        stores.setdefault(move.store, []).append(move)
+    leaving: deque[tuple[int, _Move]] = deque()  # end of the copy to the host
+    held, late = levels.copy(), 0
+    now = loaded = stored = number = 0
+    for position in range(len(ns)):
+        while number < len(moves):
+            move = moves[number]
+            room = limit - late - int(held[position : move.store + 1].max())
+            must = move.use == position
+            while must and leaving and room < move.nbytes:  # its memory is needed
+                now, late, room = _waited(leaving, before[position], now, late, room)
+            if not must and (begin[number] > now + int(ns[position]) or room < move.nbytes):
+                break
+            before[position].append(move.load)
+            held[position : move.store + 1] += move.nbytes
+            loaded = max(loaded, now) + move.ns
+            ready.setdefault(move.use, []).append(loaded)
+            number += 1
+        while leaving and (leaving[0][0] <= now or late + int(held[position]) > limit):
+            now, late, _ = _waited(leaving, before[position], now, late, 0)
+        now = max([now, *ready.get(position, ())]) + int(ns[position])
+        for move in stores.get(position, ()):
+            stored = max(stored, now) + move.ns
+            leaving.append((stored, move))
+            late += move.nbytes
+    before[len(ns)] += [move.wait for _, move in leaving]
+    return before
+
+
+def _waited(leaving: deque[tuple[int, _Move]], before: list[Op], now: int, late: int, room: int) -> tuple[int, int, int]:
+    """Wait for the first copy to the host; return the time, the bytes still leaving, and the room."""
+    done, move = leaving.popleft()
+    before.append(move.wait)
+    return max(now, done), late - move.nbytes, room + move.nbytes
