@@ -137,7 +137,8 @@ class Followed:
         for storage in graph.storages.values():
             if storage.id in on:
                 given = tuple(sorted(on[storage.id]))
-                self._contents[storage.id] = self._terms("given", storage.kind, storage.nbytes, given)
+                kind = "state" if storage.kind == "host" else storage.kind  # moved, wherever it is
+                self._contents[storage.id] = self._terms("given", kind, storage.nbytes, given)
                 names[", ".join(name for name, _, _ in given)] = storage.id
             elif storage.kind == "generator":
                 self._contents[storage.id] = self._terms("generator", storage.id)
@@ -263,6 +264,8 @@ class Followed:
 
     def _follow_own(self, op: Op) -> None:
         match op.target, op.args, op.outputs:
+            case "magis.store", (Ref(value), Ref(host)), (int(copy),) if self._try_store_back(op, value, host, copy):
+                return
             case _ if op.kwargs or op.writes or op.many or op.random:
                 pass
             case "magis.store", (Ref(value),), (int(copy),) if self._try_copy(value, copy, "host"):
@@ -287,6 +290,17 @@ class Followed:
         before, after = self._storages[one.storage], self._storages[other.storage]
         alike = _layout(one) == _layout(other) and before.nbytes == after.nbytes and fills(one, before)
         if not alike or after.kind != kind or after.id in self._contents or before.id not in self._contents:
+            return False
+        self._contents[after.id] = self._contents[before.id]
+        return True
+
+    def _try_store_back(self, op: Op, source: int, host: int, made: int) -> bool:
+        """Copy moved state back into its host memory; return False for other memory."""
+        one, other, new = (self._values[each] for each in (source, host, made))
+        before, after = self._storages[one.storage], self._storages[other.storage]
+        alike = _layout(one) == _layout(other) == _layout(new) and fills(one, before) and fills(other, after)
+        plain = not (op.kwargs or op.many or op.random) and {storage for storage, _ in op.writes} == {after.id}
+        if not (alike and plain and new.storage == after.id and after.kind == "host" and before.id in self._contents):
             return False
         self._contents[after.id] = self._contents[before.id]
         return True

@@ -11,6 +11,7 @@ from magis import registry
 from magis.errors import UsageError
 from magis.planner.fission_plan import costs_of, plan_key, plan_with_fission, worth_dividing
 from magis.planner.kept_plans import KeptPlans
+from magis.planner.moved_states import forms_with_moved_state
 from magis.planner.plans import (
     Decisions,
     Plan,
@@ -98,6 +99,12 @@ def plan(
         for form, quick in others:
             if not deadline.over():
                 best = better(goal, best, _search_all(form, goal, budget or 1, deadline, seed, stage, quick))
+        if deadline.over() or scratch.enough(goal, best.peak, best.latency_ns):
+            return best
+        form_of_moves = _form_with_moved_state(scratch, goal, seed, best)
+        if form_of_moves is not None:
+            stage("searching with optimizer state in host memory")
+            best = better(goal, best, _search_all(form_of_moves, goal, budget or 1, deadline, seed, stage))
         return best
 
     def waits() -> bool:
@@ -279,6 +286,20 @@ def _forms_of_update(
     if not any(plan.feasible for plan in found) or (goal.memory_limit is None and found[0].feasible):
         return both
     return both[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else both[:1]
+
+
+def _form_with_moved_state(scratch: PlanScratch, goal: Objective, seed: int, best: Plan) -> PlanScratch | None:
+    """Return the scratch of the step with a share of its state in host memory: that of the best quick plan. None where
+    no state may move, or where all of these are worse than a known plan."""
+    forms = [
+        replace(scratch, subject=each, ahead=goal.memory_limit or 0)
+        for each in forms_with_moved_state(scratch.subject, scratch.subject.host_limit)
+    ]
+    found = [(plan_key(goal, first_attempt(replace(form, watch=None), goal, seed)), form) for form in forms]
+    if not found:
+        return None
+    key, form = min(found, key=lambda pair: pair[0])
+    return form if not best.feasible or key < plan_key(goal, best) else None
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:

@@ -14,6 +14,7 @@ from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory, SearchOutcome
+from magis.rewrite.moved_state import with_copies_ahead
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
@@ -103,6 +104,8 @@ class PlanScratch:
     """Callback for every plan without loops that a search evaluates."""
     torn: bool = False
     """True if weight updates may run before operators that may raise."""
+    ahead: int | None = None
+    """Bytes within which copies of moved state run ahead of their updates; None: no state is moved."""
 
     def enough(self, goal: Objective, peak: int, latency_ns: int, least_ns: int = 0) -> bool:
         """Return True if more search can hardly improve a plan: its peak keeps the memory limit, and its latency is
@@ -127,10 +130,14 @@ class PlanScratch:
     def plan(self, graph: Graph, step: Graph | None, latency_ns: int, **figures: Any) -> Plan:
         """Verify a realized graph and return it as a plan, with its simulated memory. The plan keeps the non-zero
         workspaces of this graph and of the searched ``step``."""
-        verify(graph)
         searched = () if step is None else (step, redo_graph(step))
         graphs = (self.subject.captured.original.graph, *searched, graph)
         table = self.known(graphs)
+        if self.ahead is not None and self.subject.roofline.link_bytes_per_s:
+            costs = self.subject.costs(table)
+            graph = with_copies_ahead(graph, costs, costs.workspace, costs.rounding, self.ahead)
+            latency_ns = elapsed_ns(graph, costs)
+        verify(graph)
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         planned = Memory(profile.tensor_bytes, profile.peak_bytes)

@@ -28,6 +28,7 @@ from magis.results import Case, Memory, Provenance
 from magis.rewrite.flat_rows import with_flat_rows
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.losses import with_lean_cross_entropy
+from magis.rewrite.moved_state import first_states, with_moved_state
 from magis.rewrite.rules.rule_table import quickest
 from magis.rewrite.short_rows import with_short_rows
 from magis.runtime.behind_step import BehindStep
@@ -58,11 +59,13 @@ class Subject(TracedModel):
         pricing: Pricing = UNPRICED,
         kept: Kept | None = None,
         slack: float = Case.slack,
+        host_limit: int = 0,
     ) -> None:
         super().__init__(source)
         self.pricing = pricing
         self.kept = kept
         self.slack = slack
+        self.host_limit = host_limit
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
         self.tried = TriedPlaces()
@@ -327,7 +330,8 @@ class Subject(TracedModel):
 
     def floor_at(self, costs: RooflineCosts) -> LowerBound:
         """Return the lower bound of every plan's peak, with workspaces at the given costs."""
-        found, own = lower_bound(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        graph = with_moved_state(self.untangled, first_states(self.untangled, self.host_limit))
+        found, own = lower_bound(graph, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
             return found

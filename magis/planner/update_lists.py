@@ -31,15 +31,21 @@ def _with_eager_update(subject: Subject) -> Subject | None:
     captured, listed = subject.captured, subject.captured.listed
     if listed is None or captured.behind is not None or captured.sends:
         return None
-    found, name = copy.copy(subject), subject.digest  # one identity: it is the same step of eager's
-    for each in _OF_GRAPH:
-        vars(found).pop(each, None)
+    name = subject.digest  # one identity: it is the same step of eager's
+    found = of_graph(copy.copy(subject))
     found.captured = replace(captured, graph=listed.graph, deaths=listed.deaths, numbers=listed.numbers, listed=None)
     found.digest = name
-    found.tried = TriedPlaces()
-    found.tried_briefly = TriedPlaces(least_ns=found.tried.least_ns)
-    found.fronts = {}
     return found
+
+
+def of_graph(copied: Subject) -> Subject:
+    """Return a copied subject without what is cached of the graph that it plans."""
+    for each in _OF_GRAPH:
+        vars(copied).pop(each, None)
+    copied.tried = TriedPlaces()
+    copied.tried_briefly = TriedPlaces(least_ns=copied.tried.least_ns)
+    copied.fronts = {}
+    return copied
 
 
 def worth_planning_with_eager_update(subject: Subject, goal: Objective | None = None) -> Subject | None:

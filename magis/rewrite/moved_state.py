@@ -45,6 +45,16 @@ def movable_state(graph: Graph) -> tuple[int, ...]:
     return tuple(each for each in used if each in whole - barred and graph.storages[each].nbytes)
 
 
+def first_states(graph: Graph, nbytes: int) -> tuple[int, ...]:
+    """Return the first of `movable_state` that have this many bytes at most in all."""
+    found, left = list[int](), nbytes
+    for storage in movable_state(graph) if nbytes else ():
+        if graph.storages[storage].nbytes <= left:
+            found.append(storage)
+            left -= graph.storages[storage].nbytes
+    return tuple(found)
+
+
 def with_moved_state(graph: Graph, moved: Sequence[int]) -> Graph:
     """Return the graph with these storages of `movable_state` in host memory."""
     builder = _Builder(graph, frozenset(moved))

@@ -28,6 +28,7 @@ from magis.simulate.simulator import MemoryProfile, bytes_inside, replay, rounde
 #     all operators of AdamW on one weight                       ->  one block, which floats
 
 Group = tuple[Op, ...]
+HOST_COPIES = ("magis.store", "magis.wait", "magis.load")
 
 
 def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
@@ -397,10 +398,11 @@ def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> Block
     profile = _replay_alone(graph, block, set(given), costs)
     base = profile.persistent_bytes + sum(rounded(graph.storages[s].nbytes, costs.rounding) for s in given)
     late = max((position for position, row in enumerate(taken) if row), default=-1) + 1
+    beside = costs.link_bytes_per_s > 0  # copies of moved state run on streams of their own
     return BlockRow(
         inputs=tuple(facts.number[s] for s in given),
         writes=tuple(written),
-        ns=sum(costs.nanoseconds(op, graph.values) for op in block),
+        ns=sum(costs.nanoseconds(op, graph.values) for op in block if not (beside and op.target in HOST_COPIES)),
         ws=max(profile.peaks[:late], default=base) - base,
         tensor=max(profile.tensors[:late], default=base) - base,
         late_ws=max(profile.peaks[late:], default=base) - base,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from magis.graph import Graph, Op, Ref, Storage
+from magis.graph import PERSISTENT_KINDS, Graph, Op, Ref, Storage
 from magis.graph.hazards import Lifetimes, is_pure_view, lifetimes
 from magis.graph.loop_rules import MERGES
 from magis.results import ModuleBytes, Peak, collapsed
@@ -78,10 +78,11 @@ def named_owners(graph: Graph) -> dict[int, Owner]:
     found: dict[int, Owner] = {}
     for value in graph.inputs:
         storage = graph.storages[graph.values[value].storage]
-        if storage.persistent and storage.id not in found:
+        kind = "state" if storage.kind == "host" else storage.kind  # moved
+        if kind in PERSISTENT_KINDS and storage.id not in found:
             # "parameter:layers.0.weight", "state:exp_avg:layers.0.weight"
-            name = graph.values[value].name if storage.kind in ("parameter", "buffer", "state") else ""
-            found[storage.id] = Owner(storage.kind, name.rpartition(":")[2].rpartition(".")[0])
+            name = graph.values[value].name if kind in ("parameter", "buffer", "state") else ""
+            found[storage.id] = Owner(kind, name.rpartition(":")[2].rpartition(".")[0])
     return found
 
 
@@ -116,7 +117,7 @@ def _outputs_with_owners(
         for value in op.made():
             yield value, merged.get(value) or _owner_of_outputs(graph, op)
     elif op.target in ("magis.store", "magis.load"):  # a host copy has the owner of its source
-        (taken,) = op.inputs()
+        taken = op.inputs()[0]
         owner = known.get(graph.values[taken].storage) or _owner_of_outputs(graph, op)
         yield from ((value, owner) for value in op.made())
     elif not is_pure_view(graph.values, op):
@@ -213,7 +214,7 @@ def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
                     yield Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each)
             yield from _changes(inner, times * op.body.parts)
         elif op.target == "magis.store":
-            (value,) = op.inputs()
+            value = op.inputs()[0]
             storage = graph.storages[graph.values[value].storage]
             owner = known.get(storage.id, Owner("", ""))
             yield from [(Owner("swapped", owner.module, owner.line), storage.nbytes)] * times
