@@ -28,6 +28,8 @@ class Limits:
     budget: int | None = None
     seconds: float | None = None
     slack: float = Case.slack
+    host_limit: int = 0
+    """Bytes of optimizer state that may be in host memory between updates."""
     granted: int = 0
     """Bytes that plans for other batches are allowed: a smaller batch that misses its own limit may use as many."""
     compiled: bool = False
@@ -80,6 +82,8 @@ class PlanReport(PlanFigures):
     """Names of errors that may leave some weights updated and others not; empty if no error can."""
     seconds: float
     """Seconds that the search took."""
+    host_bytes: int = 0
+    """Bytes of optimizer state in host memory between updates."""
     compiled: str = ""
     """Operators that inductor compiled, in words; empty if none were to be compiled."""
 
@@ -90,6 +94,7 @@ class PlanReport(PlanFigures):
             f"latency      {self.latency_ratio:.3f} times eager's, predicted",
             f"recomputed   {self.recomputed_ops} operators",
             f"swapped      {format_bytes(self.swapped_bytes)}",
+            *([f"on the host  {format_bytes(self.host_bytes)} of optimizer state"] if self.host_bytes else []),
             f"in parts     {self.fission or 'nothing'}",
             f"update       {self.update}",
             f"errors       {HALF.format(self.torn_by) if self.torn_by else WHOLE}",
@@ -106,6 +111,7 @@ RANGES = {
     "seconds": (0.0, math.inf, "use a number above 0"),
     "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
     "slack": (0.0, Case.MOST_SLACK, f"use a share from 0 to {Case.MOST_SLACK}"),
+    "host_limit": (0.0, math.inf, 'use an amount, such as "64 GiB", or 0'),
 }
 """Allowed values by argument: least, most, and the hint of the error."""
 
@@ -114,16 +120,18 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
     """Return the limits among a caller's arguments. Raises UsageError for invalid ones; `hints` replace the usual
     hints."""
     found = {name: asked.get(name) for name in RANGES}
-    if isinstance(found["memory_limit"], str):
-        found["memory_limit"] = parse_bytes(found["memory_limit"])
+    for name in ("memory_limit", "host_limit"):
+        given = found[name]
+        found[name] = parse_bytes(given) if isinstance(given, str) else given
     for name, (least, most, hint) in RANGES.items():
         number = found[name]
         if number is None:
             continue
-        fits = is_number(number) and least <= number <= most and (number > 0 or name == "slack")
+        fits = is_number(number) and least <= number <= most and (number > 0 or name in ("slack", "host_limit"))
         if not fits or (name == "budget" and number != int(number)):
             raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
     whole = found["memory_limit"], found["budget"]
     nbytes, budget = (None if number is None else int(number) for number in whole)
     slack = Case.slack if found["slack"] is None else found["slack"]
-    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack)
+    moved = int(found["host_limit"] or 0)
+    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack, moved)

@@ -21,6 +21,7 @@ from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import device_of
 from magis.models.step_parts import in_one_order, live_parts
 from magis.results import Case
+from magis.runtime.measure import free_device_memory
 
 __all__ = ["OptimizedStep", "optimize"]
 
@@ -44,6 +45,7 @@ def optimize(
     budget: int | None = None,
     seconds: float | None = None,
     slack: float = Case.slack,
+    host_limit: str | int | None = None,
     plan: Path | str | None = None,
     compile: bool = False,  # noqa: A002 (as torch calls it)
 ) -> OptimizedStep:
@@ -64,8 +66,10 @@ def optimize(
     without arguments that returns one; `step.module` and `step.optimizer` are then taken from it. Batches of another
     shape and a changed module are planned at their first step. `autocast` (torch.bfloat16) replaces a `torch.autocast`
     around forward and loss. `budget` and `seconds` bound each search, `slack` is the share by which swaps may be slower
-    than predicted before the step waits, `plan` is a file that `OptimizedStep.save` wrote. With `compile` (CPU only)
-    inductor compiles what lies between products, convolutions and the plan's own actions; numbers are then inductor's.
+    than predicted before the step waits. Optimizer state stays in host memory between updates where that keeps the
+    limit at less time: at most `host_limit` bytes of it, by default what is free for a GPU, and none for a CPU. `plan`
+    is a file that `OptimizedStep.save` wrote. With `compile` (CPU only) inductor compiles what lies between products,
+    convolutions and the plan's own actions; numbers are then inductor's.
 
     A module under `fully_shard` or `DistributedDataParallel` is planned with its collectives: every rank calls this
     function with batches of one shape, one rank searches, and all run its plan. Gradients are stored where these
@@ -81,7 +85,8 @@ def optimize(
         if len(named) != 1:
             what = " and ".join(named) or "none"
             raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
-        limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
+        asked = {**given, "budget": budget, "seconds": seconds, "slack": slack, "host_limit": host_limit}
+        limits = limits_of(asked, HINTS)
         if autocast not in AUTOCAST:
             raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
         check_layouts(parts.module)
@@ -92,6 +97,13 @@ def optimize(
         if compile and (shared is not None or place != "cpu"):
             where = "of a module that ranks share" if shared is not None else f"on {place}"
             raise UsageError(f"compile=True for a step {where}", hint="only steps of one CPU are compiled so far")
+        if limits.host_limit and (compile or shared is not None):
+            what = "compile=True" if compile else "a module that ranks share"
+            raise UsageError(
+                f"host_limit={host_limit!r} for {what}", hint="its state stays on the device: leave it out"
+            )
+        if host_limit is None and place == "cuda" and shared is None:
+            limits = replace(limits, host_limit=free_device_memory("cpu"))
         limits = replace(limits, compiled=compile)
         step = kind(trained, parts.loss, parts.optimizer, limits, place, autocast)
         return step, as_batch(parts.batch), repr(limits)

@@ -39,6 +39,7 @@ from magis.frontends.planned import Planned, Together, planned, subject_now
 from magis.frontends.undoing import PartialUpdate, raise_as_eager, raises_again, undo_of
 from magis.ops.python_objects import DATA, follow
 from magis.planner.plans import Decisions
+from magis.rewrite.moved_state import moved_state
 from magis.runtime.measure import collector_spared
 from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
@@ -305,7 +306,9 @@ class OptimizedStep:
         if self._optimizer is not None and self._choice.update is not None:
             # as in torch.optim: a parameter without a gradient has no state, and its step counter does not change
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
-            state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
+            state = adopted(
+                self._optimizer, replace(self._choice.update, spec=found.rule), named, moved_state(found.graph)
+            )
         try:
             step = GraphStep(
                 found.graph if found.compiled is None else found.compiled.graph, module, batch.inputs, batch.targets,

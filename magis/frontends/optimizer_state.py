@@ -28,6 +28,7 @@ from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import new_state, state_names
 from magis.ops.python_objects import PREFIX, follow, found_at, look_up, told
 from magis.planner.bench import check_device
+from magis.runtime.swap_streams import is_on_host, on_host
 
 
 @dataclass(eq=False)
@@ -41,6 +42,8 @@ class OptimizerState:
     """Parameters by rule of the update; all parameters of a rule have done equally many steps."""
     first: list[bool]
     """True for each rule whose parameters have done no step yet."""
+    moved: Collection[str] = ()
+    """Names of tensors that are in host memory between updates."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _adopted: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     """The same tensors by parameter and name in its state, which every step looks up."""
@@ -90,6 +93,8 @@ class OptimizerState:
                     state[kind] = new_state(kind, parameter)
                     if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 + x is x
                         state[kind].neg_()
+                if is_on_host(state[kind], parameter.device) != (f"{kind}:{name}" in self.moved):
+                    state[kind] = _moved(state[kind], parameter, to_host=f"{kind}:{name}" in self.moved)
                 self.tensors[f"{kind}:{name}"] = state[kind]
                 self._adopted.append((parameter, kind, state[kind]))
 
@@ -111,15 +116,26 @@ class OptimizerState:
         return [[state[parameter]["step"] for parameter in some] for some in self.members]
 
 
-def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state of an optimizer, with missing entries created as its own first step would create them."""
+def _moved(tensor: Tensor, parameter: nn.Parameter, *, to_host: bool) -> Tensor:
+    """Return a state tensor in host memory, or on its parameter's device."""
+    if to_host:
+        return on_host(tensor, parameter.device)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=parameter.device)
+    return made.copy_(tensor)
+
+
+def adopted(
+    optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter], moved: Collection[str] = ()
+) -> OptimizerState:
+    """Return the state of an optimizer, with missing entries created as its own first step would create them; the
+    ``moved`` ones, by name, in host memory, others on the device."""
     home = {name: number for number, group in enumerate(update.spec.groups, 1) for name in group.parameters}
     members = tuple(
         tuple(parameter for name, parameter in trained.items() if home.get(name, 0) == number)
         for number in range(len(update.homes))
     )
     first = [all(age_of(optimizer, parameter) == 0 for parameter in some) for some in members]
-    state = OptimizerState(optimizer, update, trained, members, first)
+    state = OptimizerState(optimizer, update, trained, members, first, moved)
     try:
         state.adopt()
     except BaseException:  # out of memory, say

@@ -40,7 +40,7 @@ from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.printable import warn
-from magis.results import Case
+from magis.rewrite.moved_state import host_bytes
 from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes, share_of
 
@@ -127,7 +127,7 @@ def planned(
 
     Raises CaptureError for a step that is no single static graph, UsageError if no plan is found within the limit.
     """
-    look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
+    look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     capture = partial(captured_step, look, cast, alone=ranks is None)
     compare = partial(compared_step, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
@@ -263,6 +263,7 @@ class ComparedStep:
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
         limit = self.limits.bytes_of(self.original_bytes)
         report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
+        report = replace(report, host_bytes=host_bytes(graph))
         return self.planned(graph, report)
 
     def _search_plan(self, decided: Collection[Decisions]) -> Planned:
@@ -303,7 +304,7 @@ class ComparedStep:
         ratio = latency_ratio_of(subject, found.latency_ns)
         report = PlanReport(
             original, peak, limit if limit is None else limit - moved, ratio, found.recomputed_ops,
-            found.swapped_bytes, found.fission, self.update, torn_by(graph), found.seconds,
+            found.swapped_bytes, found.fission, self.update, torn_by(graph), found.seconds, host_bytes(graph),
         )  # fmt: skip
         return self.planned(graph, report, found.decisions)
 
@@ -389,7 +390,7 @@ def subject_now(
     rule: OptimizerSpec,
     device: str,
     autocast: torch.dtype | None,
-    slack: float = Case.slack,
+    limits: Limits = Limits(),  # noqa: B008  (frozen)
 ) -> Subject:
     """Return the step as eager would run it with the current state of the generators."""
     name = f"{type(module).__module__}:{type(module).__qualname__}"
@@ -404,4 +405,4 @@ def subject_now(
         )
     # Do not time a copy of the module: closures of its patched methods would change the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
-    return Subject(replace(source, running_seconds=math.inf), slack=slack)
+    return Subject(replace(source, running_seconds=math.inf), slack=limits.slack, host_limit=limits.host_limit)

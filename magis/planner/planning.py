@@ -94,18 +94,7 @@ def plan(
         if search != "magis":
             published: Plan = registry.load("search", search)(scratch, goal, budget, seconds)
             return published
-        (form, quick), *others = _forms_of_update(scratch, goal, seed, deadline.over)
-        best = _search_all(form, goal, budget or 1, deadline, seed, stage, quick)
-        for form, quick in others:
-            if not deadline.over():
-                best = better(goal, best, _search_all(form, goal, budget or 1, deadline, seed, stage, quick))
-        if deadline.over() or scratch.enough(goal, best.peak, best.latency_ns):
-            return best
-        form_of_moves = _form_with_moved_state(scratch, goal, seed, best)
-        if form_of_moves is not None:
-            stage("searching with optimizer state in host memory")
-            best = better(goal, best, _search_all(form_of_moves, goal, budget or 1, deadline, seed, stage))
-        return best
+        return _search_forms(scratch, goal, budget or 1, deadline, seed, stage)
 
     def waits() -> bool:
         return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
@@ -180,6 +169,24 @@ def within_reserved(
         seconds=deadline.elapsed(),
         stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
     )
+
+
+def _search_forms(
+    scratch: PlanScratch, goal: Objective, budget: int, deadline: Deadline, seed: int, stage: Progress
+) -> Plan:
+    """Return the best plan of the step's forms: of its update, and with optimizer state in host memory."""
+    (form, quick), *others = _forms_of_update(scratch, goal, seed, deadline.over)
+    best = _search_all(form, goal, budget, deadline, seed, stage, quick)
+    for form, quick in others:
+        if not deadline.over():
+            best = better(goal, best, _search_all(form, goal, budget, deadline, seed, stage, quick))
+    if deadline.over() or scratch.enough(goal, best.peak, best.latency_ns):
+        return best
+    moved = _form_with_moved_state(scratch, goal, seed, best)
+    if moved is not None:
+        stage("searching with optimizer state in host memory")
+        best = better(goal, best, _search_all(moved, goal, budget, deadline, seed, stage))
+    return best
 
 
 def _search_all(

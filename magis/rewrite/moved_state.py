@@ -80,6 +80,18 @@ def with_moved_state(graph: Graph, moved: Sequence[int]) -> Graph:
     return builder.graph()
 
 
+def moved_state(graph: Graph) -> frozenset[str]:
+    """Return the names of states in host memory ("exp_avg:layer.weight")."""
+    given = (graph.values[value] for value in graph.inputs)
+    return frozenset(each.name.partition(":")[2] for each in given if graph.storages[each.storage].kind == "host")
+
+
+def host_bytes(graph: Graph) -> int:
+    """Return the bytes of states in host memory."""
+    storages = {graph.values[value].storage for value in graph.inputs}
+    return sum(graph.storages[each].nbytes for each in storages if graph.storages[each].kind == "host")
+
+
 class _Builder:
     """Emitter of a graph's operators with copies of moved storages."""
 
@@ -242,9 +254,7 @@ def _moves(
     for storage in sorted(first, key=first.__getitem__):
         value, nbytes = on_device[storage], graph.storages[storage].nbytes
         ns = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s)) if times.link_bytes_per_s else 0
-        found.append(
-            _Move(loads[value], waits[value], first[storage], last[storage], rounded(nbytes, rounding), ns)
-        )
+        found.append(_Move(loads[value], waits[value], first[storage], last[storage], rounded(nbytes, rounding), ns))
     return found
 
 
@@ -291,7 +301,9 @@ def _placed(moves: Sequence[_Move], levels: Int64s, ns: Int64s, limit: int) -> l
     return before
 
 
-def _waited(leaving: deque[tuple[int, _Move]], before: list[Op], now: int, late: int, room: int) -> tuple[int, int, int]:
+def _waited(
+    leaving: deque[tuple[int, _Move]], before: list[Op], now: int, late: int, room: int
+) -> tuple[int, int, int]:
     """Wait for the first copy to the host; return the time, the bytes still leaving, and the room."""
     done, move = leaving.popleft()
     before.append(move.wait)

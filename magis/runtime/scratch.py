@@ -155,8 +155,9 @@ def measure_here(
     items: Iterable[tuple[Op, Mapping[int, Value]]], packing: Mapping[str, tuple[Op, ...]] = MappingProxyType({})
 ) -> dict[str, int]:
     """Return the bytes that each operator allocates in this process, on made-up arguments, by signature; operators of
-    `packing` run ahead of the one that reads their bytes. Runs every distinct signature of `items` (operator, values of the graph) twice with the current number of threads; only one
-    signature's arguments are alive at a time. The global random-number generator is restored."""
+    `packing` run ahead of the one that reads their bytes. Runs every distinct signature of `items` (operator, values of
+    the graph) twice with the current number of threads; only one signature's arguments are alive at a time. The global
+    random-number generator is restored."""
     distinct: dict[str, tuple[Op, Mapping[int, Value]]] = {}
     for op, values in items:
         distinct.setdefault(signature(op, values), (op, values))
@@ -247,7 +248,7 @@ def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str,
             made.prepare()
             step, numbers = compile_step(graph, between=_mark, generators=made.generators), made.numbers()
             with log as window, record_function("magis step"):
-                kept = step(made.tensors, numbers)
+                kept = step(made.arguments, numbers)
         del kept
         return window
 

@@ -240,6 +240,8 @@ class GraphStep:
         self._state: dict[str, Tensor] = dict(states or {})
         self.given: Mapping[str, float] = dict.fromkeys(named_numbers(graph), 1.0)  # the user's own numbers
         self._tensors = self._bind(graph, inputs, targets, device)
+        inside = (graph.storages[graph.values[value].storage].kind == "host" for value in graph.inputs)
+        self._moved = {place: host_copy(self._tensors[place]) for place, moved in enumerate(inside) if moved}
         self._places = {graph.values[value].name: place for place, value in enumerate(graph.inputs)}
         self._held = tuple(name for name in self._places if name.startswith(PREFIX))
         fed = ("input:", "target:", PREFIX)
@@ -284,13 +286,20 @@ class GraphStep:
                     f" {value.dtype}{value.shape}",
                     hint="capture again for these shapes",
                 )
-            tensors.append(host_copy(tensor) if graph.storages[value.storage].kind == "host" else tensor)
+            tensors.append(tensor)
         return tensors
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors of the step in the order of the graph's inputs, including the module's own."""
         return tuple(self._tensors)
+
+    @property
+    def arguments(self) -> Sequence[Any]:
+        """The tensors as generated code takes them: moved state as copies on the host."""
+        if not self._moved:
+            return self._tensors
+        return [self._moved.get(place, tensor) for place, tensor in enumerate(self._tensors)]
 
     def prepare(self) -> None:
         """Drop the outputs of the last step; a planned step leaves no gradients. Raises MagisError if packed weights
@@ -316,7 +325,7 @@ class GraphStep:
     def run_with(self, numbers: Mapping[str, float]) -> Tensor:
         """Run one step with these values of the named scalars (learning rate, bias corrections)."""
         self._broken = True
-        self._outputs = self._step(self._tensors, self._with_own_numbers(numbers))
+        self._outputs = self._step(self.arguments, self._with_own_numbers(numbers))
         self._broken = False
         return self._outputs[0]
 
@@ -359,7 +368,7 @@ class GraphStep:
             with turn.rest():
                 self._interrupted = self._compile(between=self._give_turn)
         self._steps += 1
-        self._outputs = self._interrupted(self._tensors, self.numbers())
+        self._outputs = self._interrupted(self.arguments, self.numbers())
         return self._outputs[0]
 
     def _give_turn(self) -> None:

@@ -78,6 +78,13 @@ def on_host(tensor: Tensor, device: torch.device | str) -> Tensor:
     return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
+def is_on_host(tensor: Tensor, device: torch.device | str) -> bool:
+    """Return True for a tensor that `on_host` made for a step on the device."""
+    if torch.device(device).type == "cuda":
+        return tensor.device.type == "cpu"
+    return not tensor.untyped_storage().resizable()  # torch's own allocator makes all others
+
+
 def host_copy(tensor: Tensor) -> Stored:
     """Return a tensor in host memory as the copy that a step loads, and stores into."""
     data = as_bytes(tensor)
