@@ -57,7 +57,7 @@ class KeptPlans:
             FORMAT,
             subject.digest,
             (subject.source.device, subject.kind, subject.source.reuse),
-            (goal.memory_limit, goal.latency_limit_ns, search, budget, seed),
+            (goal.memory_limit, goal.latency_limit_ns, search, budget, seed, subject.host_limit),
             (subject.roofline, subject.pricing.digest if subject.kind != "cpu" else ""),
             sorted((stored if stored is not None else subject.base_workspaces).items()),
             stored is not None,

@@ -244,7 +244,8 @@ class Followed:
         """Record the contents of a call's output if its storage is new; return a key of where the output lies."""
         value = self._values[number]
         storage, looks = self._storages[value.storage], _layout(value)
-        alone = "fresh", looks, storage.nbytes, storage.kind
+        kind = "temporary" if storage.kind == "state" else storage.kind  # what is left in states is compared at the end
+        alone = "fresh", looks, storage.nbytes, kind
         if over is not None and self._values[over].storage == storage.id:
             if looks != _layout(self._values[over]):
                 self._reject(op, f"makes value {number}, which is not what it writes over")

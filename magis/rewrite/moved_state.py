@@ -57,6 +57,8 @@ def first_states(graph: Graph, nbytes: int) -> tuple[int, ...]:
 
 def with_moved_state(graph: Graph, moved: Sequence[int]) -> Graph:
     """Return the graph with these storages of `movable_state` in host memory."""
+    if not moved:
+        return graph
     builder = _Builder(graph, frozenset(moved))
     first, last = dict[int, int](), dict[int, int]()
     for position, op in enumerate(graph.ops):

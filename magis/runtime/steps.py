@@ -25,7 +25,7 @@ from magis.ops.python_objects import PREFIX, look_up
 from magis.runtime.codegen import CompiledStretch, compile_step, raised_by
 from magis.runtime.codegen import Step as Program
 from magis.runtime.packed_weights import check_places, merged_inputs, pack_weights
-from magis.runtime.swap_streams import Runtime, host_copy, make_host, on_host
+from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
 
 
@@ -241,7 +241,7 @@ class GraphStep:
         self.given: Mapping[str, float] = dict.fromkeys(named_numbers(graph), 1.0)  # the user's own numbers
         self._tensors = self._bind(graph, inputs, targets, device)
         inside = (graph.storages[graph.values[value].storage].kind == "host" for value in graph.inputs)
-        self._moved = {place: host_copy(self._tensors[place]) for place, moved in enumerate(inside) if moved}
+        self._moved = {place: self._host.copy_at(self._tensors[place]) for place, moved in enumerate(inside) if moved}
         self._places = {graph.values[value].name: place for place, value in enumerate(graph.inputs)}
         self._held = tuple(name for name in self._places if name.startswith(PREFIX))
         fed = ("input:", "target:", PREFIX)
@@ -270,7 +270,7 @@ class GraphStep:
                 is_moved = graph.storages[value.storage].kind == "host"
                 if rest not in self._state:
                     made = optimizers.new_state(rest.partition(":")[0], like)
-                    self._state[rest] = on_host(made, device) if is_moved else made
+                    self._state[rest] = self._host.kept(made) if is_moved else made
                 tensor = self._state[rest]
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)

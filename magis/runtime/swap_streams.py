@@ -70,12 +70,9 @@ class Stored:
 
 def on_host(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a copy of a tensor in host memory that torch does not count; pinned for a GPU."""
-    nbytes = reach(tensor.shape, tensor.stride()) * tensor.element_size()
     if torch.device(device).type == "cuda":
-        flat = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    else:
-        flat = torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        return _laid_over(CudaRuntime(device).pinned(_reach_bytes(tensor)), tensor)
+    return _laid_over(torch.from_numpy(np.empty(_reach_bytes(tensor), dtype=np.uint8)), tensor)
 
 
 def is_on_host(tensor: Tensor, device: torch.device | str) -> bool:
@@ -85,10 +82,13 @@ def is_on_host(tensor: Tensor, device: torch.device | str) -> bool:
     return not tensor.untyped_storage().resizable()  # torch's own allocator makes all others
 
 
-def host_copy(tensor: Tensor) -> Stored:
-    """Return a tensor in host memory as the copy that a step loads, and stores into."""
-    data = as_bytes(tensor)
-    return Stored.of(tensor, data if tensor.is_pinned() else data.numpy())
+def _reach_bytes(tensor: Tensor) -> int:
+    return reach(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def _laid_over(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in memory given as bytes."""
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 class GeneratorStates:
@@ -126,6 +126,14 @@ class HostMemory(GeneratorStates):
             return Stored.of(tensor, as_bytes(tensor).numpy().copy())
         into.data[:] = as_bytes(tensor).numpy()
         return into
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in host memory, to stay there from step to step."""
+        return on_host(tensor, "cpu")
+
+    def copy_at(self, tensor: Tensor) -> Stored:
+        """Return a tensor in host memory as the copy that a step loads, and stores into."""
+        return Stored.of(tensor, as_bytes(tensor).numpy())
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
         """Return at once: the copy to the host is done."""
@@ -223,6 +231,14 @@ class StreamHost(GeneratorStates):
         stored = Stored.of(tensor, buffer, self._copy(self._stores, buffer, source))
         weakref.finalize(stored, free.append, buffer).atexit = False
         return stored
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in pinned memory, to stay there from step to step."""
+        return _laid_over(self._runtime.pinned(_reach_bytes(tensor)), tensor)
+
+    def copy_at(self, tensor: Tensor) -> Stored:
+        """Return a tensor in pinned memory as the copy that a step loads, and stores into."""
+        return Stored.of(tensor, as_bytes(tensor))
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:  # noqa: ARG002  (taken to keep it alive until here)
         """Make the compute stream wait for the copy to the host."""

@@ -129,6 +129,13 @@ class SimulatedGpu(TorchDispatchMode):
         self._meet(made, pinned=True)
         return made
 
+    def note_pinned(self) -> None:
+        """Keep what pinned memory holds before anything runs."""
+        for known in self._known.values():
+            if known.pinned:
+                storage = torch.UntypedStorage._new_with_weak_ptr(known.reference.cdata)
+                self.memories[known.number] = _content(storage)
+
     def give(self, action: Action) -> None:
         self._sweep()
         self.actions.append(action)

@@ -61,6 +61,7 @@ def recorded(graph: Graph, net: Built, count: int = 2) -> tuple[SimulatedGpu, li
     """So many steps on the paper device, and what they left behind."""
     gpu = SimulatedGpu()
     step = GraphStep(graph, copy.deepcopy(net.module), net.inputs, net.targets, net.rule, runtime=gpu)
+    gpu.note_pinned()
     run = step.run
 
     def watched() -> Tensor:
