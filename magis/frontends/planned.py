@@ -34,7 +34,7 @@ from magis.ops.call import follows_data
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.python_objects import told
 from magis.ops.raising import torn_by, undone, updates_last
-from magis.planner.plan_proof import verify_plan
+from magis.planner.kept_plans import verify_plan
 from magis.planner.planning import plan
 from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
@@ -311,7 +311,8 @@ class ComparedStep:
     def _at_the_end(self, graph: Graph, peak: int, limit: int) -> tuple[Graph, int]:
         """Move all updates behind everything else, if the plan then still meets the limit: a step that runs out of
         memory then has updated nothing. Returns the plan and its peak bytes."""
-        if not torn_by(graph) or peak > limit:
+        copies_overlap = host_bytes(graph) and self.subject.roofline.link_bytes_per_s
+        if not torn_by(graph) or peak > limit or copies_overlap:
             return graph, peak
         late = updates_last(graph)
         try:

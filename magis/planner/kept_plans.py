@@ -14,13 +14,14 @@ from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 from magis.cost.cost_model import RooflineCosts
-from magis.errors import MagisError
-from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse
+from magis.errors import MagisError, VerifyError
+from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
 from magis.ops.collectives import under_way
-from magis.planner.plan_proof import verify_plan
+from magis.planner.plan_proof import prove
 from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
+from magis.planner.update_lists import forms_of
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Memory
 from magis.runtime.measure import device_identity
@@ -34,6 +35,24 @@ MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
 _NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched", "decisions")
 FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_KEPT)
+
+
+def verify_plan(graph: Graph, subject: Subject) -> None:
+    """Raise VerifyError, naming the first operator or result that differs, unless a graph is a plan of the step."""
+    verify(graph)
+    largest = subject.original_with({}).peak_bytes
+    for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
+        if any(storage.nbytes > largest for storage in storages.values() if storage.kind != "host"):
+            raise VerifyError("it needs more memory for one tensor than the original for all")
+    errors: list[VerifyError] = []
+    for form in forms_of(subject, in_loops=any(op.body is not None for op in graph.ops)):
+        try:
+            prove(graph, form(), drawn=subject.captured.drawn)
+        except UNSOUND as error:  # including calls with impossible arguments
+            errors.append(VerifyError(" ".join(str(error).split())[:300]))
+        else:
+            return
+    raise errors[0]
 
 
 class KeptPlans:

@@ -22,15 +22,12 @@ from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.part_sums import ROUND, is_rounding
 from magis.fission.proof import Likely, whole_calls
-from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Storage, Value, every_op, verify
+from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Storage, Value, every_op
 from magis.graph.hazards import fills, is_pure_view
 from magis.graph.loop_rules import LOOP, MERGES, PART, merged_dtype
 from magis.ops.generators import DRAW_STATE, GET_STATE
 from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
-from magis.planner.subject import Subject
-from magis.planner.update_lists import forms_of
-from magis.report.text_store import UNSOUND
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
 """Shape, strides, dtype, storage offset, and conjugate/negative bits of a view."""
@@ -39,24 +36,6 @@ Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]
 _BORDER = (PART, *MERGES)
 _OF_PLANS = ("magis.store", "magis.load", "magis.wait", ARRIVED, "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 _WINDOW = "aten.as_strided.default"
-
-
-def verify_plan(graph: Graph, subject: Subject) -> None:
-    """Raise VerifyError, naming the first operator or result that differs, unless a graph is a plan of the step."""
-    verify(graph)
-    largest = subject.original_with({}).peak_bytes
-    for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
-        if any(storage.nbytes > largest for storage in storages.values() if storage.kind != "host"):
-            raise VerifyError("it needs more memory for one tensor than the original for all")
-    errors: list[VerifyError] = []
-    for form in forms_of(subject, in_loops=any(op.body is not None for op in graph.ops)):
-        try:
-            prove(graph, form(), drawn=subject.captured.drawn)
-        except UNSOUND as error:  # including calls with impossible arguments
-            errors.append(VerifyError(" ".join(str(error).split())[:300]))
-        else:
-            return
-    raise errors[0]
 
 
 def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
@@ -69,11 +48,11 @@ def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
         if op.target not in (*_OF_PLANS, *_BORDER, LOOP, _WINDOW, ROUND) and plain_form(op)[0].target not in ours:
             raise VerifyError(f"it holds {op.target}, which its step has not")
     found = Followed(graph, terms, drawn=drawn, step=known)
-    for number, (one, other) in enumerate(zip(found.results, known.results, strict=False)):
-        if one != other:
-            raise VerifyError(f"its result {number} is another one than the step's")
     if len(found.results) != len(known.results):
         raise VerifyError(f"it returns {len(found.results)} tensors, the step {len(known.results)}")
+    for number, (one, other) in enumerate(zip(found.results, known.results, strict=True)):
+        if one != other:
+            raise VerifyError(f"its result {number} is another one than the step's")
     for name, contents in known.left.items():
         if found.left.get(name) != contents:
             raise VerifyError(f"it leaves {name} otherwise than the step")
@@ -300,8 +279,8 @@ class Followed:
         one, other, new = (self._values[each] for each in (source, host, made))
         before, after = self._storages[one.storage], self._storages[other.storage]
         alike = _layout(one) == _layout(other) == _layout(new) and fills(one, before) and fills(other, after)
-        plain = not (op.kwargs or op.many or op.random) and {storage for storage, _ in op.writes} == {after.id}
-        if not (alike and plain and new.storage == after.id and after.kind == "host" and before.id in self._contents):
+        there = {after.id} == {new.storage, *(storage for storage, _ in op.writes)} and after.kind == "host"
+        if op.kwargs or op.many or op.random or not (alike and there) or before.id not in self._contents:
             return False
         self._contents[after.id] = self._contents[before.id]
         return True

@@ -135,8 +135,7 @@ class Subject(TracedModel):
     @cached_property
     def normal(self) -> Graph:
         """Functionalized graph of the captured step, on which the search works."""
-        graph = functionalize(self.captured.graph)
-        verify(graph)
+        verify(graph := functionalize(self.captured.graph))
         return graph
 
     @cached_property
@@ -220,10 +219,8 @@ class Subject(TracedModel):
         return self._profile(captured, self.workspaces(captured.graph))
 
     def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
-        graph = captured.graph
-        costs = self.costs(workspaces)
-        numbers = captured.numbers if self.kind == "cpu" else ()
-        return replay(graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding, numbers=numbers)
+        costs, numbers = self.costs(workspaces), captured.numbers if self.kind == "cpu" else ()
+        return replay(captured.graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding, numbers=numbers)
 
     @cached_property
     def original(self) -> Memory:
@@ -265,8 +262,7 @@ class Subject(TracedModel):
 
     def is_hopeless(self, goal: Objective) -> bool:
         """Return True if an unplanned optimizer alone needs more than the memory limit, whatever the plan."""
-        limit = goal.memory_limit
-        return self.captured.behind is not None and limit is not None and limit < self.lower_bound
+        return self.captured.behind is not None and (goal.memory_limit or self.lower_bound) < self.lower_bound
 
     @cached_property
     def behind_ns(self) -> int:

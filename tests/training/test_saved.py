@@ -25,7 +25,8 @@ from magis.capture.workload import as_batch
 from magis.frontends.plan_files import read_plan, write_plan
 from magis.frontends.planned import subject_now
 from magis.graph import Graph, dump, parse
-from magis.planner.plan_proof import prove, verify_plan
+from magis.planner.kept_plans import verify_plan
+from magis.planner.plan_proof import prove
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND
 from tests.golden.golden import HERE
