@@ -1,12 +1,13 @@
 """Optimizer state in host memory between updates: `python benchmarks/moved_state.py [model ...] [--card sim:rtx3090]`.
 
-Each network (the gate's, and "llama", Hugging Face's, which needs transformers) is trained by AdamW for 20 steps on this
-CPU, in eager mode and by a plan that may keep all state in host memory: within 95% of the bytes of weights and state,
-where a plan for that exists, else within the first of some shares of eager's peak. Weights, state and losses are compared
-bit by bit; measured bytes are the allocator's in one step with all that stays on the device.
+Each network (the gate's, and "llama", Hugging Face's, which needs transformers) is trained by AdamW for 20 steps on
+this CPU, in eager mode and by a plan that may keep all state in host memory: within 95% of the bytes of weights and
+state, where a plan for that exists, else within the first of some shares of eager's peak. Weights, state and losses
+are compared bit by bit; measured bytes are the allocator's in one step with all that stays on the device.
 
-"llama-8b" is planned, not run: Llama 3 8B, bfloat16, AdamW, one sequence of 2,048 tokens, within what a simulated card has
-less CUDA's context, for bytes that its caching allocator reserves. Times are those of the step on a card that had room.
+"llama-8b" is planned, not run: Llama 3 8B, bfloat16, AdamW, one sequence of 2,048 tokens, within what a simulated card
+has less CUDA's context, for bytes that its caching allocator reserves. Times are those of the step on a card that had
+room.
 """
 
 from __future__ import annotations
