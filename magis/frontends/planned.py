@@ -226,8 +226,9 @@ class ComparedStep:
         """Return the plan with the guards and records of this step."""
         captured, subject = self.subject.captured, self.subject
         code: CompiledPlan | None = None
-        if self.limits.compiled:
-            code, report = compiled(graph, subject, self.behind, _kept_bytes(graph) + self.batch.copied, report)
+        if self.limits.compiler is not None:
+            kept = _kept_bytes(graph) + self.batch.copied
+            code, report = compiled(self.limits.compiler, graph, subject, self.behind, kept, report)
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
             captured.results, self.reads.state, captured.drawn, captured.graph, captured.heard,
@@ -267,7 +268,7 @@ class ComparedStep:
 
     def _search_plan(self, decided: Collection[Decisions]) -> Planned:
         find = partial(self._found, decided)
-        return fastest(find, lambda found: found.report) if self.limits.compiled else find(0)
+        return find(0) if self.limits.compiler is None else fastest(find, lambda found: found.report)
 
     def _found(self, decided: Collection[Decisions], moved: int) -> Planned:
         """Return the best plan within the limit, moved by so many bytes."""

@@ -11,12 +11,13 @@ memory that exists before, it writes in place. Views that later operators use ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Value
-from magis.graph.hazards import is_pure_view
+from magis.graph.hazards import fills, is_pure_view
 from magis.graph.loop_rules import MERGES, PART
 from magis.ops.call import shaped_by_contents
 from magis.ops.fake_results import IN_TRAINING
@@ -60,8 +61,10 @@ class FusedStretch:
     """Views of inputs and outputs that later operators use."""
     numbers: list[str] = field(default_factory=list)
     """Names of the numbers that are known only when the step runs."""
-    forgotten: list[int] = field(default_factory=list)
-    """Inputs whose memory it writes and nobody reads afterwards."""
+    freed: list[int] = field(default_factory=list)
+    """Inputs whose memory nobody uses afterwards."""
+    given: list[int] = field(default_factory=list)
+    """Those of them that are all of a storage: results may take their memory."""
 
     def key(self, values: Mapping[int, Value]) -> str:
         """Return a text that is equal for stretches that one function can compute."""
@@ -73,7 +76,7 @@ class FusedStretch:
         for op in self.ops:
             lines.append(_line(op, names))
             names.update((value, len(names) + number) for number, value in enumerate(op.made()))
-        lines.append(str([[names[each] for each in some] for some in (self.outputs, self.forgotten)]))
+        lines.append(str([[names[each] for each in some] for some in (self.outputs, self.freed, self.given)]))
         return "\n".join([*lines, *self.numbers])
 
 
@@ -99,7 +102,7 @@ def stretches_of(graph: Graph, stays: Container[int]) -> Iterator[Op | FusedStre
             end[values[value].storage] = position
         last.update(dict.fromkeys(op.inputs(), position))
     last.update(dict.fromkeys(graph.outputs, len(graph.ops)))
-    end.update((values[value].storage, len(graph.ops)) for value in graph.outputs)
+    end.update((values[value].storage, len(graph.ops)) for value in (*graph.inputs, *graph.outputs))
     run: list[Op] = []
     every: tuple[Op | None, ...] = (*graph.ops, None)
     for position, one in enumerate(every):
@@ -203,8 +206,14 @@ def _stretch(
     new = [values[value].storage for value in stretch.outputs]
     if len({*given}) < len(given) or len({*new}) < len(new) or older & {*new}:
         return None
-    lost = {each for each in written if graph.storages[each].kind == "temporary" and each in ended}
-    stretch.forgotten = [value for value in stretch.inputs if values[value].storage in lost]
+    lost = {each for each in older if graph.storages[each].kind == "temporary" and each in ended}
+    stretch.freed = [value for value in stretch.inputs if values[value].storage in lost]
+    shared = Counter(values[value].storage for value in stretch.inputs)
+    stretch.given = [
+        value
+        for value in stretch.freed
+        if shared[values[value].storage] == 1 and fills(values[value], graph.storages[values[value].storage])
+    ]
     return stretch if stretch.outputs or written - lost else None
 
 
