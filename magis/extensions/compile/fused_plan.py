@@ -62,7 +62,7 @@ class PlanCompiler:
     def function(self, graph: Graph, stretch: FusedStretch) -> _Function | None:
         """Return the function of a stretch, compiled if it is the first of its kind; None if results of inductor's
         code lie otherwise than the plan's, or share memory with each other or with inputs that are used later."""
-        key = f"{torch.get_num_threads()} threads\n{stretch.key(graph.values)}"  # in the code
+        key = f"{torch.get_num_threads()} threads\n{stretch.key(graph)}"  # in the code
         if key not in self._functions:
             self._functions[key] = _function(graph, stretch)
         self._functions.move_to_end(key)

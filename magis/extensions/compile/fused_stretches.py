@@ -67,8 +67,9 @@ class FusedStretch:
     given: list[int] = field(default_factory=list)
     """Those of them that are all of a storage: results may take their memory."""
 
-    def key(self, values: Mapping[int, Value]) -> str:
-        """Return a text that is equal for stretches that one function can compute."""
+    def key(self, graph: Graph) -> str:
+        """Return a text that is equal for stretches that one function can compute, with as many bytes of scratch."""
+        values = graph.values
         names = {value: number for number, value in enumerate(self.inputs)}
         lines = [str([(values[each].shape, values[each].stride, values[each].dtype) for each in self.inputs])]
         for value, (op, base) in self.again.items():
@@ -78,6 +79,8 @@ class FusedStretch:
             lines.append(_line(op, names))
             names.update((value, len(names) + number) for number, value in enumerate(op.made()))
         lines.append(str([[names[each] for each in some] for some in (self.outputs, self.freed, self.given)]))
+        ends = [values[value].storage for value in self.freed]
+        lines.append(str([(ends.index(storage), graph.storages[storage].nbytes) for storage in ends]))
         return "\n".join([*lines, *self.numbers])
 
 
