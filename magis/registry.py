@@ -31,7 +31,7 @@ _PLACES = {
     "compiled": {
         "result": "magis.extensions.compile.compiled_step:compiled_result",
         "figures": "magis.extensions.compile.compiled_step:compiled_figures",
-        "plan": "magis.extensions.compile.fused_plan:compiled_plan",
+        "compiler": "magis.extensions.compile.fused_plan:PlanCompiler",
     },
     "networks": {"magis": "magis.extensions.models.network_names:NETWORKS"},
     "strategy": {

@@ -92,7 +92,7 @@ def optimize(
         if compile and (shared is not None or place != "cpu"):
             where = "of a module that ranks share" if shared is not None else f"on {place}"
             raise UsageError(f"compile=True for a step {where}", hint="only steps of one CPU are compiled so far")
-        limits = replace(limits, compiled=compile)
+        limits = replace(limits, compiler=registry.load("compiled", "compiler")() if compile else None)
         step = kind(trained, parts.loss, parts.optimizer, limits, place, autocast)
         return step, as_batch(parts.batch), repr(limits)
 
