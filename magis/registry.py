@@ -67,6 +67,11 @@ _PLACES = {
         "page": "pytest_magis.outputs.html.page:write_report",
         "properties": "pytest_magis.outputs.benchmark:readable",
     },
+    "snapshot": {
+        "block": "magis.extensions.snapshots.block_snapshot:save_block",
+        "calls": "magis.extensions.snapshots.step_snapshots:save_calls",
+        "step": "magis.extensions.snapshots.step_snapshots:save_step",
+    },
     "search": {"paper": "magis.extensions.paper.published_plan:published_plan"},
 }
 """Table of this project's neighbours: kind -> name -> "module:object"."""
