@@ -31,7 +31,7 @@ _PLACES = {
     "compiled": {
         "result": "magis.extensions.compile.compiled_step:compiled_result",
         "figures": "magis.extensions.compile.compiled_step:compiled_figures",
-        "plan": "magis.extensions.compile.fused_plan:compiled_plan",
+        "compiler": "magis.extensions.compile.fused_plan:PlanCompiler",
     },
     "networks": {"magis": "magis.extensions.models.network_names:NETWORKS"},
     "strategy": {
@@ -66,6 +66,11 @@ _PLACES = {
         "markdown": "pytest_magis.outputs.github:write_summary",
         "page": "pytest_magis.outputs.html.page:write_report",
         "properties": "pytest_magis.outputs.benchmark:readable",
+    },
+    "snapshot": {
+        "block": "magis.extensions.snapshots.block_snapshot:save_block",
+        "calls": "magis.extensions.snapshots.step_snapshots:save_calls",
+        "step": "magis.extensions.snapshots.step_snapshots:save_step",
     },
     "search": {"paper": "magis.extensions.paper.published_plan:published_plan"},
 }

@@ -8,10 +8,9 @@ generated from them. A session without gated tests loads only this module; `pyte
 from __future__ import annotations
 
 import os
-from argparse import SUPPRESS
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -330,6 +329,14 @@ class Settings:
         scope=RUN,
         details="[How to read it](report.md).",
     )
+    snapshot: Path | None = option(
+        kinds.DIR,
+        None,
+        "directory for each case's predicted steps as memory snapshots, for torch's memory_viz",
+        scope=RUN,
+        details="A file for the original and one for the optimized step of each case: [how to open "
+        "them](estimate.md#memory-snapshots).",
+    )
     trace: Path | None = option(
         kinds.DIR, None, "directory for each case's simulated time lines, for Perfetto", scope=RUN
     )
@@ -349,7 +356,7 @@ class Settings:
 
 OPTIONS = tuple(Option(each.name, **each.metadata) for each in fields(Settings) if each.metadata)
 BY_NAME = {each.field: each for each in OPTIONS}
-FILES = ("report", "pareto", "trace", "resume")
+FILES = ("report", "pareto", "snapshot", "trace", "resume")
 """Options that name files of one run; a run on another version ignores them."""
 GONE = {"magis_benchmark_json": "--benchmark-json"}
 """Removed option names, as in the ini file, each with its replacement."""
@@ -358,24 +365,6 @@ MARK_ARGUMENTS = (
     *(each.field for each in OPTIONS if each.in_mark),
 )
 """All arguments of the mark, beginning with those that are not options."""
-
-
-def add_options(parser: pytest.Parser) -> None:
-    """Register every option on the command line and in the ini file."""
-    group = parser.getgroup("magis", "memory-regression gate (magis)")
-    experts = parser.getgroup("magis-expert", "memory-regression gate (magis, expert)")
-    for each in OPTIONS:
-        shown = f"{each.help} (default: {each.shown_default})"
-        if not each.kind.metavar:
-            how = {"action": "store_const", "const": "true"}
-        else:
-            how = {"action": "append" if each.kind.is_list else "store", "metavar": each.kind.metavar}
-        (experts if each.expert else group).addoption(each.flag, dest=each.key, default=None, help=shown, **how)
-        ini: Literal["linelist", "string"] = "linelist" if each.kind.is_list else "string"
-        parser.addini(each.key, shown, type=ini, default=None)
-    for key, left in GONE.items():
-        group.addoption(f"--{key.replace('_', '-')}", dest=key, default=None, help=SUPPRESS)
-        parser.addini(key, f"gone; give {left}", default=None)
 
 
 def is_active(config: pytest.Config) -> bool:

@@ -158,6 +158,9 @@ class Gate:
         traced = sum(bool(outcome.trace) for outcome in outcomes)
         if traced:
             self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
+        snapshots = sum(outcome.snapshots for outcome in outcomes)
+        if snapshots:
+            self.lines.append(f"snapshots: {self.settings.snapshot} ({snapshots} files)")
         if outcomes and self.settings.report is not None:
             fronts = [(front.model, Path(front.picture)) for front in self._fronts()]
             planned = len(self.cases) + sum(bool(outcome.where) for outcome in outcomes)
@@ -220,6 +223,15 @@ def prepare(config: pytest.Config) -> Gate:
         if place is not None:
             check_writable(place)
     pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
+    if settings.snapshot is not None and settings.snapshot.suffix in (".pickle", ".pkl"):
+        raise UsageError(
+            f"--magis-snapshot: each case gets files of its own, not one {settings.snapshot.name}",
+            hint="name a directory",
+        )
+    if settings.snapshot is not None:
+        registry.check("snapshot", "step")
+    names = [snapshot_name(planned, step) for planned in cases for step in ("original", "optimized")]
+    _check_directory("--magis-snapshot", settings.snapshot, names)
     _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
     _check_directory("--magis-pareto", settings.pareto, pictures)
     _check_directory("--magis-resume", settings.resume, ["place.txt"])
@@ -332,6 +344,17 @@ def write_trace(directory: Path, planned: PlannedCase, result: CaseResult) -> Pa
     path = directory / trace_name(planned)
     write_text_atomically(path, trace_text(result))
     return path
+
+
+def snapshot_name(planned: PlannedCase, step: str) -> str:
+    """Return the name of a case's file with a memory snapshot; `step` is "original" or "optimized"."""
+    return trace_name(planned).removesuffix("json") + f"{step}.pickle"
+
+
+def snapshot_file(directory: Path, planned: PlannedCase, step: str) -> Path:
+    """Return the file for a memory snapshot of a case, and make its directory. Raises UsageError on failure."""
+    _make_directory("--magis-snapshot", directory)
+    return directory / snapshot_name(planned, step)
 
 
 def _make_directory(flag: str, directory: Path) -> None:

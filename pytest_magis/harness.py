@@ -37,12 +37,13 @@ def measure(
     make: Callable[[int], Workload] | None = None,
     *,
     rough: bool = False,
+    snapshots: Callable[[str], Path] | None = None,
 ) -> CaseResult:
     """Run a case through `pytest_magis_run_case` and return its result, renamed to the model's name.
 
     `planning` are the baseline's workspaces and graph digest; `bounds` are the latency ratios at which the verdict
-    changes; `rough`: the ratio is only shown, so a short timing is enough. Warnings are not raised as errors, even
-    under `-W error`.
+    changes; `rough`: the ratio is only shown, so a short timing is enough; `snapshots` names their files. Warnings
+    are not raised as errors, even under `-W error`.
     """
     workspaces, graph = planning
     settings = anywhere(config)
@@ -58,6 +59,7 @@ def measure(
             progress=progress,
             make=make,
             timelines=settings.report is not None or settings.trace is not None,
+            snapshots=snapshots,
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -75,6 +77,7 @@ def pytest_magis_run_case(
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
     timelines: bool,
+    snapshots: Callable[[str], Path] | None,
 ) -> CaseResult:
     """Run a case that no other plugin ran; cases of one process share captures and eager measurements."""
     from magis.api import run_case, step_case
@@ -91,11 +94,12 @@ def pytest_magis_run_case(
             progress=progress,
             timelines=timelines,
             growing=True,
+            snapshots=snapshots,
         )
     except StepGivenError:
         if make is None:
             raise
-        return step_case(case, make, _bench(config))
+        return step_case(case, make, _bench(config), snapshots)
 
 
 def measure_again(config: pytest.Config, case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,6 +49,7 @@ def pytest_magis_run_case(
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
     timelines: bool,
+    snapshots: Callable[[str], Path] | None,
 ) -> CaseResult | None:
     """Run one case. The first result wins; None passes the case on, finally to `magis.api.run_case`.
 
@@ -56,8 +58,9 @@ def pytest_magis_run_case(
     which the verdict changes: a timing whose interval contains one of them is inconclusive. `rough`: the ratio is only
     shown, neither judged nor stored. `progress`, if not None, takes a short text to show for a slow case. `make` (seed
     -> workload) builds the network of a user's test; None: build the case's model by name. `timelines`: fill
-    `CaseResult.timelines`. Errors of magis fail the case in one line. If no other plugin implements the hook, a model
-    that magis cannot capture ends the run before its first case; else it fails its case.
+    `CaseResult.timelines`. `snapshots`, if not None, returns the file for a memory snapshot of the "original" or the
+    "optimized" step. Errors of magis fail the case in one line. If no other plugin implements the hook, a model that
+    magis cannot capture ends the run before its first case; else it fails its case.
     """
 
 

@@ -23,7 +23,7 @@ from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning_inputs, stored_case
 from pytest_magis.findings import accept_case
-from pytest_magis.gate import Gate, write_front, write_trace
+from pytest_magis.gate import Gate, snapshot_file, write_front, write_trace
 from pytest_magis.harness import (
     check_prices,
     check_with_magis,
@@ -71,6 +71,11 @@ def run_item(item: pytest.Item, gate: Gate, planned: PlannedCase) -> None:
 def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> Iterator[Outcome]:
     """Run a case and yield its outcome. An exception other than MagisError is re-raised after that."""
     make, tolerances = planned.make, planned.tolerances
+    snapshots: list[Path] = []
+
+    def file_for(step: str) -> Path:
+        snapshots.append(snapshot_file(gate.settings.snapshot or Path(), planned, step))
+        return snapshots[-1]
 
     def failed(error: str) -> Outcome:
         verdict = Verdict(False, "ERROR")
@@ -89,7 +94,10 @@ def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> It
                 progress("capturing")
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make, progress=progress)
-            result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
+            result = measure(
+                config, planned.model, planned.case, hand_back, bounds, progress, make,
+                rough=rough, snapshots=None if gate.settings.snapshot is None else file_for,
+            )  # fmt: skip
         verdict = verdict_on(gate, planned, result)
         if not verdict.passed:
             measure_again(config, planned.case)
@@ -105,7 +113,10 @@ def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> It
         raise
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
-        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=planned.where, trace=trace)
+        yield Outcome(
+            planned.model, planned.label, planned.case, verdict, shown,
+            where=planned.where, trace=trace, snapshots=len(snapshots),
+        )  # fmt: skip
 
 
 def search_and_write_front(config: pytest.Config, gate: Gate, planned: PlannedCase) -> WrittenFront:

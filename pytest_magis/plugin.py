@@ -6,10 +6,11 @@ Every pytest session in the environment imports this module, so it loads neither
 from __future__ import annotations
 
 import os
+from argparse import SUPPRESS
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -22,8 +23,21 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the gate."""
-    flags.add_options(parser)
+    """Register every option of the gate on the command line and in the ini file."""
+    group = parser.getgroup("magis", "memory-regression gate (magis)")
+    experts = parser.getgroup("magis-expert", "memory-regression gate (magis, expert)")
+    for each in flags.OPTIONS:
+        shown = f"{each.help} (default: {each.shown_default})"
+        if not each.kind.metavar:
+            how = {"action": "store_const", "const": "true"}
+        else:
+            how = {"action": "append" if each.kind.is_list else "store", "metavar": each.kind.metavar}
+        (experts if each.expert else group).addoption(each.flag, dest=each.key, default=None, help=shown, **how)
+        ini: Literal["linelist", "string"] = "linelist" if each.kind.is_list else "string"
+        parser.addini(each.key, shown, type=ini, default=None)
+    for key, left in flags.GONE.items():
+        group.addoption(f"--{key.replace('_', '-')}", dest=key, default=None, help=SUPPRESS)
+        parser.addini(key, f"gone; give {left}", default=None)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

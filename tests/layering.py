@@ -64,6 +64,7 @@ NEIGHBOURS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "outputs": (("pytest_magis.outputs",), frozenset()),
     "paper": (("magis.extensions.paper",), frozenset()),
     "ranks": (("magis.extensions.ranks", "magis.predict"), frozenset()),
+    "snapshots": (("magis.extensions.snapshots",), frozenset()),
     "versions": (("magis.extensions.versions", "pytest_magis.against"), frozenset()),
 }
 # What the plugin may use: these modules, and of each only the names in its `__all__`.

@@ -57,6 +57,7 @@ ASKED: dict[str, tuple[str, ...]] = {
     "outputs": ("-m", "pytest", *GATE, "--magis-report=page.html"),
     "paper": ("-m", "pytest", *GATE, "--magis-search=paper"),
     "ranks": ("-m", "pytest", *GATE, "--magis-strategies=ddp"),
+    "snapshots": ("-m", "pytest", *GATE, "--magis-snapshot=steps"),
     "versions": ("-m", "magis", "bisect", "--", "tests"),
 }
 """What a neighbour would have done."""

@@ -52,7 +52,7 @@ GROUPS = {
         "latency_tolerance",
     ),
     "Continuous integration": ("cache", "shard"),
-    "Files that a run writes": ("csv", "csv_full", "markdown", "pareto", "report", "trace"),
+    "Files that a run writes": ("csv", "csv_full", "markdown", "pareto", "report", "snapshot", "trace"),
     "For experts": tuple(option.field for option in OPTIONS if option.expert),
 }
 VALUES = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 
 from magis import registry
 from magis.cases.case_rows import (
@@ -55,6 +56,7 @@ def run_case(
     progress: Progress | None = None,
     timelines: bool = False,
     growing: bool = False,
+    snapshots: Callable[[str], Path] | None = None,
 ) -> CaseResult:
     """Run one case and return its result. Raises MagisError if the step cannot be captured or run.
 
@@ -63,7 +65,8 @@ def run_case(
     uses them, for the same plan on every machine. Timing continues while one of ``latency_bounds`` is inside the
     latency ratio's interval (`StoppingRule`), in two measurements; with ``rough`` it stops early, for a ratio that is
     neither compared nor stored. ``progress`` is called with progress messages. ``timelines`` adds the time lines of
-    both steps, ``growing`` the growth of a user's network from step to step.
+    both steps, ``growing`` the growth of a user's network from step to step. ``snapshots``
+    returns the file for a memory snapshot of the "original" or "optimized" step, if that is predicted by operators.
     """
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
@@ -74,14 +77,14 @@ def run_case(
         check_precision(case)
         if kind == "ort":
             return by(kind)(case, subject, told, latency_bounds, rough=rough)
-        keeps = None if timelines else bench.keeps(case)
+        keeps = None if timelines or snapshots else bench.keeps(case)
         results = None if keeps is None else KeptResults(keeps, subject, case)
         if kind == "distributed":
             ranked = by("planned" if is_planned(case.strategy) else kind)
             pool = bench.pool_for(subject, make)
             key = results.key(pooled=pool is not None) if results else ""
             return _load_or_run(bench, results, key, lambda: ranked(case, subject, pool, told))
-        run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
+        run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing, snapshots)
         with collector_spared():
             key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough) if results else ""
             return _load_or_run(bench, results, key, lambda: run.result(planning_workspaces, expected_graph))
@@ -119,6 +122,7 @@ class CaseRun:
     rough: bool = False
     timelines: bool = False
     growing: bool = False
+    snapshots: Callable[[str], Path] | None = None
     graph: Graph | None = None
 
     def __post_init__(self) -> None:
@@ -315,6 +319,10 @@ class CaseRun:
         if opt_step is not None and opt is not original and graph is not None:
             partings.append(_byte_difference("optimized", opt, opt_step, partial(subject.generated, graph)))
         whole = Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self.timelines else None
+        if self.snapshots is not None:
+            for name, step in (("original", ori_step), ("optimized", opt_step if opt is not original else None)):
+                if step is not None:
+                    registry.load("snapshot", "step")(self.snapshots(name), step, case.allocator)
         found, stats = other_result(case, subject, original, opt), candidate.stats
         if limit is not None and case.memory_limit_of == RESERVED and opt.needed_bytes(RESERVED) > limit:
             # predicted reserved bytes may be off, since the allocator's initial state differs between runs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +121,8 @@ class TensorLedger(StorageLedger):
         self._where = ("", "", "", "")
         self._inherited: set[int] = set()
         """Storages that an earlier ledger saw made."""
+        self.places: dict[tuple[int, int], list[tuple[str, str, str, str]]] = defaultdict(list)
+        """Kind, module, phase and line of each storage made on a CPU, by address and bytes."""
 
     def inherit(self, earlier: TensorLedger) -> None:
         """Count, ahead of all operators, what an earlier ledger's block has left alive, if this block frees it."""
@@ -135,8 +138,7 @@ class TensorLedger(StorageLedger):
         """Return the bytes of inherited storages that are alive, by address of their memory."""
         self._purge()
         entries = [each for each in self._alive.values() if each.serial in self._inherited]
-        storage: Any = torch.UntypedStorage
-        return {storage._new_with_weak_ptr(each.reference.cdata).data_ptr(): each.nbytes for each in entries}  # noqa: SLF001
+        return {_address(each.reference): each.nbytes for each in entries}
 
     @property
     def kept_bytes(self) -> int:
@@ -193,6 +195,12 @@ class TensorLedger(StorageLedger):
         place = place or self._where_it_runs()
         self._running = func, place
         self._made[serial] = MadeStorage(nbytes, *place)
+        newest = next(reversed(self._alive.values()))
+        if newest.serial == serial and self._device == "cpu":
+            kind, module, line = place
+            phase = self._phase or ("backward" if kind == "gradient" else "forward")
+            with suppress(RuntimeError):  # a fake tensor of torch's own has no address
+                self.places[_address(newest.reference), nbytes].append((kind, module, phase, line))
 
     def _on_freed(self, serial: int) -> None:
         del self._made[serial]
@@ -213,3 +221,9 @@ class TensorLedger(StorageLedger):
         if torch.is_grad_enabled():
             self._places.setdefault(_get_sequence_nr() - 1, (module, line))
         return "tensor", module, line
+
+
+def _address(reference: StorageWeakRef) -> int:
+    """Return the address of the memory of a storage that is alive."""
+    storage: Any = torch.UntypedStorage
+    return int(storage._new_with_weak_ptr(reference.cdata).data_ptr())  # noqa: SLF001

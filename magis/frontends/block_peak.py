@@ -8,12 +8,14 @@ import gc
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
+from magis import registry
 from magis.cases.tensor_ledger import CARRIED_OVER, TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
@@ -21,7 +23,15 @@ from magis.ops.eager_only import formulas_as_eager
 from magis.phases import phases_told
 from magis.printable import printable
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
-from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
+from magis.runtime.measure import (
+    Allocation,
+    allocations,
+    device_identity,
+    device_memory,
+    memory_profile,
+    no_collection,
+    replay,
+)
 from magis.runtime.storage_ledger import compiled_buffers
 from magis.strategies.strategy_names import BLOCK
 from magis.units import format_bytes
@@ -51,6 +61,7 @@ class BlockPeak:
         self._ledger = TensorLedger(self.device)
         self._stack = ExitStack()
         self._figures: _Figures | None = None
+        self._events: list[Allocation] | None = None
         self._why = "its block has not begun"
 
     def __enter__(self) -> Self:
@@ -92,7 +103,8 @@ class BlockPeak:
             return
         older, freed = self._older, sum(self._older.values()) - sum(self._ledger.inherited_by_address().values())
         if self._log is not None and profiled and (self._after is None or self._after.allocated_bytes is not None):
-            allocated = replay(allocations(self._log), older).peak_bytes
+            self._events = allocations(self._log)
+            allocated = replay(self._events, older).peak_bytes
         elif allocated is not None and reserved is not None:
             allocated, reserved = allocated + freed, reserved + freed
         self._log = self._after = None  # the events of a whole step
@@ -139,6 +151,16 @@ class BlockPeak:
     def at_peak(self) -> Peak:
         """The operator at the peak of tensor bytes, and the tensors alive there by module and line."""
         return self._found.at_peak
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the block's allocations on a CPU to a file as a memory snapshot, such as
+        `torch.cuda.memory._dump_snapshot` writes, for torch's memory_viz; its peak is ``allocated_bytes``. Raises
+        UsageError on a GPU, where another profiler ran, and for a path that cannot be written."""
+        events = self._events
+        if self._found.allocated_bytes is None or events is None:
+            hint = "on a GPU, use torch.cuda.memory._record_memory_history; on a CPU, no other profiler"
+            raise UsageError("save_snapshot: the block's allocations were not logged", hint=hint)
+        registry.load("snapshot", "block")(path, events, self._older, self._ledger.places)
 
     def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
         """Compare the peak, and that of each phase, with its stored baseline, and fail the running pytest test if one

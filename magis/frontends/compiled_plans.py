@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from magis import registry
 from magis.capture.workload import Batch
 from magis.errors import UsageError
 from magis.frontends.limits import PlanReport
@@ -49,11 +48,12 @@ def channels_last(batch: Batch) -> Batch:
 
 
 def compiled(
-    graph: Graph, subject: Subject, behind: Behind, kept: int, report: PlanReport
-) -> tuple[CompiledPlan, PlanReport]:
+    compiler: Callable[[Graph], CompiledPlan], graph: Graph, subject: Subject, behind: Behind, kept: int,
+    report: PlanReport,
+) -> tuple[CompiledPlan, PlanReport]:  # fmt: skip
     """Compile a plan's stretches; return them, and the report with the bytes that the plan then needs. ``kept`` are
     bytes of copies beside the plan, those of the batch included."""
-    found: CompiledPlan = registry.load("compiled", "plan")(graph)
+    found = compiler(graph)
     costs = subject.costs({**subject.workspaces(graph), **found.scratch})
     peak = behind.peak(subject.replayed(found.graph, costs).peak_bytes + kept)
     said = f"{found.operators} operators in {found.count} stretches, {len(found.functions)} distinct"

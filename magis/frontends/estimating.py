@@ -12,12 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from magis import registry
 from magis.capture import OptimizerSpec, Workload
+from magis.cases.case_rows import Replayed
 from magis.cases.run_case import run_case
 from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
@@ -243,6 +246,18 @@ class Estimate:
 
         start = self._subject.traced.inputs[0].shape[dim] if function is None else function.extent(dim)
         return largest(fits, start, most)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the predicted step to a file as a memory snapshot, such as `torch.cuda.memory._dump_snapshot` writes,
+        for torch's memory_viz. Raises UsageError for a compiled step, and for a path that cannot be written."""
+        if self._compiled:
+            text = "save_snapshot: a compiled step is not predicted operator by operator"
+            raise UsageError(text, hint="leave out compiled")
+        if self._function is not None:
+            registry.load("snapshot", "calls")(path, self._function)
+        else:
+            step = self._subject.captured.original
+            registry.load("snapshot", "step")(path, Replayed(self._subject, step.graph, step), self.allocator)
 
     def __str__(self) -> str:
         """Return the estimate as lines of text."""

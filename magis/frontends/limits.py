@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from magis.errors import UsageError
+from magis.graph import Graph
 from magis.printable import printable
 from magis.results import Case
+from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
 AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
@@ -32,8 +34,8 @@ class Limits:
     """Bytes of optimizer state that may be in host memory between updates."""
     granted: int = 0
     """Bytes that plans for other batches are allowed: a smaller batch that misses its own limit may use as many."""
-    compiled: bool = False
-    """True if inductor compiles stretches of the plan; bytes are then those of the compiled plan."""
+    compiler: Callable[[Graph], CompiledPlan] | None = None
+    """Compiles stretches of the plan; bytes are then those of the compiled plan."""
 
     @property
     def asked(self) -> dict[str, float]:

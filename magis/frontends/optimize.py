@@ -104,7 +104,7 @@ def optimize(
             )
         if host_limit is None and place == "cuda" and shared is None:
             limits = replace(limits, host_limit=free_device_memory("cpu"))
-        limits = replace(limits, compiled=compile)
+        limits = replace(limits, compiler=registry.load("compiled", "compiler")() if compile else None)
         step = kind(trained, parts.loss, parts.optimizer, limits, place, autocast)
         return step, as_batch(parts.batch), repr(limits)
 

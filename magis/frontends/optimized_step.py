@@ -80,7 +80,7 @@ class OptimizedStep:
         self._whole, self._loss_fn = with_loss(model, loss_fn)
         self._optimizer = optimizer
         self._limits = limits
-        self._pictures = limits.compiled and has_pictures(model)
+        self._pictures = limits.compiler is not None and has_pictures(model)
         self._device = device
         self._autocast = autocast
         self._memory = MemoryGuard(self._whole)

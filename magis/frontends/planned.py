@@ -226,8 +226,9 @@ class ComparedStep:
         """Return the plan with the guards and records of this step."""
         captured, subject = self.subject.captured, self.subject
         code: CompiledPlan | None = None
-        if self.limits.compiled:
-            code, report = compiled(graph, subject, self.behind, _kept_bytes(graph) + self.batch.copied, report)
+        if self.limits.compiler is not None:
+            kept = _kept_bytes(graph) + self.batch.copied
+            code, report = compiled(self.limits.compiler, graph, subject, self.behind, kept, report)
         return Planned(
             graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
             captured.results, self.reads.state, captured.drawn, captured.graph, captured.heard,
@@ -268,7 +269,7 @@ class ComparedStep:
 
     def _search_plan(self, decided: Collection[Decisions]) -> Planned:
         find = partial(self._found, decided)
-        return fastest(find, lambda found: found.report) if self.limits.compiled else find(0)
+        return find(0) if self.limits.compiler is None else fastest(find, lambda found: found.report)
 
     def _found(self, decided: Collection[Decisions], moved: int) -> Planned:
         """Return the best plan within the limit, moved by so many bytes."""
@@ -290,23 +291,27 @@ class ComparedStep:
         found = search(memory_limit=None if limit is None else max(1, limit - apart))
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
         kept = limit is None or (found.feasible and peak <= limit)
-        if not kept and peak <= limits.granted:  # a smaller batch may use what a larger one was allowed
-            found, limit = search(memory_limit=max(1, limits.granted - apart)), limits.granted
+        granted = limits.granted + moved
+        if not kept and peak <= granted:  # a smaller batch may use what a larger one was allowed
+            found, limit = search(memory_limit=max(1, granted - apart)), granted
             peak = behind.peak(found.peak + _kept_bytes(found.graph))
             kept = found.feasible and peak <= limit
         graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
-        if limit is not None and not kept:
+        ratio = latency_ratio_of(subject, found.latency_ns)
+        wanted = None if limit is None else limit - moved
+        report = PlanReport(
+            original, peak, wanted, ratio, found.recomputed_ops, found.swapped_bytes, found.fission, self.update,
+            torn_by(graph), found.seconds, host_bytes(graph),
+        )  # fmt: skip
+        made = self.planned(graph, report, found.decisions)
+        needed = made.report.planned_bytes
+        if wanted is not None and not kept and (made.compiled is None or needed > wanted):
             raise UsageError(
-                f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
+                f"no plan found that needs at most {format_bytes(wanted)}: the best needs {format_bytes(needed)}, none"
                 f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
                 hint="raise the limit",
             )
-        ratio = latency_ratio_of(subject, found.latency_ns)
-        report = PlanReport(
-            original, peak, limit if limit is None else limit - moved, ratio, found.recomputed_ops,
-            found.swapped_bytes, found.fission, self.update, torn_by(graph), found.seconds, host_bytes(graph),
-        )  # fmt: skip
-        return self.planned(graph, report, found.decisions)
+        return made
 
     def _at_the_end(self, graph: Graph, peak: int, limit: int) -> tuple[Graph, int]:
         """Move all updates behind everything else, if the plan then still meets the limit: a step that runs out of

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from magis import registry
 from magis.capture.whole_steps import SETTLING, WholeStep, record_whole_step
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
@@ -267,9 +269,9 @@ def plain_step(
     return step, [(number, work.inputs, work.targets) for number, work in enumerate(works)]
 
 
-def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:
-    """Return the result of the gate's case "eager" for a test that returns a step function and its batch. Raises
-    StepGivenError for any other strategy, and UsageError for a type."""
+def step_case(case: Case, make: Make, bench: Bench, snapshots: Callable[[str], Path] | None = None) -> CaseResult:
+    """Return the result of the gate's case "eager" for a test that returns a step function and its batch; ``snapshots``
+    as for ``run_case``. Raises StepGivenError for any other strategy, and UsageError for a type."""
     try:
         make(case.seed)
     except StepGivenError as given:
@@ -284,6 +286,8 @@ def step_case(case: Case, make: Make, bench: Bench) -> CaseResult:
     else:
         raise UsageError(f"{case.model}: a step function in one call, and none in the next")
     found, more = function.result(), function.cyclic_bytes
+    if snapshots is not None:
+        registry.load("snapshot", "calls")(snapshots("original"), function)
     growth = StepGrowth(2 * more, 4, (), 2 * more) if more else None  # of two steps, as of other networks
     return replace(found, note="recorded from its step function, not run", growth=growth)
 

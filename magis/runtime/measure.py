@@ -54,6 +54,8 @@ class Allocation:
     time_ns: int
     address: int
     nbytes: int
+    op: str = ""
+    """Name of the operator that it happens in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,9 @@ def logged(log: profile) -> Iterator[Any]:
 def allocations(log: profile) -> list[Allocation]:
     """Return the CPU allocator's events in a finished `memory_profile`, sorted by time, then by order in the log."""
     found = [
-        Allocation(node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size)
+        Allocation(
+            node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size, node.parent.name if node.parent else ""
+        )
         for node in logged(log)
         if node.typed[0].name == "Allocation" and node.typed[1].device.type == "cpu"
     ]

@@ -15,8 +15,9 @@ segments are released, and pages of expandable ones unmapped, and the request is
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from magis.simulate.allocator_settings import DEFAULTS, OWN_SEGMENT, AllocatorSettings
 from magis.simulate.simulator import rounded
@@ -30,6 +31,8 @@ SMALL_SEGMENT = 2 * MIB
 SEGMENT_ROUNDING = 2 * MIB
 UNLIMITED = 1 << 62
 """Address space of an expandable segment."""
+FAR = 1 << 44
+"""Distance of the two expandable segments, in addresses that are told."""
 
 
 @dataclass(eq=False)
@@ -121,6 +124,18 @@ class _Pool:
         return block
 
 
+class PlacedBlock(NamedTuple):
+    """A block with memory: its address, bytes and allocation (None: it is free)."""
+
+    address: int
+    nbytes: int
+    name: int | None
+    small: bool
+    """True if it is of the small pool."""
+    first: bool
+    """True if a segment begins with it."""
+
+
 class CachingAllocator:
     """Simulated allocator with named allocations; counts bytes reserved and allocated, now and at the most.
 
@@ -134,6 +149,8 @@ class CachingAllocator:
         self.reserved = self.most_reserved = self.allocated = self.most_allocated = 0
         self.segments = 0
         """Number of segments, or maps of pages, that were made."""
+        self.changes: list[tuple[str, int, int]] = []
+        """Segments and pages made and released, in the words of torch's snapshots: action, address, bytes."""
         self.retries, self.failed = 0, False
         """Number of requests for which cached memory was released; True if one failed nonetheless."""
         self._settings = settings
@@ -171,6 +188,21 @@ class CachingAllocator:
             pool, block = self._taken.pop(name)
             self.allocated -= block.nbytes
             pool.put_merged(block)
+
+    def address(self, name: int) -> int:
+        """Return the address of an allocation."""
+        return self._address(*self._taken[name])
+
+    def blocks(self) -> Iterator[PlacedBlock]:
+        """Yield all blocks with memory in the order of their addresses."""
+        taken = [(pool, block, name) for name, (pool, block) in self._taken.items()]
+        free = [(pool, block, None) for pool in (self._small, self._large) for block in pool.free_blocks()]
+        for pool, block, name in sorted([*taken, *free], key=lambda each: self._address(*each[:2])):
+            first = block.before is None or not block.before.mapped
+            yield PlacedBlock(self._address(pool, block), block.nbytes, name, pool.small, first)
+
+    def _address(self, pool: _Pool, block: _Block) -> int:
+        return block.start + (FAR if self._settings.expandable_segments and not pool.small else 0)
 
     def _cached(self, pool: _Pool, wanted: int) -> _Block | None:
         """Take the best fitting free block out of its pool; None if there is none that may serve the request."""
@@ -219,6 +251,7 @@ class CachingAllocator:
         if not self._take(nbytes):
             return None
         block = _Block(self._end, nbytes)  # segments never join, so its first block has no neighbours
+        self.changes.append(("segment_alloc", self._end, nbytes))
         self._end += nbytes
         return block
 
@@ -248,6 +281,7 @@ class CachingAllocator:
             if nbytes < gap.nbytes:
                 pool.split(gap, nbytes)
             gap.mapped = True
+            self.changes.append(("segment_map", self._address(pool, gap), nbytes))
             block = pool.put_merged(gap)
         pool.drop(block)
         return block
@@ -256,6 +290,7 @@ class CachingAllocator:
         """Release a free block that is a whole segment."""
         pool.drop(block)
         self.reserved -= block.nbytes
+        self.changes.append(("segment_free", block.start, block.nbytes))
 
     def _collect(self) -> None:
         """Free whole segments of large blocks that were not used for longer than the mean, until enough is free."""
@@ -307,6 +342,7 @@ class CachingAllocator:
             pool.put(front)
             pool.drop(block)
         self.reserved -= block.nbytes
+        self.changes.append(("segment_unmap", self._address(pool, block), block.nbytes))
         block.mapped = False
         pool.put_merged(block)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
-from magis.graph import Graph
+from magis.graph import Graph, Op
 from magis.graph.hazards import lifetimes
 from magis.simulate.allocator_settings import allocator_settings
 from magis.simulate.cuda_caching_allocator import CachingAllocator
@@ -29,6 +30,17 @@ def simulated_allocator(text: str, device_bytes: int, capacity: int | None = Non
 Event = tuple[int, int]
 """Number of an allocation, from 0 on, and its bytes; -1 bytes: free."""
 RELEASE = -1
+
+
+class StepEvent(NamedTuple):
+    """An allocation or a free of a step."""
+
+    name: int
+    nbytes: int
+    op: Op | None
+    """Operator during which it happens; None: it is freed behind the step."""
+    storage: int | None = None
+    """Storage of the graph of the operator; None: the operator's workspace."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ def reserved(
     operator of its body, part by part. Host copies are assumed to use the one stream.
     """
     persistent = [storage.nbytes for _, storage in sorted(graph.storages.items()) if storage.persistent]
-    trace = _events(graph, workspace, deaths, count())
+    trace = ((each.name, each.nbytes) for each in step_events(graph, workspace, deaths, count()))
     return replayed(persistent, trace, allocator or CachingAllocator(), steps=steps)
 
 
@@ -82,9 +94,9 @@ def replayed(
     )
 
 
-def _events(
+def step_events(
     graph: Graph, workspace: Workspace, deaths: Mapping[int, int] | None, numbers: Iterator[int]
-) -> Iterator[Event]:
+) -> Iterator[StepEvent]:
     """Yield the allocations and frees of one step, after which all temporary storages are freed."""
     lives = lifetimes(graph, deaths)
     names: dict[int, int] = {}
@@ -97,16 +109,16 @@ def _events(
             fresh = lives.born.get(storage) == position and storage not in names
             if fresh and graph.storages[storage].kind == "temporary":
                 names[storage] = next(numbers)
-                yield names[storage], graph.storages[storage].nbytes
+                yield StepEvent(names[storage], graph.storages[storage].nbytes, op, storage)
         if op.body is None:
             scratch = next(numbers)
-            yield scratch, workspace(op, graph.values)
-            yield scratch, RELEASE
+            yield StepEvent(scratch, workspace(op, graph.values), op)
+            yield StepEvent(scratch, RELEASE, op)
         else:
             for _ in range(op.body.parts):
-                yield from _events(op.body.graph, workspace, None, numbers)
+                yield from step_events(op.body.graph, workspace, None, numbers)
         for storage in dying.get(position, ()):
             if storage in names:
-                yield names.pop(storage), RELEASE
-    for name in names.values():
-        yield name, RELEASE
+                yield StepEvent(names.pop(storage), RELEASE, op, storage)
+    for storage, name in names.items():
+        yield StepEvent(name, RELEASE, None, storage)

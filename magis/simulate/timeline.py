@@ -74,11 +74,18 @@ class _Clock:
 def elapsed_ns(graph: Graph, times: Times) -> int:
     """Return the latency in ns of a schedule on a machine, with its waits for copies and collectives."""
     clock = _Clock()
-    _advance(graph, times, clock)
+    for _ in _advance(graph, times, clock):
+        pass
     return clock.compute
 
 
-def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
+def moments(graph: Graph, times: Times) -> Iterator[int]:
+    """Yield the time in ns at the end of each operator of a schedule on a machine; of a loop, those of its body for
+    each part."""
+    return _advance(graph, times, _Clock())
+
+
+def _advance(graph: Graph, times: Times, clock: _Clock) -> Iterator[int]:
     storage_of = {value.id: value.storage for value in graph.values.values()}
     beside = under_way(graph.ops)
     for op in graph.ops:
@@ -86,9 +93,10 @@ def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
         if op.body is not None:
             for _ in range(op.body.parts):
                 part = clock.inside()
-                _advance(op.body.graph, times, part)
+                yield from _advance(op.body.graph, times, part)
                 clock.compute = part.compute
-        elif op.target in COPIES:
+            continue
+        if op.target in COPIES:
             taken, made = op.inputs()[0], op.made()[0]
             clock.copy(COPIES[op.target], graph.storages[storage_of[taken]].nbytes, storage_of[made], times)
         elif op.target == "magis.rng_enter":
@@ -99,6 +107,7 @@ def _advance(graph: Graph, times: Times, clock: _Clock) -> None:
             clock.exchange(times.nanoseconds(op, graph.values))
         elif op.target not in UNTIMED and not is_pure_view(graph.values, op):
             clock.run(times.nanoseconds(op, graph.values))
+        yield clock.compute
 
 
 Held = tuple[int, ...]

@@ -13,7 +13,7 @@ from magis.errors import UsageError
 from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
 from pytest_magis.findings import Tolerances
-from pytest_magis.gate import Gate
+from pytest_magis.gate import Gate, snapshot_file
 from pytest_magis.harness import forget
 from pytest_magis.judged_case import (
     failure,
@@ -141,8 +141,14 @@ class PeakGate:
         if other is not None:
             raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
         result = peak.result(test)
-        verdict = verdict_on(gate, PlannedCase(test, label, result.case, tolerances), result)
-        outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
+        planned, folder = PlannedCase(test, label, result.case, tolerances), gate.settings.snapshot
+        verdict = verdict_on(gate, planned, result)
+        snapshots = 0
+        # a phase of a block has no such bytes; on a GPU, and where another profiler ran, no event is logged
+        if folder is not None and peak.device == "cpu" and getattr(peak, "allocated_bytes", None) is not None:
+            peak.save_snapshot(snapshot_file(folder, planned, "original"))
+            snapshots = 1
+        outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item), snapshots=snapshots)
         add(outcome, item.user_properties)
         return outcome
 

@@ -160,6 +160,65 @@ def test_parts_of_loops_are_compiled() -> None:
     assert twins.peak() == pytest.approx(twins.step.report().planned_bytes, rel=0.03)
 
 
+class Classes(nn.Module):
+    """Scores of many classes, whose cross-entropy needs most of the memory."""
+
+    def __init__(self, width: int = 16, classes: int = 2000) -> None:
+        super().__init__()
+        self.scores = nn.Linear(width, classes, bias=False)
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(rows), labels)
+
+
+def test_a_cross_entropy_needs_its_scores_once() -> None:
+    """Their gradient takes the memory of their logarithms, and the labels' ones are never made as a tensor."""
+    torch.manual_seed(0)
+    module, labels = Classes(), torch.arange(256)
+    scores = 256 * 2000 * 4
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = magis.optimize(module, ((rows(256, 16), labels), ()), None, optimizer, memory_ratio=1.0, compile=True)
+    weights = sum(each.nbytes for each in module.parameters())
+    assert step.report().planned_bytes < 1.5 * scores + 4 * weights
+    losses = [step((rows(256, 16), labels), ()) for _ in range(2)]
+    assert losses[1] < losses[0]
+    held = (*module.parameters(), rows(256, 16), labels)
+    with collector_spared():
+        window = window_peak(lambda: step((rows(256, 16), labels), ())).peak_bytes
+    assert window + sum(each.nbytes for each in held) == pytest.approx(step.report().planned_bytes, rel=0.03)
+
+
+class Gated(nn.Module):
+    """Two products, the first one's activation before the second."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        gate = F.silu(self.gate(rows))
+        return gate * self.up(rows)
+
+
+def test_an_activation_waits_for_the_product_that_it_joins() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Gated() for _ in range(3)))
+    twins = Twins(module, (rows(seed=1), rows(seed=2)), adamw, 1.0)
+    twins.run()
+    compiled = twins.step._entries[-1].plan.compiled
+    assert compiled is not None
+    left = {op.target for op in compiled.graph.ops}
+    assert left.isdisjoint({"aten.silu.default", "aten.silu_.default", "aten.mul.Tensor", "aten.mul_.Tensor"})
+    assert twins.peak() == pytest.approx(twins.step.report().planned_bytes, rel=0.03)
+
+
+def test_a_step_holds_the_functions_of_its_plans() -> None:
+    first, second = (Twins(blocks(), (rows(seed=1), rows(seed=2)), adamw, 1.0).step for _ in range(2))
+    known = [step._limits.compiler._functions for step in (first, second)]
+    assert known[0].keys() == known[1].keys()
+    assert known[0] is not known[1]
+
+
 def test_a_changed_learning_rate_needs_no_other_code() -> None:
     twins = Twins(blocks(), (rows(seed=1), rows(seed=2)), adamw, 1.0)
     twins.run(exact=False)
@@ -173,7 +232,6 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("no C++ compiler\nat all")
 
     monkeypatch.setattr(fused_plan, "compile_fx_inner", failing)
-    monkeypatch.setattr(fused_plan, "_functions", type(fused_plan._functions)())
     module = blocks()
     with pytest.raises(UsageError, match="inductor cannot compile a part of this plan: no C\\+\\+ compiler"):
         magis.optimize(module, (rows(), rows()), F.mse_loss, adamw(module.parameters()), memory_ratio=1.0, compile=True)

@@ -35,13 +35,14 @@ from pytest_magis import harness
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_magis_run_case(case, config, latency_bounds, rough, make, timelines):
+def pytest_magis_run_case(case, config, latency_bounds, rough, make, timelines, snapshots):
     def told(text):
         with Path("told.txt").open("a") as stream:
             stream.write(f"{case.strategy}: {text}\\n")
 
     case = replace(case, timing_rounds=1_000_000)
-    return harness.pytest_magis_run_case(case, config, None, None, latency_bounds, rough, told, make, timelines)
+    further = rough, told, make, timelines, snapshots
+    return harness.pytest_magis_run_case(case, config, None, None, latency_bounds, *further)
 
 
 def pytest_unconfigure():

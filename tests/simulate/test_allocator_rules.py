@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.simulate.allocator_settings import allocator_settings
-from magis.simulate.cuda_caching_allocator import CachingAllocator
+from magis.simulate.cuda_caching_allocator import FAR, CachingAllocator
 from tests.plain_allocator import MIB, PlainAllocator, PlainSettings
 from tests.strategies import examples
 
@@ -60,9 +61,17 @@ def compare(calls: list[Call], text: str, memory: int | None) -> CachingAllocato
             ours.allocate(name, nbytes)
             plain.allocate(name, nbytes)
             assert ours._taken[name][1].start == plain.place(name)
+            assert ours.address(name) % FAR == plain.place(name)
         assert (ours.reserved, ours.allocated) == (plain.reserved, plain.allocated)
         assert (ours.retries, ours.failed) == (plain.retries, plain.failed)
         assert (ours.most_reserved, ours.most_allocated) == (plain.most_reserved, plain.most_allocated)
+    signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    assert sum(signs[action] * size for action, _, size in ours.changes) == ours.reserved
+    blocks = list(ours.blocks())
+    assert sum(each.nbytes for each in blocks) == ours.reserved
+    assert {each.name for each in blocks} - {None} == held
+    assert all(one.address + one.nbytes <= other.address for one, other in pairwise(blocks))
+    assert all(one.address + one.nbytes == other.address for one, other in pairwise(blocks) if not other.first)
     return ours
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,82 +28,86 @@ from magis.errors import UsageError
 from magis.extensions.compile.fused_stretches import FusedStretch, stretches_of
 from magis.fission.proof import last_part
 from magis.graph import STRETCH, Arg, Graph, Op, Ref, Scalar, Value
-from magis.graph.hazards import is_pure_view, lifetimes
+from magis.graph.hazards import is_pure_view
 from magis.ops.call import resolve, to_torch
 from magis.ops.raising import may_raise
 from magis.runtime.codegen import CompiledPlan, CompiledStretch
 from magis.runtime.measure import window_peak
 
 KEPT = 1024
-"""Most functions that are kept for the next plan of this process."""
+"""Most functions that a compiler keeps for its next plan."""
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A compiled stretch, and the bytes that it allocates for each of its outputs."""
+    """A compiled stretch, the bytes that it allocates for each of its outputs, and its scratch."""
 
     call: CompiledStretch
     sizes: tuple[int, ...]
+    scratch: int
 
 
-_functions: OrderedDict[str, _Function | None] = OrderedDict()
-
-
-def compiled_plan(graph: Graph) -> CompiledPlan:
-    """Return a plan with its stretches compiled. Raises UsageError where inductor cannot compile here."""
-    builder = _PlanCompiler()
-    fused = builder.fused(graph)
-    return CompiledPlan(fused, builder.functions, builder.scratch, builder.operators, builder.count)
-
-
-class _PlanCompiler:
-    """Compiler of the stretches of one plan: their functions by name, and their scratch by signature."""
+class PlanCompiler:
+    """Compiler of plans, which keeps the functions of their stretches: plans of one step have many in common."""
 
     def __init__(self) -> None:
+        self._functions: OrderedDict[str, _Function | None] = OrderedDict()
+
+    def __call__(self, graph: Graph) -> CompiledPlan:
+        """Return a plan with its stretches compiled. Raises UsageError where inductor cannot compile here."""
+        builder = _PlanBuilder(self)
+        fused = builder.fused(graph)
+        return CompiledPlan(fused, builder.functions, builder.scratch, builder.operators, builder.count)
+
+    def function(self, graph: Graph, stretch: FusedStretch) -> _Function | None:
+        """Return the function of a stretch, compiled if it is the first of its kind; None if results of inductor's
+        code lie otherwise than the plan's, or share memory with each other or with inputs that are used later."""
+        key = f"{torch.get_num_threads()} threads\n{stretch.key(graph)}"  # in the code
+        if key not in self._functions:
+            self._functions[key] = _function(graph, stretch)
+        self._functions.move_to_end(key)
+        while len(self._functions) > KEPT:
+            self._functions.popitem(last=False)
+        return self._functions[key]
+
+
+class _PlanBuilder:
+    """The functions of one plan's stretches by name, and their scratch by signature."""
+
+    def __init__(self, compiler: PlanCompiler) -> None:
         self.functions: dict[str, CompiledStretch] = {}
         self.scratch: dict[str, int] = {}
         self.operators = self.count = 0
-        self._known: dict[tuple[str, tuple[bool, ...]], tuple[str, int]] = {}
+        self._compiler = compiler
+        self._names: dict[int, str] = {}  # id of a function -> its name
 
     def fused(self, graph: Graph) -> Graph:
         """Return the graph with stretches as operators, in the bodies of loops as well."""
         ops: list[Op] = []
         storages = dict(graph.storages)
-        placed: list[tuple[int, FusedStretch, str, CompiledStretch]] = []
         for part in stretches_of(graph, may_raise(graph)):
             if isinstance(part, FusedStretch):
-                key = part.key(graph.values)
-                function = _function(graph, part, key)
+                function = self._compiler.function(graph, part)
                 if function is None:
                     ops += part.ops
                     continue
                 for value, nbytes in zip(part.outputs, function.sizes, strict=True):
                     storage = graph.values[value].storage
                     storages[storage] = replace(storages[storage], nbytes=nbytes)
-                placed.append((len(ops), part, key, function.call))
-                ops += [_operator(part), *part.behind]
+                name = self._names.setdefault(id(function), f"{STRETCH}{len(self._names)}")
+                self.functions[name] = function.call
+                ops += [_operator(part, name), *part.behind]
+                self.scratch[signature(ops[-1 - len(part.behind)], graph.values)] = function.scratch
                 self.operators += sum(not is_pure_view(graph.values, op) for op in part.ops)
+                self.count += 1
             elif part.body is not None and last_part(part, graph.values) is None:
                 ops.append(replace(part, body=replace(part.body, graph=self.fused(part.body.graph))))
             else:
                 ops.append(part)
-        ops = [replace(op, id=number) for number, op in enumerate(ops)]
-        found = replace(graph, storages=storages, ops=tuple(ops))
-        dies = lifetimes(found).dies
-        for position, stretch, key, call in placed:
-            freed = tuple(dies.get(graph.values[each].storage) == position for each in stretch.inputs)
-            if (key, freed) not in self._known:
-                name = f"{STRETCH}{len(self._known)}"
-                self._known[key, freed] = name, _scratch(found, stretch, call, freed)
-                self.functions[name] = call
-            name, nbytes = self._known[key, freed]
-            ops[position] = replace(ops[position], target=name)
-            self.scratch[signature(ops[position], graph.values)] = nbytes
-        self.count += len(placed)
-        return replace(found, ops=tuple(ops))
+        return replace(graph, storages=storages, ops=tuple(replace(op, id=number) for number, op in enumerate(ops)))
 
 
-def _operator(stretch: FusedStretch) -> Op:
+def _operator(stretch: FusedStretch, name: str) -> Op:
     """Return the operator that stands for a stretch in the plan."""
     reads: dict[int, int] = {}
     writes: dict[int, int] = {}
@@ -111,32 +117,32 @@ def _operator(stretch: FusedStretch) -> Op:
         writes.update(op.writes)
     first = next((op for op in stretch.ops if op.phase == "update"), stretch.ops[0])
     return Op(
-        0, STRETCH, (*map(Ref, stretch.inputs), *map(Scalar, stretch.numbers)), (), tuple(stretch.outputs), many=True,
+        0, name, (*map(Ref, stretch.inputs), *map(Scalar, stretch.numbers)), (), tuple(stretch.outputs), many=True,
         reads=tuple(reads.items()), writes=tuple(writes.items()), phase=first.phase, module=first.module,
     )  # fmt: skip
 
 
-def _function(graph: Graph, stretch: FusedStretch, key: str) -> _Function | None:
-    """Return the function of a stretch, compiled if it is the first of its kind; None if results of inductor's code
-    lie otherwise than the plan's, or share memory with each other or with inputs."""
-    key = f"{torch.get_num_threads()} threads\n{key}"  # in the code
-    if key not in _functions:
-        call = _compiled(graph.values, stretch)
-        given = _given(graph, stretch, {})
-        memory = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
-        results = call([*given])
-        alike = all(
-            (tuple(each.shape), each.stride(), each.dtype) == (value.shape, value.stride, getattr(torch, value.dtype))
-            for each, value in zip(results, map(graph.values.__getitem__, stretch.outputs), strict=True)
-        )
-        own = {each.untyped_storage().data_ptr() for each in results}
-        sizes = tuple(each.untyped_storage().nbytes() for each in results)
-        new = alike and len(own) == len(results) and own.isdisjoint(memory)
-        _functions[key] = _Function(call, sizes) if new else None
-    _functions.move_to_end(key)
-    while len(_functions) > KEPT:
-        _functions.popitem(last=False)
-    return _functions[key]
+def _function(graph: Graph, stretch: FusedStretch) -> _Function | None:
+    """Compile a stretch and look at its results on made-up tensors; return None if these cannot take the plan's
+    place."""
+    call = _compiled(graph.values, stretch)
+    given = _given(graph, stretch, {})
+    kept = {
+        each.untyped_storage().data_ptr()
+        for value, each in zip(stretch.inputs, given, strict=False)
+        if value not in stretch.given
+    }
+    results = call([*given])
+    alike = all(
+        (tuple(each.shape), each.stride(), each.dtype) == (value.shape, value.stride, getattr(torch, value.dtype))
+        for each, value in zip(results, map(graph.values.__getitem__, stretch.outputs), strict=True)
+    )
+    own = {each.untyped_storage().data_ptr() for each in results}
+    if not alike or len(own) < len(results) or not own.isdisjoint(kept):
+        return None
+    sizes = tuple(each.untyped_storage().nbytes() for each in results)
+    del given, results
+    return _Function(call, sizes, _scratch(graph, stretch, call, sum(sizes)))
 
 
 def _compiled(values: Mapping[int, Value], stretch: FusedStretch) -> CompiledStretch:
@@ -145,8 +151,11 @@ def _compiled(values: Mapping[int, Value], stretch: FusedStretch) -> CompiledStr
         traced, given, mode = _traced(values, stretch)
         (end,) = traced.graph.find_nodes(op="output")
         end.meta["user_visible_output_idxs"] = list(range(len(stretch.outputs)))  # these keep the plan's strides
-        with torch.no_grad(), tracing(TracingContext(mode)), inductor.patch(size_asserts=False, cpp_wrapper=False):
-            found: Any = compile_fx_inner(traced, given, is_inference=True, layout_opt=False)
+        context = TracingContext(mode)
+        taken = [number for number, value in enumerate(stretch.inputs) if value in stretch.given]
+        context.fw_metadata = ViewAndMutationMeta([], [], 0, False, [], [], [], [], [], bw_donated_idxs=taken)
+        with torch.no_grad(), tracing(context), inductor.patch(size_asserts=False, cpp_wrapper=False):
+            found: Any = compile_fx_inner(traced, given, is_inference=True, is_backward=True, layout_opt=False)
     except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
@@ -189,12 +198,17 @@ def _traced(values: Mapping[int, Value], stretch: FusedStretch) -> tuple[fx.Grap
         functional = torch.func.functionalize(run)
         traced = make_fx(functional, decomposition_table=select_decomp_table())(*given)
     places = traced.graph.find_nodes(op="placeholder")
-    forgotten = {place for place, value in zip(places, stretch.inputs, strict=False) if value in stretch.forgotten}
+    freed = {place for place, value in zip(places, stretch.inputs, strict=False) if value in stretch.freed}
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        if node.args[0] in forgotten:
+        if node.args[0] in freed:
             traced.graph.erase_node(node)
+    for place, value in zip(places, stretch.inputs, strict=False):
+        if value in stretch.given:  # named otherwise, as inductor's cache of code does not know it else
+            place.name = place.target = f"given_{place.name}"
     traced.graph.eliminate_dead_code()
     traced.recompile()
+    with mode:
+        joint_graph_passes(traced)
     return traced, given, mode
 
 
@@ -246,16 +260,15 @@ def _given(graph: Graph, stretch: FusedStretch, memory: Mapping[int, torch.Untyp
     return [*given, *(1.0 for _ in stretch.numbers)]
 
 
-def _scratch(graph: Graph, stretch: FusedStretch, call: CompiledStretch, freed: Sequence[bool]) -> int:
-    """Return the bytes that a stretch needs at its peak beyond its inputs and outputs, measured on made-up tensors;
-    less than 0 if inputs are freed before outputs are made. ``freed`` says which inputs die in it."""
-    values = [graph.values[value] for value in stretch.inputs]
-    dying = {value.storage for value, dies in zip(values, freed, strict=True) if dies}
+def _scratch(graph: Graph, stretch: FusedStretch, call: CompiledStretch, made: int) -> int:
+    """Return the bytes that a stretch needs at its peak beyond its inputs and the bytes that it makes, measured on
+    made-up tensors; less than 0 if inputs are freed before outputs are made, or become outputs."""
+    storage_of = {value: graph.values[value].storage for value in stretch.inputs}
+    dying = {storage_of[value] for value in stretch.freed}
     kept = {
-        value.storage: tensor.untyped_storage()
-        for value, tensor in zip(values, _given(graph, stretch, {}), strict=False)
-        if value.storage not in dying
+        storage_of[value]: tensor.untyped_storage()
+        for value, tensor in zip(stretch.inputs, _given(graph, stretch, {}), strict=False)
+        if storage_of[value] not in dying
     }
     peak = window_peak(lambda: call(_given(graph, stretch, kept))).peak_bytes
-    made = {graph.values[value].storage for value in stretch.outputs}
-    return peak - sum(graph.storages[each].nbytes for each in (*dying, *made))
+    return peak - made - sum(graph.storages[each].nbytes for each in dying)

@@ -11,12 +11,14 @@ memory that exists before, it writes in place. Views that later operators use ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Value
-from magis.graph.hazards import is_pure_view
+from magis.graph.hazards import fills, is_dense, is_pure_view
 from magis.graph.loop_rules import MERGES, PART
 from magis.ops.call import shaped_by_contents
 from magis.ops.fake_results import IN_TRAINING
@@ -60,11 +62,14 @@ class FusedStretch:
     """Views of inputs and outputs that later operators use."""
     numbers: list[str] = field(default_factory=list)
     """Names of the numbers that are known only when the step runs."""
-    forgotten: list[int] = field(default_factory=list)
-    """Inputs whose memory it writes and nobody reads afterwards."""
+    freed: list[int] = field(default_factory=list)
+    """Inputs whose memory nobody uses afterwards."""
+    given: list[int] = field(default_factory=list)
+    """Those of them that are all of a storage: results may take their memory."""
 
-    def key(self, values: Mapping[int, Value]) -> str:
-        """Return a text that is equal for stretches that one function can compute."""
+    def key(self, graph: Graph) -> str:
+        """Return a text that is equal for stretches that one function can compute, with as many bytes of scratch."""
+        values = graph.values
         names = {value: number for number, value in enumerate(self.inputs)}
         lines = [str([(values[each].shape, values[each].stride, values[each].dtype) for each in self.inputs])]
         for value, (op, base) in self.again.items():
@@ -73,7 +78,9 @@ class FusedStretch:
         for op in self.ops:
             lines.append(_line(op, names))
             names.update((value, len(names) + number) for number, value in enumerate(op.made()))
-        lines.append(str([[names[each] for each in some] for some in (self.outputs, self.forgotten)]))
+        lines.append(str([[names[each] for each in some] for some in (self.outputs, self.freed, self.given)]))
+        ends = [values[value].storage for value in self.freed]
+        lines.append(str([(ends.index(storage), graph.storages[storage].nbytes) for storage in ends]))
         return "\n".join([*lines, *self.numbers])
 
 
@@ -99,24 +106,47 @@ def stretches_of(graph: Graph, stays: Container[int]) -> Iterator[Op | FusedStre
             end[values[value].storage] = position
         last.update(dict.fromkeys(op.inputs(), position))
     last.update(dict.fromkeys(graph.outputs, len(graph.ops)))
-    end.update((values[value].storage, len(graph.ops)) for value in graph.outputs)
+    end.update((values[value].storage, len(graph.ops)) for value in (*graph.inputs, *graph.outputs))
     run: list[Op] = []
     every: tuple[Op | None, ...] = (*graph.ops, None)
     for position, one in enumerate(every):
         if one is not None and one.id not in stays and _joins(one, values):
             run.append(one)
             continue
+        waiting: set[int] = set()
         for part in _apart(run, values):
+            touched = {storage for each in part for storage in _touched(each, values)}
+            ended = {storage for storage in touched if end.get(storage, -1) < position}
+            if one is not None and touched.isdisjoint(_touched(one, values)) and _can_wait(graph, part, ended):
+                waiting.update(each.id for each in part)
+                continue
             found = None
             working = [each.target.split(".")[1] for each in part if not is_pure_view(values, each)]
             if len(working) >= LEAST or any(name in _ALONE for name in working):
                 used = {value for each in part for value in each.made() if last.get(value, -1) >= position}
-                ended = {each for each, at in end.items() if at < position}
                 found = _stretch(graph, part, maker, used, ended)
             yield from part if found is None else [found]
-        run = []
+        run = [each for each in run if each.id in waiting]
         if one is not None:
             yield one
+
+
+def _touched(op: Op, values: Mapping[int, Value]) -> set[int]:
+    """Return the storages that an operator reads, makes or writes."""
+    used = {values[value].storage for value in (*op.inputs(), *op.made())}
+    return used | {storage for storage, _ in (*op.reads, *op.writes)}
+
+
+def _can_wait(graph: Graph, ops: Sequence[Op], ended: Container[int]) -> bool:
+    """Return True if operators may run later, with others that follow: they free no more bytes than they make.
+    ``ended`` are storages that no later operator uses."""
+    made = {value for op in ops for value in op.made()}
+    older = {graph.values[value].storage for op in ops for value in op.inputs() if value not in made}
+    new = {graph.values[value].storage for value in made} - older
+    freed = sum(
+        graph.storages[each].nbytes for each in older if graph.storages[each].kind == "temporary" and each in ended
+    )
+    return freed <= sum(graph.storages[each].nbytes for each in new if each not in ended)
 
 
 def _joins(op: Op, values: Mapping[int, Value]) -> bool:
@@ -141,9 +171,7 @@ def _apart(run: Sequence[Op], values: Mapping[int, Value]) -> list[list[Op]]:
     group: dict[int, list[Op]] = {}  # storage -> its group
     groups: list[list[Op]] = []
     for op in run:
-        touched = {values[value].storage for value in (*op.inputs(), *op.made())} | {
-            each for each, _ in (*op.reads, *op.writes)
-        }
+        touched = _touched(op, values)
         mine: list[Op] = []
         for other in {id(group[each]): group[each] for each in sorted(touched) if each in group}.values():
             mine.extend(other)
@@ -199,13 +227,31 @@ def _stretch(
     for value, (view, base) in bases.items():
         same = Op(0, "aten.alias.default", (Ref(base),), (), (value,), phase=ops[-1].phase, module=ops[-1].module)
         stretch.behind.append(same if view is None else view)
-    given = [values[value].storage for value in stretch.inputs if values[value].storage in written]
     new = [values[value].storage for value in stretch.outputs]
-    if len({*given}) < len(given) or len({*new}) < len(new) or older & {*new}:
+    if len({*new}) < len(new) or older & {*new} or not _lie_apart([values[value] for value in stretch.inputs], written):
         return None
-    lost = {each for each in written if graph.storages[each].kind == "temporary" and each in ended}
-    stretch.forgotten = [value for value in stretch.inputs if values[value].storage in lost]
+    lost = {each for each in older if graph.storages[each].kind == "temporary" and each in ended}
+    stretch.freed = [value for value in stretch.inputs if values[value].storage in lost]
+    shared = Counter(values[value].storage for value in stretch.inputs)
+    stretch.given = [
+        value
+        for value in stretch.freed
+        if shared[values[value].storage] == 1 and fills(values[value], graph.storages[values[value].storage])
+    ]
     return stretch if stretch.outputs or written - lost else None
+
+
+def _lie_apart(inputs: Sequence[Value], written: Container[int]) -> bool:
+    """Return True if no two of these values share bytes of memory that is written."""
+    found = [each for each in inputs if each.storage in written]
+    shared = Counter(each.storage for each in found)
+    several = [each for each in found if shared[each.storage] > 1]
+    if not all(map(is_dense, several)):
+        return False
+    starts = sorted((each.storage, each.offset * each.nbytes // max(1, each.numel), each.nbytes) for each in several)
+    return all(
+        storage != other or start + nbytes <= after for (storage, start, nbytes), (other, after, _) in pairwise(starts)
+    )
 
 
 def _base(value: int, op: Op | None, values: Mapping[int, Value]) -> tuple[Op | None, int] | None:
