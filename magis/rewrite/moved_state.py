@@ -59,7 +59,7 @@ def with_moved_state(graph: Graph, moved: Sequence[int]) -> Graph:
     """Return the graph with these storages of `movable_state` in host memory."""
     if not moved:
         return graph
-    builder = _Builder(graph, frozenset(moved))
+    builder = _WithCopies(graph, frozenset(moved))
     first, last = dict[int, int](), dict[int, int]()
     for position, op in enumerate(graph.ops):
         for value in (*op.inputs(), *op.made()):
@@ -94,7 +94,7 @@ def host_bytes(graph: Graph) -> int:
     return sum(graph.storages[each].nbytes for each in storages if graph.storages[each].kind == "host")
 
 
-class _Builder:
+class _WithCopies:
     """Emitter of a graph's operators with copies of moved storages."""
 
     def __init__(self, graph: Graph, moved: frozenset[int]) -> None:
@@ -119,7 +119,7 @@ class _Builder:
         self._storages[device] = Storage(device, self._storages[storage].nbytes, "temporary")
         value = self._new_value(replace(self._values[self._given[storage]], storage=device, name=""))
         self._on_device[storage], self._version[storage] = (device, value), 0
-        self._emit(op, LOAD, (self._given[storage],), value)
+        self._copy(op, LOAD, (self._given[storage],), value)
 
     def node(self, op: Op) -> None:
         """Emit an operator on the device's copies."""
@@ -150,11 +150,11 @@ class _Builder:
         host = self._given[storage]
         self._stored[storage] = value = self._new_value(replace(self._values[host], name=""))
         reads = ((device, self._version[storage]), (storage, 0))
-        self._emit(op, STORE, (whole, host), value, reads=reads, writes=((storage, 1),))
+        self._copy(op, STORE, (whole, host), value, reads=reads, writes=((storage, 1),))
 
     def wait(self, storage: int, op: Op) -> None:
         """Emit the wait for the copy, which frees the device's memory."""
-        self._emit(op, WAIT, (self._on_device[storage][1], self._stored[storage]), None)
+        self._copy(op, WAIT, (self._on_device[storage][1], self._stored[storage]), None)
 
     def graph(self) -> Graph:
         return replace(self._source, storages=self._storages, values=self._values, ops=tuple(self._ops))
@@ -168,7 +168,7 @@ class _Builder:
         self._values[self._fresh] = replace(like, id=self._fresh)
         return self._fresh
 
-    def _emit(
+    def _copy(
         self,
         op: Op,
         target: str,
