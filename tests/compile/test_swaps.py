@@ -21,8 +21,9 @@ from magis.extensions.compile.compile_options import CompileReport, OptionError,
 from magis.extensions.compile.dynamo_backend import magis
 from magis.extensions.compile.inductor_partitioner import partition
 from magis.extensions.compile.joint_swaps import SavedOnHost
+from magis.frontends.block_peak import peak
 from magis.runtime.swap_streams import StreamHost
-from tests.compile.nets import Twins, chain, fresh_dynamo
+from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 from tests.runtime.simulated_gpu import SimulatedGpu, at_random, earliest_copies, latest_copies
 
 pytestmark = [
@@ -66,6 +67,25 @@ def test_numbers_are_eagers_and_bytes_the_planned_ones(parts: str) -> None:
     assert report.swapped_bytes
     assert "to host memory and back" in str(report)
     assert twins.peak(*batch()) == report.planned_bytes
+
+
+@pytest.mark.parametrize("link", [0, LINK])
+def test_copies_and_generator_states_on_the_host_are_no_tensors_of_the_step(link: float) -> None:
+    module, (x, y) = chain(32, 8, *PARTS["dropout"]), batch()
+    reports: list[CompileReport] = []
+    options = {"memory_ratio": 0.5, "link": link, "budget": 300, "report": reports.append}
+    call = torch.compile(lambda: F.mse_loss(module(x), y), backend=magis, options=options)
+    gradients_of(module, call())
+    module.zero_grad(set_to_none=True)
+    with peak() as counted:
+        call().backward()
+    held = sum(each.nbytes for each in (*module.parameters(), x, y))
+    (report,) = reports
+    assert bool(report.swapped_bytes) == bool(link)
+    assert link or "native_dropout" in targets_of(report.recomputed)
+    assert counted.allocated_bytes is not None
+    assert counted.allocated_bytes + held == report.planned_bytes
+    assert counted.tensor_bytes <= counted.allocated_bytes  # without scratch
 
 
 def test_a_device_without_a_link_swaps_nothing() -> None:

@@ -19,7 +19,7 @@ from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import VerifyError
 from magis.extensions.compile.compile_options import CompileReport, Options
 from magis.extensions.compile.joint_graph import TURN, Joint, kernel_layouts, placeholders
-from magis.extensions.compile.joint_swaps import SavedOnHost
+from magis.extensions.compile.joint_swaps import SavedOnHost, over_host
 from magis.graph import Arg, Const, Graph, Op, Ref, Value, verify
 from magis.ops.call import constant, resolve
 from magis.planner.plans import Plan, approached
@@ -230,12 +230,12 @@ def _saved_bytes(graph: Graph, profile: MemoryProfile) -> int:
 
 def rng_save(device: str) -> Tensor:
     """Return the RNG state as a tensor in numpy's memory, since autograd saves only tensors."""
-    return torch.from_numpy(GeneratorStates(device).rng_save())
+    return over_host(GeneratorStates(device).rng_save())
 
 
 def rng_enter(state: Tensor, device: str) -> Tensor:
     """Set the RNG to an earlier state, and return its current state."""
-    return torch.from_numpy(GeneratorStates(device).rng_enter(state.numpy()))
+    return over_host(GeneratorStates(device).rng_enter(state.numpy()))
 
 
 def rng_leave(state: Tensor, device: str) -> None:

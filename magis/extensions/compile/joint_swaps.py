@@ -22,9 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.errors import UsageError
 from magis.runtime.swap_streams import AnyHost, Stored, make_host
+
+
+def over_host(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor over host memory that autograd can save; modes that count the tensors of a step do not see it."""
+    with _disable_current_modes():
+        return torch.from_numpy(array)
 
 
 class SavedOnHost:
@@ -57,7 +64,7 @@ class SavedOnHost:
         stored = self._host.store(tensor)
         buffer = stored.data.numpy() if isinstance(stored.data, Tensor) else stored.data
         held: np.ndarray[Any, Any] = buffer[:]  # an object of its own, which lives as long as the tensor over it
-        saved = torch.from_numpy(held)
+        saved = over_host(held)
         self._stored[saved.data_ptr()] = stored
         weakref.finalize(held, self._stored.pop, saved.data_ptr()).atexit = False
         return saved
