@@ -1,11 +1,13 @@
 """`torch.compile(backend="magis")` beside eager mode and torch's own `aot_eager`, measured on the CPU.
 
-    python benchmarks/compile.py [ratio [model ...]]        (default: 0.7; mlp, resnet50, bert, gpt_neo and a module
-                                                            written as Hugging Face's are, with dropout)
+    python benchmarks/compile.py [ratio [model ...]] [--link 0]
+                (default: 0.7; mlp, resnet50, bert, gpt_neo and a module written as Hugging Face's are, with dropout)
 
 Peaks are the allocator's bytes of one forward and backward, with parameters, buffers and batch: as planned and as
 measured, and what eager and `aot_eager` (torch's min-cut partition) need. "equal" says whether loss, gradients and
 buffers are those of eager, bit for bit, from the same random numbers. Search time is that of a busy machine.
+`--link` is a host link in bytes per second that plans may use (25e9 is a PCIe 4.0 link): "swapped" are then the bytes
+that they copy to host memory and back, which the CPU does, though it wins nothing by it.
 """
 
 from __future__ import annotations
@@ -112,24 +114,27 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("ratio", nargs="?", type=float, default=0.7)
     parser.add_argument("names", nargs="*", default=list(NAMES))
+    parser.add_argument("--link", type=float, default=0.0)
     asked = parser.parse_args()
     ratio = asked.ratio
     warnings.filterwarnings("ignore", message="The .grad attribute")
     print(f"memory ratio {ratio}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'model':9} {'eager':>11} {'aot_eager':>11} {'planned':>11} {'measured':>11} {'/eager':>7} {'/aot':>7}"
-          f" {'latency':>8} {'again':>6} {'search':>7}  equal")  # fmt: skip
+          f" {'latency':>8} {'again':>6} {'swapped':>11} {'search':>7}  equal")  # fmt: skip
     for name in asked.names:
         step = made(name)
         reports: list[CompileReport] = []
         eager, theirs = measured(step, None)
         aot, _ = measured(step, "aot_eager")
-        ours, found = measured(step, magis, options={"memory_ratio": ratio, "report": reports.append})
+        options = {"memory_ratio": ratio, "link": asked.link, "report": reports.append}
+        ours, found = measured(step, magis, options=options)
         (report,) = reports
         equal = all(torch.equal(a, b) for a, b in zip(theirs, found, strict=True))
         print(
             f"{name:9} {format_bytes(eager):>11} {format_bytes(aot):>11} {format_bytes(report.planned_bytes):>11}"
             f" {format_bytes(ours):>11} {ours / eager:7.3f} {ours / aot:7.3f} {report.latency_ratio:8.3f}"
-            f" {len(report.recomputed):6} {report.seconds:5.1f} s  {'yes' if equal else 'NO'}"
+            f" {len(report.recomputed):6} {format_bytes(report.swapped_bytes):>11} {report.seconds:5.1f} s"
+            f"  {'yes' if equal else 'NO'}"
             f"{'' if ours == report.planned_bytes else f' (off by {ours - report.planned_bytes} bytes)'}",
             flush=True,
         )

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn, optim
@@ -20,7 +21,10 @@ TROUBLE = re.compile(r"Counted|Checkpointed|momentum=None")
 """Layers that dynamo does not take, or whose numbers hang on how often they were called."""
 
 
-def _run(seed: int) -> str:
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {"memory_ratio": 0.7}, "swaps": {"memory_ratio": 0.5, "link": 100e9}}
+
+
+def _run(seed: int, settings: str) -> str:
     """ "exact", "inexact" (bytes), or "none" for a net with trouble enough."""
     script, _ = drawn("loops", seed)
     if TROUBLE.search("\n".join(script.setup)):
@@ -38,7 +42,7 @@ def _run(seed: int) -> str:
         found["__name__"] = f"script{seed}"
         patch.setitem(sys.modules, found["__name__"], SimpleNamespace(**found))  # where dynamo looks for globals
         warnings.filterwarnings("ignore", message="magis: no plan found")
-        twins = Twins(found["model"], found["loss_fn"], made, memory_ratio=0.7)
+        twins = Twins(found["model"], found["loss_fn"], made, **SETTINGS[settings])
         for number in range(3):
             twins.step(number, *batch)
         (report,) = twins.reports
@@ -48,12 +52,13 @@ def _run(seed: int) -> str:
         return "exact" if peak == report.planned_bytes else "inexact"
 
 
-@pytest.mark.parametrize("seed", SAMPLE)
-def test_a_sample(seed: int) -> None:
-    assert _run(seed) == "exact"
+@pytest.mark.parametrize(("seed", "settings"), [*((seed, "plain") for seed in SAMPLE), (SAMPLE[0], "swaps")])
+def test_a_sample(seed: int, settings: str) -> None:
+    assert _run(seed, settings) == "exact"
 
 
 @pytest.mark.soak
-def test_all() -> None:
-    found = [_run(seed) for seed in ALL]
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_all(settings: str) -> None:
+    found = [_run(seed, settings) for seed in ALL]
     assert found.count("exact") >= 0.9 * (len(found) - found.count("none"))

@@ -11,7 +11,7 @@ from torch._dynamo.exc import ShortenTraceback
 from magis.errors import UsageError, nearest
 from magis.frontends.limits import Limits, PlanFigures, limits_of
 from magis.printable import printable
-from magis.units import format_bytes, format_milliseconds
+from magis.units import format_bytes, format_milliseconds, is_number
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,21 @@ class CompileReport(PlanFigures):
     outside: str = ""
     """Graph break at which dynamo ended the graph, as a line; later code runs eagerly or in another graph, and its
     bytes are not counted. "" without a graph break."""
+    swapped_bytes: int = 0
+    """Bytes that are copied to host memory and back, which no other figure counts."""
 
     def __str__(self) -> str:
         outside = [f"outside      {self.outside}"] if self.outside else []
         if self.fallback:
             return "\n".join(map(printable, [f"not planned: {self.fallback}", *outside]))
         peaks = f"{format_bytes(self.planned_bytes)}, unplanned {format_bytes(self.original_bytes)}"
+        swapped = f"swapped      {format_bytes(self.swapped_bytes)} to host memory and back"
         lines = [
             f"peak memory  {peaks} (ratio {self.memory_ratio:.3f})",
             f"saved        {format_bytes(self.saved_bytes)} from forward to backward",
             f"latency      {self.latency_ratio:.3f} times the unplanned one, predicted",
             f"recomputed   {len(self.recomputed)} operators",
+            *([swapped] if self.swapped_bytes else []),
             f"search       {format_milliseconds(1000 * self.seconds)}",
         ]
         return "\n".join(map(printable, [*lines, *outside]))
@@ -56,8 +60,10 @@ class CompileReport(PlanFigures):
 
 DEFAULT_RATIO = 0.8
 """Default memory ratio, which most networks reach at almost no extra time."""
+LEAST_LINK = 1e6
+"""Slowest host link, in bytes per second, that an option may give."""
 LIMITS = ("memory_ratio", "memory_limit", "latency_ratio")
-KNOWN = (*LIMITS, "budget", "seconds", "report", "inductor")
+KNOWN = (*LIMITS, "budget", "seconds", "report", "inductor", "link")
 
 
 class OptionError(UsageError, ShortenTraceback):
@@ -81,6 +87,8 @@ class Options:
     """True if inductor generates the code, in its own order; the plan then only decides which values are saved."""
     outside: str = ""
     """Graph break that ends the graph, in one line; "" without one."""
+    link: float | None = None
+    """Bytes per second between host and device, in one direction; 0: no swaps; None: as fast as the device has it."""
 
 
 def as_options(given: Mapping[str, Any] | None) -> Options:
@@ -100,9 +108,14 @@ def as_options(given: Mapping[str, Any] | None) -> Options:
     inductor = options.get("inductor", False)
     if not isinstance(inductor, bool):
         raise OptionError(f"backend magis: inductor={inductor!r}", hint="use True or False")
+    link = options.get("link")
+    if link is not None and not (is_number(link) and (link == 0 or link >= LEAST_LINK)):
+        raise OptionError(f"backend magis: link={link!r}", hint="use bytes per second, 25e9 say, or 0 for no swaps")
+    if link and inductor:
+        raise OptionError("backend magis: inductor=True has no swaps", hint="leave link out")
     try:
         limits = limits_of(options)
     except UsageError as error:
         what = str(error) if str(error).startswith(KNOWN) else f"memory_limit: {error}"
         raise OptionError(f"backend magis: {what}") from None
-    return Options(limits, report, inductor)
+    return Options(limits, report, inductor, link=0.0 if inductor else link)

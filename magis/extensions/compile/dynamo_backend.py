@@ -91,7 +91,8 @@ def magis(
     `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8), `memory_limit`
     (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a callback that
     receives a `Report` of each graph; `inductor` (bool): inductor generates the code, and saves the values that the
-    plan saves. Raises UsageError, one line, for any other option; `mode` has no values.
+    plan saves; `link` (bytes per second, 0 for none): the host link for swaps, by default the device's. Raises
+    UsageError, one line, for any other option; `mode` has no values.
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")

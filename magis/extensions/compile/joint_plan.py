@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import VerifyError
 from magis.extensions.compile.compile_options import CompileReport, Options
 from magis.extensions.compile.joint_graph import TURN, Joint, kernel_layouts, placeholders
+from magis.extensions.compile.joint_swaps import SavedOnHost, over_host
 from magis.graph import Arg, Const, Graph, Op, Ref, Value, verify
 from magis.ops.call import constant, resolve
 from magis.planner.plans import Plan, approached
@@ -30,9 +31,10 @@ from magis.runtime.measure import collector_spared
 from magis.runtime.scratch import measure_workspaces
 from magis.runtime.swap_streams import GeneratorStates
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, JudgedPlan, Objective
-from magis.search.driver import search
+from magis.search.driver import SearchResult, search
 from magis.simulate.compiled_problem import Compiled, compile_problem
-from magis.simulate.evaluator import evaluate, expand
+from magis.simulate.evaluator import Evaluator, evaluate, expand
+from magis.simulate.peak_breakdown import repeats
 from magis.simulate.problem import KEEP, RECOMPUTE
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.units import share_of
@@ -50,12 +52,11 @@ class _Costs:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bandwidth 0, which disables swapping: autograd cannot save a tensor on the host and bring it back."""
-        return 0.0
+        return self.device.link_bytes_per_s
 
     @property
     def copy_ns(self) -> int:
-        return 0
+        return self.device.copy_ns
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 0 if op.target == TURN else self.device.nanoseconds(op, values)
@@ -67,9 +68,10 @@ class _Costs:
 class _Scratch:
     """Workspaces of operators: measured once per signature on a CPU, estimated on other devices."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, options: Options) -> None:
         self._device = device
         self._gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+        self._options = options
         self._known: dict[str, int] = {}
 
     def costs(self, *graphs: Graph) -> _Costs:
@@ -80,7 +82,10 @@ class _Scratch:
             if missing:
                 with _disable_current_modes():
                     self._known.update(measure_workspaces(missing))
-        return _Costs(device_model(self._device, gpu=self._gpu, workspaces=dict(self._known)))
+        costs = device_model(self._device, gpu=self._gpu, workspaces=dict(self._known))
+        link = costs.device.link_bytes_per_s if self._options.link is None else self._options.link
+        device = replace(costs.device, link_bytes_per_s=link)
+        return _Costs(replace(costs, device=device, slack=self._options.limits.slack if link else 0.0))
 
 
 def turn_of(graph: Graph) -> int:
@@ -92,7 +97,7 @@ def turn_of(graph: Graph) -> int:
 def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     """Search for a plan under the limit, and return its verified graph and its report."""
     started = time.perf_counter()
-    scratch = _Scratch(joint.device)
+    scratch = _Scratch(joint.device, options)
     source = functionalize(joint.graph)
     costs = scratch.costs(joint.graph, source, redo_graph(source))  # measured at once: each time costs some 0.2 s
     original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
@@ -118,6 +123,7 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
         saved_bytes=_saved_bytes(best.graph, profile),
         latency_ratio=best.latency_ns / max(1, written.latency_ns),
         recomputed=_repeated(best.graph),
+        swapped_bytes=repeats(best.graph)[1],
         seconds=time.perf_counter() - started,
         outside=options.outside,
     )
@@ -152,10 +158,14 @@ def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
 def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
     problem = compiled.problem
     limits = options.limits
-    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, allow_swap=False)
-    found = searched(over=Deadline(limits.seconds).over)
+    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET)
+    found = searched(over=Deadline(limits.seconds).over, allow_swap=False)
     if not found.feasible and written.flags.any():  # never worse than what the user wrote
-        other = searched(over=Deadline(limits.seconds).over, starts=(written,))
+        other = searched(over=Deadline(limits.seconds).over, allow_swap=False, starts=(written,))
+        found = min(found, other, key=lambda each: aim.key(each.peak, each.latency_ns))
+    cheap = found.feasible and aim.memory_limit is not None and found.latency_ns <= written.latency_ns
+    if problem.xfer_ns_per_byte > 0.0 and not cheap:  # swaps are taken only if they win
+        other = _fewer_swaps(searched(over=Deadline(limits.seconds).over), aim)
         found = min(found, other, key=lambda each: aim.key(each.peak, each.latency_ns))
     events = expand(problem, found.order, found.flags)
     graph = realize(compiled, events)
@@ -171,6 +181,21 @@ def _search_plan(compiled: Compiled, scratch: _Scratch, options: Options, writte
         feasible=found.feasible,
         workspaces={},
     )
+
+
+def _fewer_swaps(found: SearchResult, aim: Objective) -> SearchResult:
+    """Keep swapped tensors on the device, large ones first, as long as the plan stays as good."""
+    problem = found.judge.problem
+    evaluator = Evaluator(problem, found.order)
+    flags, best = found.flags.copy(), evaluator.quick(found.flags)
+    for storage in sorted(np.flatnonzero(evaluator.swapped()).tolist(), key=lambda each: -int(problem.nbytes[each])):
+        before, flags[storage] = flags[storage], KEEP
+        without = evaluator.quick(flags)
+        if aim.key(*without) <= aim.key(*best):
+            best = without
+        else:
+            flags[storage] = before
+    return replace(found, flags=flags, peak=best[0], latency_ns=best[1])
 
 
 def _repeated(graph: Graph) -> tuple[str, ...]:
@@ -205,12 +230,12 @@ def _saved_bytes(graph: Graph, profile: MemoryProfile) -> int:
 
 def rng_save(device: str) -> Tensor:
     """Return the RNG state as a tensor in numpy's memory, since autograd saves only tensors."""
-    return torch.from_numpy(GeneratorStates(device).rng_save())
+    return over_host(GeneratorStates(device).rng_save())
 
 
 def rng_enter(state: Tensor, device: str) -> Tensor:
     """Set the RNG to an earlier state, and return its current state."""
-    return torch.from_numpy(GeneratorStates(device).rng_enter(state.numpy()))
+    return over_host(GeneratorStates(device).rng_enter(state.numpy()))
 
 
 def rng_leave(state: Tensor, device: str) -> None:
@@ -234,10 +259,13 @@ def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.G
     saved = crossing(captured, planned)
     fakes = (node.meta["val"] for node in primals)
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None) or FakeTensorMode()
-    forward = _Half(joint, captured, planned, names, mode, {})
+    swaps = SavedOnHost(captured.device)
+    forward = _Half(joint, captured, planned, names, mode, swaps, {})
     forward.take(captured.primals)
+    if any(op.target == "magis.store" for op in planned.ops):
+        forward.graph.call_function(swaps.join)
     forward.run(planned.ops[:at])
-    backward = _Half(joint, captured, planned, names, mode, {value: forward.fakes[value] for value in saved})
+    backward = _Half(joint, captured, planned, names, mode, swaps, {value: forward.fakes[value] for value in saved})
     backward.take((*saved, *given))
     backward.run(planned.ops[at + 1 :])
     return forward.module((*results, *saved)), backward.module(gradients)
@@ -269,9 +297,12 @@ class _Half:
     planned: Graph
     names: Mapping[int, str]
     mode: FakeTensorMode
+    swaps: SavedOnHost
     fakes: dict[int, Any]
     graph: fx.Graph = field(default_factory=fx.Graph)
     nodes: dict[int, fx.Node] = field(default_factory=dict)
+    arriving: dict[int, fx.Node] = field(default_factory=dict)
+    """Loaded tensors that no operator has taken yet, by storage."""
 
     def take(self, values: Sequence[int]) -> None:
         """Add placeholders for values, in order."""
@@ -282,10 +313,12 @@ class _Half:
             self._bind(value, node, self.fakes[value])
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Add the calls of operators, in order."""
+        """Add the calls of operators, in order; what is loaded is ready for its first use, or at the end."""
         with torch.no_grad(), self.mode, kernel_layouts(self.captured.device):
             for op in ops:
+                self._make_ready(self.planned.values[value].storage for value in op.inputs())
                 self._add_call(op)
+        self._make_ready(tuple(self.arriving))
 
     def module(self, outputs: Sequence[int | None]) -> fx.GraphModule:
         """Return the finished module with these outputs."""
@@ -294,14 +327,22 @@ class _Half:
         self.graph.lint()
         return fx.GraphModule(self.joint, self.graph)
 
+    def _make_ready(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if storage in self.arriving:
+                self.graph.call_function(self.swaps.ready, (self.arriving.pop(storage),))
+
     def _add_call(self, op: Op) -> None:
-        own = RNG.get(op.target)
+        moves = self.swaps.operators
+        own = RNG.get(op.target) or moves.get(op.target)
         function: Any = resolve(op.target) if own is None else own
         args = tuple(self._to_torch(arg, self._node) for arg in op.args)
         kwargs = {name: self._to_torch(arg, self._node) for name, arg in op.kwargs}
         if own is not None:
-            args = (*args, self.captured.device)
+            args = args if op.target in moves else (*args, self.captured.device)
             out: Any = torch.empty(0, dtype=torch.uint8)
+            if op.target == "magis.load":
+                out = self._fake(op.made()[0])
         else:
             out = function(
                 *(self._to_torch(arg, self.fakes.__getitem__) for arg in op.args),
@@ -315,6 +356,8 @@ class _Half:
                     self._bind(value, self.graph.call_function(operator.getitem, (node, place)), out[place])
         elif op.outputs and op.outputs[0] is not None:
             self._bind(op.outputs[0], node, out)
+        if op.target == "magis.load":
+            self.arriving[self.planned.values[op.made()[0]].storage] = node
 
     def _bind(self, value: int, node: fx.Node, fake: Any) -> None:
         self.nodes[value] = node

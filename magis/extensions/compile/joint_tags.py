@@ -92,7 +92,7 @@ def tag_joint_graph(
         "memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio,
         "budget": budget, "seconds": seconds,
     }  # fmt: skip
-    options = as_options({name: value for name, value in given.items() if value is not None})
+    options = as_options({name: value for name, value in given.items() if value is not None} | {"link": 0})
     (last,) = joint.graph.find_nodes(op="output")
     results = len(last.args[0])
     if not 0 < num_fwd_outputs <= results:
