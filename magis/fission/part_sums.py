@@ -81,21 +81,29 @@ def with_direct_sums(body: Graph) -> Graph:
     ops, gone = list[Op](), set[int]()
     for op in body.ops:
         part = op.inputs()[1] if op.target == REDUCE and op.args[2] == "sum" else None
-        before = None if part is None else next((each for each in reversed(ops) if each.made() == (part,)), None)
-        beside = before is not None and (before is ops[-1] or before.target == ROUND)  # of several sums of a loop
-        if part is None or uses[part] != 1 or before is None or not beside or not _adds(before, op, body.values):
+        at = next((at for at in range(len(ops) - 1, -1, -1) if part is not None and ops[at].made() == (part,)), None)
+        before = None if at is None else ops[at]
+        between = [] if at is None else ops[at + 1 :]  # such as the join that overwrites an input of the loop
+        beside = not any(_touches(each, body, op.inputs()[0]) for each in between)
+        mergeable = part is not None and uses[part] == 1 and before is not None and beside
+        if not mergeable or part is None or before is None or at is None or not _adds(before, op, body.values):
             ops.append(op)
             continue
-        ops.remove(before)
         args = (op.args[0], *before.args, *(["sum"] if before.target == ROUND else []))
         met = dict((*before.reads, *op.reads))
         del met[body.values[part].storage]
         gone.add(part)
         new = replace(before, target=_DIRECT[before.target], args=args, kwargs=(), outputs=(), reads=tuple(met.items()))
-        ops.append(replace(new, writes=op.writes))
+        ops[at] = replace(new, writes=op.writes)
     if gone:
         body = _without(replace(body, ops=tuple(ops)), gone)
     return _with_sums_of_inner_loops(body)
+
+
+def _touches(op: Op, body: Graph, value: int) -> bool:
+    """Return True if an operator reads or writes the memory of a value."""
+    storage = body.values[value].storage
+    return any(body.values[each].storage == storage for each in (*op.inputs(), *op.made()))
 
 
 def _without(body: Graph, gone: set[int]) -> Graph:

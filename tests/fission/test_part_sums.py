@@ -87,6 +87,19 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 5))
 
 
+class Headed(nn.Module):
+    """A head whose input dies in its loop, where the loop's own result overwrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        out: Tensor = self.head(torch.tanh(y @ y.new_ones(32, 32) * 0.1) + y)
+        return out
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]]
 NETWORKS = {
     "perceptron": (perceptron, lambda: (torch.randn(512, 24),), lambda: (torch.randint(5, (512,)),)),
@@ -94,6 +107,7 @@ NETWORKS = {
     "pictures": (pictures, lambda: (torch.randn(64, 3, 8, 8),), lambda: (torch.randint(5, (64,)),)),
     "mixed": (mixed, lambda: (torch.randn(64, 3, 8, 8), torch.randint(5, (64,))), tuple),
     "decoder": (decoder, lambda: (torch.randint(WORDS, (1, LENGTH)), torch.randint(WORDS, (1, LENGTH))), tuple),
+    "headed": (Headed, lambda: (torch.randn(1024, 32),), lambda: (torch.randint(500, (1024,)),)),
     "normed": (normed, lambda: (torch.randn(512, 24),), lambda: (torch.randint(5, (512,)),)),
 }
 
@@ -169,6 +183,18 @@ def test_gradients_in_half_precision_are_as_exact_as_eagers(name: str, dtype: to
         for found, own, true in zip(gradients(net, looped), eager, exact, strict=True):
             assert (found - true).norm() <= MOST * (own - true).norm(), (parts, *found.shape)
     assert seen == len(PARTS)
+
+
+def test_products_add_to_their_whole_wherever_a_join_overwrites_their_input() -> None:
+    _, graph = built("headed", torch.bfloat16, torch.bfloat16)
+    joined = 0
+    for piece in pieces(graph):
+        looped = expand(graph, Region(piece.cuts, 4), in_place=True)
+        verify_fission(looped, graph)
+        ops = [op.target for op, _ in every_op(looped) if op.phase == "backward"]
+        assert "magis.reduce" not in ops
+        joined += "magis.join" in ops
+    assert joined > 1
 
 
 def calls(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
