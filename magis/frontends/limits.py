@@ -130,7 +130,7 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
         if number is None:
             continue
         fits = is_number(number) and least <= number <= most and (number > 0 or name in ("slack", "host_limit"))
-        if not fits or (name == "budget" and number != int(number)):
+        if not fits or (name in ("budget", "memory_limit", "host_limit") and not float(number).is_integer()):
             raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
     whole = found["memory_limit"], found["budget"]
     nbytes, budget = (None if number is None else int(number) for number in whole)

@@ -24,7 +24,9 @@ from magis.capture.names_in_code import Reads
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
+from magis.cases.tensor_ledger import RunningModules
 from magis.errors import CaptureError, UsageError
+from magis.ops.eager_only import REGISTERED
 from magis.ops.optimizers import new_state, state_names
 from magis.ops.python_objects import PREFIX, follow, found_at, look_up, told
 from magis.planner.bench import check_device
@@ -179,7 +181,7 @@ class Guards:
                 hint="read it before the step, and keep the number or a tensor in an attribute",
             )
         self._settings = _settings()
-        if kernel := next((key for key in _impls - _KERNELS if _KERNEL.fullmatch(key)), ""):
+        if kernel := next((key for key in _impls - _KERNELS - REGISTERED if _KERNEL.fullmatch(key)), ""):
             raise CaptureError(f"another kernel was registered for {kernel}, of which no plan knows", hint=OUTSIDE)
 
     def hold(self, batch: Batch) -> bool:
@@ -188,7 +190,7 @@ class Guards:
 
     def changes(self, batch: Batch) -> Iterator[tuple[str, object, object]]:
         """Yield path, old value and new value of everything guarded that has changed."""
-        yield from self.watched.changes()
+        yield from (each for each in self.watched.changes() if not _of_measurement(each[0], each[2]))
         for path, then in self._state.items():
             found = found_at(self._roots, path)
             if not isinstance(found, Tensor) or looks(found) != then:
@@ -226,6 +228,17 @@ class Guards:
                 tensor = batch.by_name[name]
             found[name] = tensor.detach()
         return found
+
+
+def _of_measurement(path: str, now: object) -> bool:
+    """Return True for global hooks by which `magis.peak` measures a block: they change no step."""
+    table, _, key = path.partition("/{")
+    if not table.startswith("_global_"):
+        return False
+    added = {int(key)} if key else {*now} if isinstance(now, dict) else set()
+    tables = (global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks)  # noqa: SLF001
+    hooks = {number: hook for each in tables for number, hook in each.items()}
+    return bool(added) and all(isinstance(getattr(hooks.get(each), "__self__", None), RunningModules) for each in added)
 
 
 class MemoryGuard:
@@ -284,7 +297,8 @@ def _settings() -> tuple[Any, ...]:
     """Return torch's global settings that decide which operators and dtypes a step runs."""
     backends = torch.backends
     return (
-        torch.get_default_dtype(), torch.get_default_device(), len(_impls),
+        torch.get_default_dtype(), torch.get_default_device(),
+        len(_impls) - sum(key in _impls for key in REGISTERED),  # those while a block is measured change no step
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         backends.mkldnn.enabled, backends.cudnn.enabled, backends.cudnn.benchmark,

@@ -214,6 +214,10 @@ _KERNELS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("max_pool1d", _ATEN.max_pool1d.default, lambda x, *window: _ATEN.max_pool1d_with_indices(x, *window)[0]),
 )
 """Operator, kernel without gradient, and differentiable formula."""
+REGISTERED = frozenset(
+    f"aten/{name}/AutogradCPU" for name in (*(name for name, *_ in _KERNELS), "cross_entropy_loss", "one_hot", "linear")
+)
+"""Names under which torch knows the kernels of `formulas_as_eager` while its block runs."""
 
 
 def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:

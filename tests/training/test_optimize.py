@@ -52,6 +52,9 @@ def test_less_memory_is_really_used() -> None:
     report = loops.step.report()
     assert theirs == report.original_bytes
     assert ours == report.planned_bytes <= 0.6 * theirs
+    with peak("cpu") as seen:
+        loops.step(*data)
+    assert seen.allocated_bytes == ours - persistent
 
 
 def test_learning_rates_may_change_at_every_step() -> None:
@@ -289,6 +292,7 @@ def test_limits_that_cannot_be_kept_name_what_can() -> None:
         ({"latency_ratio": 0.9}, "latency_ratio=0.9"),
         ({"memory_limit": "8 G"}, "not an amount of memory: '8 G'"),
         ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_limit": 1.5}, "memory_limit=1.5"),
         ({"memory_ratio": 0.5, "budget": 0}, "budget=0"),
         ({"memory_ratio": 0.5, "slack": 1}, "slack=1; use a share from 0 to 0.9"),
         ({"memory_ratio": 0.5, "seconds": "x"}, "seconds='x'"),
