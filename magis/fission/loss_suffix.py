@@ -170,14 +170,11 @@ def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
 
     In a region they would hold up the backward, which needs the total, until the loop ends. They use no parameter.
     """
-    kinds = {value: graph.storages[graph.values[value].storage].kind for value in graph.inputs}
-    learned = {value for value, kind in kinds.items() if kind not in ("batch", "buffer", "constant")}
+    learned = of_parameters(graph)
     totals: set[int] = set()
     for position, op in enumerate(graph.ops):
-        if op.phase != "forward" or not learned.isdisjoint(op.inputs()):
-            learned.update(op.made())
-        elif position in axis.cuts and any(isinstance(how, str) for how in axis.cuts[position].outputs):
-            totals.add(position)
+        if op.phase == "forward" and learned.isdisjoint(op.inputs()) and position in axis.cuts:
+            totals.update([position] if any(isinstance(how, str) for how in axis.cuts[position].outputs) else [])
     needed = {value for position in totals for value in graph.ops[position].inputs()}
     for position in reversed(range(len(graph.ops))):
         op = graph.ops[position]
@@ -185,6 +182,16 @@ def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
             totals.add(position)
             needed.update(op.inputs())
     return totals
+
+
+def of_parameters(graph: Graph) -> set[int]:
+    """Return the values that depend on parameters, and all that the backward makes."""
+    kinds = {value: graph.storages[graph.values[value].storage].kind for value in graph.inputs}
+    learned = {value for value, kind in kinds.items() if kind not in ("batch", "buffer", "constant")}
+    for op in graph.ops:
+        if op.phase != "forward" or not learned.isdisjoint(op.inputs()):
+            learned.update(op.made())
+    return learned
 
 
 PLACES = 8

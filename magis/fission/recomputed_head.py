@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from magis.fission.candidates import Axis, connected, factories, grow
-from magis.fission.loss_suffix import FEW, Piece, axes, heaviest, own_bytes, places, suffix
+from magis.fission.loss_suffix import FEW, Piece, axes, heaviest, of_parameters, own_bytes, places, suffix
 from magis.fission.region import most_parts
 from magis.graph import Graph, Op, Storage, Value, with_inputs
 from magis.graph.hazards import dependency_graph
@@ -54,7 +54,8 @@ def heads(graph: Graph) -> Iterator[tuple[int, bool]]:
     tried = widest[::-1] if len(widest) <= HEADS else []
     yield from ((value, False) for value in tried)
     last = (graph.ops[at].made()[0] for axis in axes(graph) for at in places(graph, axis, 1)[:-3:-1]) if wide else ()
-    yield from ((value, True) for value in dict.fromkeys(last) if value not in tried)
+    results = (value for value in dict.fromkeys(last) if not graph.storages[graph.values[value].storage].persistent)
+    yield from ((value, True) for value in results if value not in tried)
 
 
 def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
@@ -65,10 +66,12 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
     at = next((at for at, op in enumerate(graph.ops) if head in op.made()), None)
     if at is None:
         return None  # part of another head
+    best: RecomputedHead | None = None
     few: RecomputedHead | None = None
     in_few = False
     # rows of a few sequences have more parts together than the sequences
-    enough = FEW if len(graph.values[head].shape) == 2 else 1
+    matrix = len(graph.values[head].shape) == 2
+    enough = FEW if matrix else 1
     for axis in axes(graph, at):
         pieces = connected(graph, suffix(graph, axis, at, dag), dag)
         piece = next((piece for piece in pieces if at in piece), {})
@@ -76,6 +79,8 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
             if most_parts(piece) >= enough:
                 return None
             in_few = True
+            continue
+        if best is not None:
             continue
         # a view that the backward takes of the forward's results is one of their readers
         cuts = {each: split for each, split in piece.items() if graph.ops[each].phase == "forward"}
@@ -94,10 +99,13 @@ def recomputed_head(graph: Graph, head: int) -> RecomputedHead | None:
             found = RecomputedHead(graph, Piece(cuts, 0, axis.closed), frozenset(made), frozenset(), axis)
         elif needed and not others & wide and _may_repeat(graph, again, reader := _first_gradient(graph, again)):
             found = _computed_twice(graph, cuts, axis, again, reader)
-        if found is not None and most_parts(cuts) >= enough:
-            return replace(found, in_few=in_few)
+        # columns of scores, whose sums need all of them
+        whole = matrix and any(op.phase == "forward" and not (made & wide).isdisjoint(op.inputs()) for op in behind)
+        if most_parts(cuts) >= enough and not whole:
+            best = found
         few = few or found
-    return few if few is None else replace(few, in_few=in_few)
+    best = best or few
+    return None if best is None else replace(best, in_few=in_few)
 
 
 def _first_gradient(graph: Graph, again: Sequence[int]) -> int:
@@ -214,7 +222,8 @@ def gradients_of_head(graph: Graph, head: RecomputedHead) -> Piece | None:
     copies = [at for at, op in enumerate(graph.ops) if not head.again.isdisjoint(op.made())]
     loop = next(at for at, op in enumerate(graph.ops) if op.body is not None and not head.once.isdisjoint(op.made()))
     given = {graph.values[value].storage for at in (loop, *copies) for value in graph.ops[at].inputs()}
-    early = {graph.values[value].storage for op in graph.ops[:loop] for value in op.made()} - given
+    learned = of_parameters(graph)  # masks of tokens may be made ahead of the head
+    early = {graph.values[value].storage for op in graph.ops[:loop] for value in op.made() if value in learned} - given
     early = {storage for storage in early if graph.storages[storage].kind == "temporary"}
     allowed = set(copies)
     for at, op in enumerate(graph.ops):

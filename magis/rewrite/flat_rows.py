@@ -15,13 +15,14 @@ from math import prod
 from magis.cost.shapes import results
 from magis.errors import VerifyError
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
-from magis.graph.hazards import row_major
+from magis.graph.hazards import is_pure_view, row_major
 from magis.ops.operators import op_info
 from magis.rewrite.short_rows import VIEWS, wide_product
 
-SOFTMAX = ("aten._log_softmax.default", "aten._softmax.default")
+BY_ROW = ("aten._log_softmax.default", "aten._softmax.default", "aten.logsumexp.default")
+"""Operators that losses begin with."""
 _DIMS = {
-    **dict.fromkeys((*SOFTMAX, "aten.gather.default", "aten.sum.dim_IntList", "aten.logsumexp.default"), 1),
+    **dict.fromkeys((*BY_ROW, "aten.gather.default", "aten.sum.dim_IntList"), 1),
     **dict.fromkeys(("aten.amax.default", "aten.scatter_add_.default", "aten.scatter_add.default"), 1),
     **dict.fromkeys(("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"), 2),
 }
@@ -33,7 +34,7 @@ _MADE_WIDE = {"aten.full.default": 0, "aten.expand.default": 1}
 
 def with_flat_rows(graph: Graph) -> Graph:
     """Return the step with scores of several sequences, up to their losses and back, as matrices."""
-    for shape in dict.fromkeys(shape for op in graph.ops if op.target in SOFTMAX for shape in _folded(graph, op)):
+    for shape in dict.fromkeys(shape for op in graph.ops if op.target in BY_ROW for shape in _folded(graph, op)):
         flat = _Flattening(graph, shape, dict(graph.values))
         try:
             changed = flat.step()
@@ -47,7 +48,7 @@ def _folded(graph: Graph, op: Op) -> list[tuple[int, ...]]:
     """Return the shapes of more than two dimensions that scores have between their product and a softmax of theirs."""
     value = op.inputs()[0]
     shape = graph.values[value].shape
-    if op.args[1] not in (-1, len(shape) - 1):
+    if op.args[1] not in (last := len(shape) - 1, -1, (last,), (-1,)):
         return []
     chain = wide_product(graph, value)
     shapes = {shape} if chain is None else {shape, *(graph.values[graph.ops[at].made()[0]].shape for at in chain[1])}
@@ -67,6 +68,8 @@ class _Flattening:
     versions: dict[int, int] = field(default_factory=dict)
     views: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     """Views of values in other shapes."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """One number per row in its old shape -> the same as an operator on rows makes it."""
     ops: list[Op] = field(default_factory=list)
 
     def step(self) -> Graph:
@@ -80,6 +83,7 @@ class _Flattening:
                     tuple((k, self._folded_back(op, v)) for k, v in op.kwargs),
                 )
                 self.ops.append(replace(op, args=args, kwargs=kwargs))  # type: ignore[arg-type]
+                self._follow_numbers(self.ops[-1])
         ops = tuple(replace(op, id=number) for number, op in enumerate(self.ops))
         return replace(self.graph, storages=self.storages, values=self.values, ops=ops)
 
@@ -99,9 +103,11 @@ class _Flattening:
             return False
         (made,) = op.made()
         if op.target in VIEWS:
-            if {old[op.inputs()[0]].shape, old[made].shape} != {self.shape, self._matrix}:
+            (value,) = op.inputs()
+            shapes = {old[value].shape, old[made].shape}
+            if shapes != {self.shape, self._matrix} and not (value in self.flat and shapes == {self.shape}):
                 return False
-            self._call_by_rows(op, (Ref(op.inputs()[0]), self._matrix), {made} & {*wide})
+            self._call_by_rows(op, (Ref(value), self._matrix), {made} & {*wide})
             return True
         if op.target in _MADE_WIDE:
             if not wide or args[_MADE_WIDE[op.target]] != self.shape:
@@ -131,7 +137,16 @@ class _Flattening:
             0, VIEWS[0], (Ref(left), old[made].shape), (), (made,), phase=op.phase, module=op.module, line=op.line
         )
         self._call_by_rows(view, view.args, set())
+        self.numbers[made] = left
         return True
+
+    def _follow_numbers(self, op: Op) -> None:
+        """Note a view that leaves numbers per row in their order."""
+        lead = self.shape[:-1]
+        if is_pure_view(self.values, op) and len(op.made()) == 1 and op.inputs()[0] in self.numbers:
+            looks = self.values[op.made()[0]]
+            if looks.shape in (lead, (*lead, 1)) and looks.stride == row_major(looks.shape):
+                self.numbers[looks.id] = self.numbers[op.inputs()[0]]
 
     def _by_rows(self, value: int) -> tuple[int, ...] | None:
         """Return the shape in which an operator on rows takes a value; None if it cannot."""
@@ -146,7 +161,7 @@ class _Flattening:
         if shape is None or self.values[value].shape == shape:
             return value
         if (value, shape) not in self.views:
-            base = self.values[value]
+            base = self.values[self.numbers.get(value, value)]
             if base.stride != row_major(base.shape):
                 base = self._copied(like, base)
             looks = replace(base, id=max(self.values) + 1, shape=shape, stride=row_major(shape), name="")

@@ -57,6 +57,19 @@ def odds(scores: Tensor, labels: Tensor) -> Tensor:
     return -mean.chunk(2)[0].mean() - 0.1 * F.logsigmoid(first - second).mean()
 
 
+def selected(scores: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of the labels without a softmax (TRL's selective_log_softmax)."""
+    tempered, index = scores[:, :-1].float() / 0.9, labels[:, 1:, None]
+    return tempered.gather(-1, index).squeeze(-1) - tempered.logsumexp(-1)
+
+
+def normalized(scores: Tensor, labels: Tensor) -> Tensor:
+    """The first sequence to the second, each a mean over its tokens (SimPO)."""
+    mask = (labels[:, 1:] != 0).float()
+    first, second = ((selected(scores, labels) * mask).sum(-1) / mask.sum(-1)).chunk(2)
+    return -F.logsigmoid(2.0 * (first - second) - 0.5).mean()
+
+
 def perplexity(scores: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy's exponential."""
     return F.cross_entropy(scores[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1)).exp()
@@ -73,6 +86,20 @@ def plain(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1))
 
 
+def policy_of_selected(scores: Tensor, labels: Tensor) -> Tensor:
+    known = selected(scores, labels)
+    ratio = (known - known.detach()).exp()
+    return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
+def plain_of_selected(scores: Tensor, labels: Tensor) -> Tensor:
+    return -selected(scores, labels).sum() / (labels[:, 1:] != 0).sum()
+
+
+def plain_of_columns(scores: Tensor, labels: Tensor) -> Tensor:
+    return (scores.logsumexp(-1, keepdim=True) - scores.gather(-1, labels[..., None])).mean()
+
+
 def distilled(scores: Tensor, labels: Tensor) -> Tensor:
     """The divergence from a teacher's likelihoods: wide, but not the head's (a head of the sum alone would be given
     what it is to spare)."""
@@ -81,7 +108,8 @@ def distilled(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 RATIO = 0.45
-TWICE = (preference, ranking, odds, perplexity)
+TWICE = (preference, ranking, odds, normalized, perplexity)
+SELECTED = (policy_of_selected, plain_of_selected, plain_of_columns)
 
 
 def network(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
@@ -179,10 +207,28 @@ def test_the_heads_of_several_passes_run_twice_with_the_same_numbers(passes: int
     assert peak == replay(looped, workspaces().of(looped)).peak_bytes
 
 
-@pytest.mark.parametrize("loss", [policy, plain, distilled], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [policy, plain, distilled, *SELECTED], ids=lambda loss: loss.__name__)
 def test_a_loss_of_tokens_is_in_one_loop(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """With rows of several sequences as one matrix, two loops along these are tried as well."""
     _, graph = case(loss, 2)
-    assert last_head(graph) is None
+    found = last_head(graph)
+    assert found is None or found.in_few
+
+
+@pytest.mark.parametrize("loss", [policy, plain, *SELECTED], ids=lambda loss: loss.__name__)
+def test_the_tokens_of_one_sequence_are_in_one_loop(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Not the columns of the scores, which the forward of a sum of exponentials reads alone."""
+    net, graph = case(loss, 1)
+    work = work_of(graph, COSTS, reuse=True)
+    assert work.graph is graph
+    longest = max(range(len(work.places)), key=lambda number: len(work.places[number].cuts))
+    ((_, here), *_) = levels_at(work, longest)
+    looped = with_loops_in_place(here.compiled.graph, COSTS)
+    verify_fission(looped, graph)
+    assert not [v for op in looped.ops for v in op.made() if looped.values[v].shape[-2:] == (LENGTH - 1, WORDS)]
+    for their, our in zip(*(history(graph_step(each, net), 2) for each in (graph, looped)), strict=True):
+        for key, tensor in their.items():
+            torch.testing.assert_close(our[key], tensor, rtol=1e-6, atol=1e-8)  # sums in float32
 
 
 @pytest.mark.parametrize("loss", TWICE, ids=lambda loss: loss.__name__)
