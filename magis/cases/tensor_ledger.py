@@ -103,12 +103,13 @@ def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
 
 
 class TensorLedger(StorageLedger):
-    """A storage ledger that records where storages are allocated, and which are alive at the peak."""
+    """A storage ledger that records where storages are allocated, and which are alive at the peak. With ``addresses``
+    it also reads where each one lies, which makes a Python object of the storage for a moment."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, addresses: bool = False) -> None:
         super().__init__()
         self.modules = RunningModules()
-        self._device = device
+        self._device, self._addresses = device, addresses
         self._lines = UserLines()
         self._places: dict[int, tuple[str, str]] = {}
         self._made: dict[int, MadeStorage] = {}
@@ -195,8 +196,8 @@ class TensorLedger(StorageLedger):
         place = place or self._where_it_runs()
         self._running = func, place
         self._made[serial] = MadeStorage(nbytes, *place)
-        newest = next(reversed(self._alive.values()))
-        if newest.serial == serial and self._device == "cpu":
+        newest = next(reversed(self._alive.values())) if self._addresses and self._device == "cpu" else None
+        if newest is not None and newest.serial == serial:
             kind, module, line = place
             phase = self._phase or ("backward" if kind == "gradient" else "forward")
             with suppress(RuntimeError):  # a fake tensor of torch's own has no address

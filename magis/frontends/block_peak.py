@@ -58,7 +58,7 @@ class BlockPeak:
         if after is not None and not ended:
             raise UsageError("magis.peak: after= is no block that has ended on this device", hint="give the last block")
         self._after = after
-        self._ledger = TensorLedger(self.device)
+        self._ledger = TensorLedger(self.device, addresses=True)
         self._stack = ExitStack()
         self._figures: _Figures | None = None
         self._events: list[Allocation] | None = None
