@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,8 +200,9 @@ class TensorLedger(StorageLedger):
         if newest is not None and newest.serial == serial:
             kind, module, line = place
             phase = self._phase or ("backward" if kind == "gradient" else "forward")
-            with suppress(RuntimeError):  # a fake tensor of torch's own has no address
-                self.places[_address(newest.reference), nbytes].append((kind, module, phase, line))
+            address = _address(newest.reference)
+            if address:
+                self.places[address, nbytes].append((kind, module, phase, line))
 
     def _on_freed(self, serial: int) -> None:
         del self._made[serial]
@@ -225,6 +226,7 @@ class TensorLedger(StorageLedger):
 
 
 def _address(reference: StorageWeakRef) -> int:
-    """Return the address of the memory of a storage that is alive."""
-    storage: Any = torch.UntypedStorage
-    return int(storage._new_with_weak_ptr(reference.cdata).data_ptr())  # noqa: SLF001
+    """Return the address of the memory of a storage that is alive; 0 for torch's fake tensors, which have none."""
+    made: Any = torch.UntypedStorage
+    storage = made._new_with_weak_ptr(reference.cdata)  # noqa: SLF001
+    return 0 if storage.device.type == "meta" else int(storage.data_ptr())
