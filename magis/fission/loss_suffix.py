@@ -173,8 +173,9 @@ def _totals_of_data(graph: Graph, axis: Axis) -> set[int]:
     learned = of_parameters(graph)
     totals: set[int] = set()
     for position, op in enumerate(graph.ops):
-        if op.phase == "forward" and learned.isdisjoint(op.inputs()) and position in axis.cuts:
-            totals.update([position] if any(isinstance(how, str) for how in axis.cuts[position].outputs) else [])
+        of_data = op.phase == "forward" and learned.isdisjoint(op.inputs())
+        if of_data and position in axis.cuts and any(isinstance(how, str) for how in axis.cuts[position].outputs):
+            totals.add(position)
     needed = {value for position in totals for value in graph.ops[position].inputs()}
     for position in reversed(range(len(graph.ops))):
         op = graph.ops[position]

@@ -82,11 +82,11 @@ def with_direct_sums(body: Graph) -> Graph:
     for op in body.ops:
         part = op.inputs()[1] if op.target == REDUCE and op.args[2] == "sum" else None
         at = next((at for at in range(len(ops) - 1, -1, -1) if part is not None and ops[at].made() == (part,)), None)
-        before = None if at is None else ops[at]
-        between = [] if at is None else ops[at + 1 :]  # such as the join that overwrites an input of the loop
-        beside = not any(_touches(each, body, op.inputs()[0]) for each in between)
-        mergeable = part is not None and uses[part] == 1 and before is not None and beside
-        if not mergeable or part is None or before is None or at is None or not _adds(before, op, body.values):
+        if part is None or at is None or uses[part] != 1 or not _adds(ops[at], op, body.values):
+            ops.append(op)
+            continue
+        before, between = ops[at], ops[at + 1 :]  # such as the join that overwrites an input of the loop
+        if any(_touches(each, body, op.inputs()[0]) for each in between):
             ops.append(op)
             continue
         args = (op.args[0], *before.args, *(["sum"] if before.target == ROUND else []))

@@ -95,8 +95,9 @@ class OptimizerState:
                     state[kind] = new_state(kind, parameter)
                     if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 + x is x
                         state[kind].neg_()
-                if is_on_host(state[kind], parameter.device) != (f"{kind}:{name}" in self.moved):
-                    state[kind] = _moved(state[kind], parameter, to_host=f"{kind}:{name}" in self.moved)
+                to_host = f"{kind}:{name}" in self.moved
+                if is_on_host(state[kind], parameter.device) != to_host:
+                    state[kind] = _moved(state[kind], parameter, to_host=to_host)
                 self.tensors[f"{kind}:{name}"] = state[kind]
                 self._adopted.append((parameter, kind, state[kind]))
 

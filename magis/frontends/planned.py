@@ -263,8 +263,9 @@ class ComparedStep:
         peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
         limit = self.limits.bytes_of(self.original_bytes)
-        report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
-        report = replace(report, host_bytes=host_bytes(graph))
+        report = PlanReport(
+            self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0, host_bytes(graph)
+        )
         return self.planned(graph, report)
 
     def _search_plan(self, decided: Collection[Decisions]) -> Planned:

@@ -5,6 +5,7 @@ from magis.graph.nodes import (
     BESIDE,
     BITS,
     GENERATOR,
+    HOST_COPIES,
     ITEM_SIZE,
     NUMBER,
     PERSISTENT_KINDS,
@@ -28,7 +29,7 @@ from magis.graph.text import GraphTextError, digest, dump, parse
 from magis.graph.verify import verify
 
 __all__ = [
-    "ARRIVED", "BESIDE", "BITS", "GENERATOR",
+    "ARRIVED", "BESIDE", "BITS", "GENERATOR", "HOST_COPIES",
     "ITEM_SIZE", "NUMBER", "PERSISTENT_KINDS", "STRETCH", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op",
     "Ref", "Scalar", "Storage", "Value", "digest", "dump", "every_op", "named_numbers", "parse", "replace_refs",
     "verify", "with_inputs", "with_scalars",

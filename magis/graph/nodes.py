@@ -39,6 +39,8 @@ NUMBER = "number_"
 """Prefix of the names of scalars computed from the user's own Python numbers."""
 
 
+HOST_COPIES = ("magis.store", "magis.wait", "magis.load")
+"""Operators of a copy to host memory, the wait for it, and the copy back."""
 ARRIVED = "magis.arrived"
 """Operator that waits for an asynchronous collective."""
 STRETCH = "magis.stretch"

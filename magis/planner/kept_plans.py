@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from magis.cost.cost_model import RooflineCosts
 from magis.errors import MagisError, VerifyError
-from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse, verify
+from magis.graph import ARRIVED, HOST_COPIES, Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
 from magis.ops.collectives import under_way
 from magis.planner.plan_proof import prove
@@ -31,7 +31,6 @@ from magis.simulate.compiled_problem import GENERATOR_NS
 FORMAT = 1
 MOST = 1 << 62
 """Upper bound of every figure: bytes and nanoseconds are int64."""
-MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
 _NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched", "decisions")
 FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_KEPT)
@@ -201,12 +200,14 @@ def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
     """Return the latency in ns with no host copy or collective overlapped."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     total += sum(costs.nanoseconds(op, graph.values) for op in _timed_operators(graph))
-    copied = [value for op in graph.ops if op.target in MOVES for value in op.made()]
+    copied = [value for op in graph.ops if op.target in HOST_COPIES for value in op.made()]
     return total + sum(costs.transfer_ns(graph.storages[graph.values[value].storage].nbytes) for value in copied)
 
 
 def _timed_operators(graph: Graph) -> Iterator[Op]:
     """Yield the operators that take compute time: not views, host copies, waits or generator states."""
     for op in graph.ops:
-        if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph.values, op)):
+        if not (
+            op.target in (*HOST_COPIES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph.values, op)
+        ):
             yield op

@@ -185,7 +185,7 @@ def _search_forms(
     moved = _form_with_moved_state(scratch, goal, seed, best)
     if moved is not None:
         stage("searching with optimizer state in host memory")
-        best = better(goal, best, _search_all(moved, goal, budget, deadline, seed, stage))
+        best = better(goal, best, _search_all(moved[0], goal, budget, deadline, seed, stage, moved[1]))
     return best
 
 
@@ -295,18 +295,20 @@ def _forms_of_update(
     return both[1:] if plan_key(goal, found[1]) < plan_key(goal, found[0]) else both[:1]
 
 
-def _form_with_moved_state(scratch: PlanScratch, goal: Objective, seed: int, best: Plan) -> PlanScratch | None:
-    """Return the scratch of the step with a share of its state in host memory: that of the best quick plan. None where
-    no state may move, or where all of these are worse than a known plan."""
+def _form_with_moved_state(
+    scratch: PlanScratch, goal: Objective, seed: int, best: Plan
+) -> tuple[PlanScratch, Plan] | None:
+    """Return the scratch of the step with a share of its state in host memory, and its `first_attempt`: those of the
+    share where that is best. None where no state may move, or where all of these are worse than a known plan."""
     forms = [
         replace(scratch, subject=each, ahead=goal.memory_limit or 0)
         for each in forms_with_moved_state(scratch.subject, scratch.subject.host_limit)
     ]
-    found = [(plan_key(goal, first_attempt(replace(form, watch=None), goal, seed)), form) for form in forms]
-    if not found:
+    found = [(form, first_attempt(replace(form, watch=None), goal, seed)) for form in forms]
+    quickest = min(found, key=lambda pair: plan_key(goal, pair[1]), default=None)
+    if quickest is None or (best.feasible and plan_key(goal, quickest[1]) >= plan_key(goal, best)):
         return None
-    key, form = min(found, key=lambda pair: pair[0])
-    return form if not best.feasible or key < plan_key(goal, best) else None
+    return quickest
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:

@@ -133,12 +133,12 @@ class PlanScratch:
         searched = () if step is None else (step, redo_graph(step))
         graphs = (self.subject.captured.original.graph, *searched, graph)
         table = self.known(graphs)
-        if self.ahead is not None and self.subject.roofline.link_bytes_per_s:
-            costs = self.subject.costs(table)
+        costs = self.subject.costs(table)
+        if self.ahead is not None and costs.link_bytes_per_s:
             graph = with_copies_ahead(graph, costs, costs.workspace, costs.rounding, self.ahead)
             latency_ns = elapsed_ns(graph, costs)
         verify(graph)
-        profile = self.subject.replayed(graph, self.subject.costs(table))
+        profile = self.subject.replayed(graph, costs)
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         planned = Memory(profile.tensor_bytes, profile.peak_bytes)
         needed = {key: table[key] for key in keys if table.get(key, 0) > 0}

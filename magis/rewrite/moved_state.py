@@ -12,7 +12,6 @@ moves them away from a planned schedule's updates, so that they overlap other wo
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from magis.cost.machines import Times
-from magis.graph import Graph, Op, Ref, Storage, Value, with_inputs
+from magis.graph import HOST_COPIES, Graph, Op, Ref, Storage, Value, with_inputs
 from magis.graph.hazards import fills
 from magis.simulate.problem import Int64s
 from magis.simulate.simulator import Workspace, replay, rounded
+from magis.simulate.timeline import copy_ns
 
-STORE, WAIT, LOAD = "magis.store", "magis.wait", "magis.load"
+STORE, WAIT, LOAD = HOST_COPIES
 
 
 def movable_state(graph: Graph) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def with_copies_ahead(graph: Graph, times: Times, workspace: Workspace, rounding
     ops = tuple(op for op in graph.ops if op.id not in apart)
     on_device = {graph.values[value].storage: value for value in loads}
     levels = _levels(graph, ops, on_device.keys(), workspace, rounding)
-    ns = [0 if op.target in (LOAD, STORE, WAIT) else times.nanoseconds(op, graph.values) for op in ops]
+    ns = [0 if op.target in HOST_COPIES else times.nanoseconds(op, graph.values) for op in ops]
     moves = _moves(graph, ops, on_device, loads, waits, times, rounding)
     before = _placed(moves, levels, np.array(ns, dtype=np.int64), max(limit, _peak(graph, workspace, rounding)))
     found = [each for position, op in enumerate(ops) for each in (*before[position], op)] + before[len(ops)]
@@ -255,7 +255,7 @@ def _moves(
     found = []
     for storage in sorted(first, key=first.__getitem__):
         value, nbytes = on_device[storage], graph.storages[storage].nbytes
-        ns = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s)) if times.link_bytes_per_s else 0
+        ns = copy_ns(nbytes, times)
         found.append(_Move(loads[value], waits[value], first[storage], last[storage], rounded(nbytes, rounding), ns))
     return found
 

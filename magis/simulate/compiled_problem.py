@@ -14,7 +14,7 @@ from typing import Protocol
 import rustworkx as rx
 
 from magis.cost.machines import Times
-from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
+from magis.graph import BESIDE, HOST_COPIES, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges, row_major
 from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
@@ -28,7 +28,6 @@ from magis.simulate.simulator import MemoryProfile, bytes_inside, replay, rounde
 #     all operators of AdamW on one weight                       ->  one block, which floats
 
 Group = tuple[Op, ...]
-HOST_COPIES = ("magis.store", "magis.wait", "magis.load")
 
 
 def nodes_and_blocks(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:

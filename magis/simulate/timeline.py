@@ -50,7 +50,7 @@ class _Clock:
         """Copy a storage after earlier copies in this direction and all calls enqueued on the compute stream; return
         start and duration in ns."""
         start = max(self.copies[stream], self.compute)
-        spent = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s))
+        spent = copy_ns(nbytes, times)
         self.copies[stream] = self.done[made] = start + spent
         return start, spent
 
@@ -69,6 +69,11 @@ class _Clock:
     def inside(self) -> _Clock:
         """Return a clock at the current time for one part of a loop, with its own storages and without collectives."""
         return _Clock(self.compute, self.copies)
+
+
+def copy_ns(nbytes: int, times: Times) -> int:
+    """Return the time of a host copy in ns."""
+    return times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s))
 
 
 def elapsed_ns(graph: Graph, times: Times) -> int:
