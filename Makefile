@@ -21,12 +21,14 @@ COMPILED := tests/simulate tests/search/test_cut.py tests/search/test_window.py
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv gate test lint types soak bench coverage gpu wheels mutants size clean
+.PHONY: help venv gate test lint types soak bench coverage docs gpu wheels mutants size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -69,6 +71,14 @@ coverage: $(READY)  ## run the test suite under coverage; at least 90% is requir
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=90
 
+$(DOCS_READY): docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS_READY)  ## build the documentation site into build/site; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict  # --quiet would hide warnings from it
+
 gpu:  ## on a GPU machine: CUDA tests, profiles, measured workloads, within 9 minutes; call again to go on
 	$(PYTHON) tools/gpu/run.py --out .gpu/out $(ARGS)
 
@@ -82,7 +92,7 @@ mutants: $(READY)  ## plant mutants in the core and count how many the tests kil
 size: $(READY)  ## print lines of Python by room: the core's packages, its neighbours, tests
 	@$(BIN)/python tools/size.py
 
-clean:  ## remove caches and what runs left behind; .venv and baselines stay
+clean:  ## remove caches and what runs left behind; .venv, .venv-docs and baselines stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .mutants htmlcov build dist *.egg-info
 	rm -f .coverage .coverage.* results*.csv junit*.xml
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -10,8 +10,10 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lib.llama import in_bfloat16
 from lib.program import arguments
 
 from magis.quiet import before_torch
@@ -31,17 +33,11 @@ def make() -> tuple[Any, ...]:
     """Llama 3 8B with a batch of one sequence, and AdamW."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        net = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
-            )
-        )  # fmt: skip
-    finally:
-        torch.set_default_dtype(before)
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    net = in_bfloat16(partial(LlamaForCausalLM, config))
     tokens = torch.zeros(1, 2048, dtype=torch.long)
     return net, {"input_ids": tokens, "labels": tokens}, torch.optim.AdamW(net.parameters())
 

@@ -1,4 +1,5 @@
-"""Optimizer state in host memory between updates: `python benchmarks/moved_state.py [model ...] [--card sim:rtx3090]`.
+"""Optimizer state in host memory between updates: `python benchmarks/moved_state.py [model ...] [--card sim:rtx3090]
+[--sequences 8 32]`.
 
 Each network (the gate's, and "llama", Hugging Face's, which needs transformers) is trained by AdamW for 20 steps on
 this CPU on the first rows of its batch, in eager mode and by a plan that may keep all state in host memory: within the
@@ -8,7 +9,9 @@ all that stays on the device.
 
 "llama-8b" is planned, not run: Llama 3 8B, bfloat16, AdamW, one sequence of 2,048 tokens, within what a simulated card
 has less CUDA's context, for bytes that its caching allocator reserves. Times are those of the step on a card that had
-room.
+room. "qwen3-4b" (Hugging Face's, bfloat16 weights, AdamW) is planned with all `--sequences` of 2,048 tokens at once,
+within 60% of what the usual loop reserves: one sequence after the other in eager mode, their gradients added up for one
+update. That loop is predicted from one and two sequences; times are those of the whole loop.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 from compiled_plans import llama
-from lib.llama import Llama, Sizes
+from lib.llama import Llama, Sizes, in_bfloat16
 from lib.program import arguments, head, printed
 from torch import Tensor, nn
 
@@ -31,6 +34,7 @@ from magis.capture.workload import own_loss
 from magis.errors import UsageError
 from magis.extensions.models.network_names import GATE_NAMES
 from magis.models import from_function, get
+from magis.models.step_parts import recipe_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planning import plan, within_reserved
@@ -43,6 +47,8 @@ from magis.units import MIB
 STEPS = 20
 MULTIPLES = (0.65, 0.8, 0.95, 1.2, 1.6, 2.4, 4.0)
 """Limits, as multiples of the bytes of weights and state."""
+SHARE, QUICK = 0.6, 3000
+"""Limit of a plan for micro-batches, as a share of what their loop reserves, and the budget of its search."""
 COLUMNS = ("weights", "+ state", "eager", "limit", "measured", "planned", "on host")
 HEAD = f"{'model':9} {' '.join(f'{name:>8}' for name in COLUMNS)}  numbers"
 
@@ -126,12 +132,7 @@ class Decoder(nn.Module):
 
 def decoder(length: int) -> tuple[Any, ...]:
     """A Llama 3 8B in bfloat16, and one sequence."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        net = Decoder(length)
-    finally:
-        torch.set_default_dtype(before)
+    net = in_bfloat16(partial(Decoder, length))
     tokens = torch.zeros(1, length, dtype=torch.long)
     return net, {"ids": tokens, "labels": tokens}
 
@@ -159,15 +160,54 @@ def on_a_card(card: str, length: int) -> Iterator[str]:
         )
 
 
+def qwen(sequences: int, length: int) -> tuple[Any, ...]:
+    """Qwen3-4B in bfloat16, and its sequences."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    net = in_bfloat16(partial(Qwen3ForCausalLM, config))
+    tokens = torch.zeros(sequences, length, dtype=torch.long)
+    return net, {"input_ids": tokens, "labels": tokens}, torch.optim.AdamW(net.parameters())
+
+
+def beside_micro_batches(card: str, length: int, sequences: int) -> str:
+    """The line of a plan for all sequences beside the loop over micro-batches of one."""
+    one, two = (magis.estimate(partial(qwen, 1, length), device=card, accumulate=count) for count in (1, 2))
+    loop_ms = one.latency_ms + (sequences - 1) * (two.latency_ms - one.latency_ms)
+    eager = max(each.reserved_bytes or 0 for each in (one, two) if sequences > 1 or each is one)
+    case = Case(
+        "qwen3-4b", "magis", card, "paper", memory_limit=int(SHARE * eager), memory_limit_of="reserved",
+        host_limit=1 << 40, budget=QUICK,
+    )  # fmt: skip
+    found = magis.run_case(case, make=recipe_of("qwen3-4b", partial(qwen, sequences, length))[1])
+    step, nbytes = found.optimized, found.optimized.reserved_bytes or 0
+    return (
+        f"qwen3-4b on {card}, {sequences} x {length} tokens: reserved {nbytes / MIB:,.0f} MiB, {nbytes / eager:.3f} of"
+        f" the loop's {eager / MIB:,.0f}; {found.search.swapped_bytes / MIB:,.0f} MiB to the host and back;"
+        f" {step.simulated_ms:,.0f} ms, x{step.simulated_ms / loop_ms:.3f} of the loop's {loop_ms:,.0f}"
+        f"{'' if found.search.feasible else ': no plan'}; {found.search.seconds:.0f} s"
+    )
+
+
 def main() -> None:
     """Print a line for each network; exit with 1 if one has other numbers, or bytes, than it should."""
-    parser = arguments(__doc__, names=[*GATE_NAMES, "llama", "llama-8b"], card="sim:rtx3090", length=2048, rows=1)
+    parser = arguments(
+        __doc__, names=[*GATE_NAMES, "llama", "llama-8b", "qwen3-4b"], card="sim:rtx3090", length=2048, rows=1
+    )
+    parser.add_argument("--sequences", type=int, nargs="+", default=[2, 8, 32])
     asked = parser.parse_args()
     failed: list[str] = []
     printed(head("MiB"))
     printed([HEAD])
     for name in asked.names:
-        printed(on_a_card(asked.card, asked.length) if name == "llama-8b" else [row(name, asked.rows, failed)])
+        if name == "qwen3-4b":
+            printed(beside_micro_batches(asked.card, asked.length, each) for each in asked.sequences)
+        else:
+            printed(on_a_card(asked.card, asked.length) if name == "llama-8b" else [row(name, asked.rows, failed)])
     if failed:
         raise SystemExit(f"not as they should be: {', '.join(failed)}")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from magis.extensions.compile.checkpointing.choose import checkpoint_policy
     from magis.extensions.compile.joint_tags import JointTags, tag_joint_graph
     from magis.extensions.compile.trainers import LightningCallback, MagisCallback
+    from magis.extensions.why.diagnosis import Diagnosis, why
     from magis.frontends.optimize import OptimizedStep, optimize
     from magis.phases import phase
     from magis.report import read_results
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BaselineError",
     "CaptureError",
+    "Diagnosis",
     "JointTags",
     "LightningCallback",
     "MagisCallback",
@@ -45,6 +47,7 @@ __all__ = [
     "read_results",
     "run_case",
     "tag_joint_graph",
+    "why",
 ]
 
 # public name -> module that defines it; names of neighbours are in magis.registry

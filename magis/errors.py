@@ -74,13 +74,28 @@ class VerifyError(MagisError):
     """A graph or a plan violates an invariant: a bug of magis, never bad input."""
 
 
-def nearest(given: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the most similar known names (case ignored), then all known names."""
+_SYNONYMS = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32", "double": "float64", "fp64": "float64", "f64": "float64", "amp": "amp-bfloat16", "gpu": "cuda",
+}  # fmt: skip
+"""Names that other programs use -> the name here."""
+_LISTED = 24
+"""Most names that a hint lists."""
+
+
+def nearest(given: object, known: Sequence[str]) -> str:
+    """Return a hint for an unknown name: the most similar known names (case ignored), then all known names, if they are
+    few."""
     import difflib  # here: an idle plugin has no use for it
 
     by_folded = {name.casefold(): name for name in known}
-    close = [by_folded[name] for name in difflib.get_close_matches(given.casefold(), by_folded, n=2, cutoff=0.6)]
-    if given.casefold() in by_folded:
-        close = [by_folded[given.casefold()]]
-    listed = f"choose from {', '.join(known)}"
-    return f"did you mean {' or '.join(close)}? {listed}" if close else listed
+    name = str(given).casefold().removeprefix("torch.")
+    name = _SYNONYMS.get(name, name)
+    close = [by_folded[each] for each in difflib.get_close_matches(name, by_folded, n=2, cutoff=0.6)]
+    if name in by_folded:
+        close = [by_folded[name]]
+    more = len(known) - _LISTED
+    listed = f"choose from {', '.join(known[:_LISTED])}{f' and {more} more' if more > 0 else ''}"
+    if not close:
+        return listed
+    return f"did you mean {' or '.join(close)}?{f' {listed}' if more <= 0 else ''}"

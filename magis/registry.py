@@ -22,11 +22,13 @@ __all__ = ["MissingNeighbourError", "check", "load", "names", "optional", "prese
 
 _PLACES = {
     "export": {
+        "Diagnosis": "magis.extensions.why.diagnosis:Diagnosis",
         "JointTags": "magis.extensions.compile.joint_tags:JointTags",
         "LightningCallback": "magis.extensions.compile.trainers:LightningCallback",
         "MagisCallback": "magis.extensions.compile.trainers:MagisCallback",
         "checkpoint_policy": "magis.extensions.compile.checkpointing.choose:checkpoint_policy",
         "tag_joint_graph": "magis.extensions.compile.joint_tags:tag_joint_graph",
+        "why": "magis.extensions.why.diagnosis:why",
     },
     "compiled": {
         "result": "magis.extensions.compile.compiled_step:compiled_result",
@@ -55,6 +57,7 @@ _PLACES = {
     "command": {
         "bisect": "magis.extensions.versions.bisect_command:add_bisect",
         "rebase": "magis.extensions.versions.rebase_command:add_rebase",
+        "why": "magis.extensions.why.why_command:add_why",
     },
     "against": {
         "compare": "pytest_magis.against:compare",
@@ -66,6 +69,7 @@ _PLACES = {
         "markdown": "pytest_magis.outputs.github:write_summary",
         "page": "pytest_magis.outputs.html.page:write_report",
         "properties": "pytest_magis.outputs.benchmark:readable",
+        "steps": "pytest_magis.outputs.html.viewer:write_steps",
     },
     "snapshot": {
         "block": "magis.extensions.snapshots.block_snapshot:save_block",

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from magis.module_bytes import ModuleBytes, Peak, StepGrowth, collapsed, is_below
+from magis.step_records import Span, TensorLives, Timelines
 from magis.units import median_and_spread
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Span",
     "StepFigures",
     "StepGrowth",
+    "TensorLives",
     "Term",
     "Timelines",
     "collapsed",
@@ -68,14 +70,15 @@ class Case:
     memory_limit_of: str = "peak"
     """Base of the memory ratio: the original's "peak", or the bytes "reserved" by a GPU's caching allocator."""
     slack: float = 0.2
-    """Fraction by which the host link may be slower than simulated (and kernels faster by half of it) without a stall
-    on a swap; no effect on a CPU."""
+    """Share by which the host link may be slower than simulated, and kernels faster by half of it, without a stall."""
     memory_limit: int | None = None
     """Memory limit in bytes, instead of the memory ratio."""
     allocator: str = ""
     """Settings of a GPU allocator, as in PYTORCH_ALLOC_CONF; empty: torch's, whatever the environment says."""
     accumulate: int = 1
     """Micro-batches per update, each as large as the model's batch; only for strategies of one device."""
+    host_limit: int = 0
+    """Most bytes of optimizer state that a plan keeps in host memory between updates."""
 
     @property
     def limits_memory(self) -> bool:
@@ -112,38 +115,6 @@ class Memory:
     @property
     def workspace_bytes(self) -> int:
         return self.peak_bytes - self.tensor_bytes
-
-
-@dataclass(frozen=True)
-class Span:
-    """One operator call on the simulated time line of a step."""
-
-    KINDS: ClassVar = (
-        "parameters", "optimizer state", "batch and buffers", "activations", "gradients", "updates", "scratch",
-    )  # fmt: skip
-    op: str
-    module: str
-    phase: str
-    line: str
-    start_ms: float
-    ms: float
-    nbytes: int
-    """Peak bytes in memory during the call, tensors and scratch."""
-    stream: str = "compute"
-    """Stream: "compute", or concurrently "to host" and "from host" (copies of swaps) or "messages" (collectives)."""
-    again: bool = False
-    """True if the call recomputes an earlier one."""
-    kinds: tuple[int, ...] = ()
-    """`nbytes` by `KINDS`: activations are made by the forward, gradients by the backward, updates by the weight
-    update. Empty if a neighbour simulated the step."""
-
-
-@dataclass(frozen=True)
-class Timelines:
-    """Simulated calls of the original and the optimized step, by start time within each stream."""
-
-    original: tuple[Span, ...]
-    optimized: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -253,8 +224,8 @@ class SearchOutcome:
     unsplit: str = ""
     """Reason why nothing runs in parts although the search tried, in words."""
     latency_bound_ns: int | None = None
-    """Lower bound on the simulated latency (ns) of plans with this plan's loops, update lists, memory limit (without
-    one: its peak) and slack; None if the limit is missed, and except on simulated devices."""
+    """Lower bound on the simulated latency (ns) of plans with this plan's loops, update lists, limit (else its peak)
+    and slack; None if the limit is missed, and except on simulated devices."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +372,6 @@ class ParetoFront:
     points: tuple[FrontPoint, ...]
     """Plans by rising peak and falling latency, thinned evenly, eager among them unless a plan beats it in both."""
     states: int
-    """Number of plans evaluated; deterministic."""
     seconds: float
     """Seconds of the search, capture excluded."""
     provenance: Provenance = field(default_factory=Provenance)

@@ -16,6 +16,7 @@ __all__ = [
     "KIB",
     "MIB",
     "aligned",
+    "check_whole",
     "format_bytes",
     "format_milliseconds",
     "in_one_word",
@@ -90,6 +91,12 @@ def share_of(ratio: float | None, amount: int) -> int | None:
     The ratio counts as the decimal that was written: 0.8, not the double nearest to 0.8.
     """
     return None if ratio is None else int(Fraction(str(ratio)) * amount)
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise UsageError, which names the argument, unless a value is an int of at least `least`, and no bool."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name}={value!r}", hint=f"give a whole number that is at least {least}")
 
 
 def is_number(value: object) -> bool:

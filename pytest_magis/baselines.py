@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from magis.results import Case, CaseResult
+from magis.units import in_one_word
 from pytest_magis.explain import Table, as_table
 
 T = TypeVar("T", bound=Mapping[str, Any])
@@ -101,7 +102,8 @@ def configuration_key(case: Case) -> str:
 
 
 def case_key(label: str, case: Case) -> str:
-    """Return the key of a case in its configuration: its label, and budget, seed, slack and allocator unless default.
+    """Return the key of a case in its configuration: its label, and what of budget, seed, slack, host limit and
+    allocator is not the default.
 
     Another budget finds another plan, so it is another case. A cap in seconds is not part of the key: a result that the
     cap did not stop is the same without it.
@@ -109,7 +111,8 @@ def case_key(label: str, case: Case) -> str:
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
     slack = f" slack={case.slack:g}" if case.has_limit and case.device != "cpu" and case.slack != Case.slack else ""
-    return f"{label}{budget}{seed}{slack}{f' allocator={case.allocator}' if case.allocator else ''}"
+    host = f" host={in_one_word(case.host_limit)}" if case.has_limit and case.host_limit else ""
+    return f"{label}{budget}{seed}{slack}{host}{f' allocator={case.allocator}' if case.allocator else ''}"
 
 
 def identity_key(result: CaseResult) -> str:

@@ -99,6 +99,19 @@ def why_more(step: str, now: Peak | None, before: Table | None) -> str:
     return ""
 
 
+def grown_line(now: Peak | None, before: Table | None) -> str:
+    """Return the line of the user's code ("net.py:31") of the module that grew most; without a table, that holds most.
+
+    Empty if nothing grew, or no line is known.
+    """
+    held = now.held if now is not None else ()
+    changed = growths(now, before) if now is not None and before is not None else [Growth(row, 0) for row in held]
+    if sum(each.nbytes for each in changed) <= 0:
+        return ""
+    rows = (each for _, members in _by_module(changed) for each in members)
+    return next((each.row.line for each in rows if each.nbytes > 0 and each.row.line), "")
+
+
 def _by_module(changed: list[Growth]) -> list[tuple[str, list[Growth]]]:
     """Group changes by module, most growth first."""
     found: dict[str, list[Growth]] = {}

@@ -44,6 +44,8 @@ class Finding:
     text: str
     why: str = ""
     """The modules that grew, in one line; empty if unknown."""
+    line: str = ""
+    """Line of the user's code that made the largest of the tensors that grew ("net.py:31"); empty if unknown."""
 
 
 @dataclass(frozen=True)

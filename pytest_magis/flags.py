@@ -206,6 +206,15 @@ class Settings:
         "quicker by half of it, and both at once; the latency that is reported is that of the device as it is said to "
         "be. 0 plans for that device alone ([what it costs](search.md#slack)). Nothing is swapped on `cpu`.",
     )
+    host_limit: int = option(
+        kinds.BYTES,
+        0,
+        "most optimizer state that a plan keeps in host memory between updates",
+        expert=True,
+        in_mark=True,
+        details="An amount such as `64GiB`. Plans move state where that keeps their limit at less time "
+        "([how](optimize.md#optimizer-state-in-host-memory)); they have baselines of their own.",
+    )
     allocator: str = option(
         kinds.text("CONF"),
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -65,6 +66,8 @@ class Run:
     """Model and picture file of each Pareto front that the run wrote."""
     baselines: Mapping[Path, ModelBaseline | None]
     """Baselines by file, as they were at the start of the run."""
+    command: str = ""
+    """Command line of the run."""
 
 
 @dataclass
@@ -93,6 +96,8 @@ class Gate:
     """Lines for the terminal summary: files written, and errors."""
     workers_ready: int = 0
     """Number of workers of pytest-xdist that have finished collecting."""
+    command: str = ""
+    """Command line of the run."""
 
     def baseline(self, model: str, case: Case) -> ModelBaseline | None:
         """Return the baseline of a case's model at the start of the run; None without a file. Raises BaselineError."""
@@ -158,13 +163,14 @@ class Gate:
         traced = sum(bool(outcome.trace) for outcome in outcomes)
         if traced:
             self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
-        snapshots = sum(outcome.snapshots for outcome in outcomes)
+        snapshots = sum(len(outcome.snapshots) for outcome in outcomes)
         if snapshots:
             self.lines.append(f"snapshots: {self.settings.snapshot} ({snapshots} files)")
         if outcomes and self.settings.report is not None:
             fronts = [(front.model, Path(front.picture)) for front in self._fronts()]
             planned = len(self.cases) + sum(bool(outcome.where) for outcome in outcomes)
-            run = Run(tuple(outcomes), planned, self.settings, interrupted, tuple(fronts), self.baselines)
+            told = planned, self.settings, interrupted, tuple(fronts), self.baselines, self.command
+            run = Run(tuple(outcomes), *told)
             written &= self._try(lambda: registry.load("output", "page")(self.settings.report, run))
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
         if accepted and interrupted:
@@ -202,6 +208,7 @@ def prepare(config: pytest.Config) -> Gate:
     is_worker = hasattr(config, "workerinput")
     hook = config.hook
     strategies = all_strategies(config)
+    command = f"pytest {shlex.join(map(str, config.invocation_params.args))}"
     settings = read_settings(config, devices=lambda: hook.pytest_magis_devices(config=config))
     models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
     known = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models)) if models else ()
@@ -212,7 +219,7 @@ def prepare(config: pytest.Config) -> Gate:
     cases = tuple(each for each in chosen if each.label != FRONT)
     fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))
-    gate = Gate(settings, cases, fronts, columns, is_worker)
+    gate = Gate(settings, cases, fronts, columns, is_worker, command=command)
     for planned in cases:
         check_installed(planned.case.strategy, planned.case.search)
         gate.baseline(planned.model, planned.case)
@@ -230,6 +237,10 @@ def prepare(config: pytest.Config) -> Gate:
         )
     if settings.snapshot is not None:
         registry.check("snapshot", "step")
+    if settings.update:
+        files = [gate.path(each.model, each.case) for each in cases]
+        folder = baseline_path(settings.baselines, settings.device, "").parent
+        _check_directory("--magis-baselines", folder, [path.name for path in files] or ["any.json"])
     names = [snapshot_name(planned, step) for planned in cases for step in ("original", "optimized")]
     _check_directory("--magis-snapshot", settings.snapshot, names)
     _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
@@ -257,8 +268,8 @@ def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) ->
         for name in names:
             check_writable(there / (name if there == directory else f".{name}"))
     except (OSError, UsageError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{flag}: cannot write to {directory}: {reason}") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition(": ")[2]
+        raise UsageError(f"{flag}: cannot write to {directory}: {reason}", hint="name another directory") from error
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:

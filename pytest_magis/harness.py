@@ -99,7 +99,7 @@ def pytest_magis_run_case(
     except StepGivenError:
         if make is None:
             raise
-        return step_case(case, make, _bench(config), snapshots)
+        return step_case(case, make, _bench(config), snapshots, timelines=timelines)
 
 
 def measure_again(config: pytest.Config, case: Case) -> None:

@@ -19,7 +19,6 @@ import pytest
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.models.model_specs import is_factory
 from magis.printable import printable
-from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning_inputs, stored_case
 from pytest_magis.findings import accept_case
@@ -103,7 +102,9 @@ def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> It
             measure_again(config, planned.case)
         # written here, since whole time lines are too long to send between processes
         folder = gate.settings.trace
-        trace = "" if folder is None or result.timelines is None else str(write_trace(folder, planned, result))
+        lines = result.timelines
+        traced = folder is not None and lines is not None and bool(lines.original)
+        trace = str(write_trace(folder, planned, result)) if folder is not None and traced else ""
     except MagisError as error:
         if planned.optional and isinstance(error, UsageError):
             pytest.skip(str(error))
@@ -112,10 +113,12 @@ def run_and_judge(config: pytest.Config, gate: Gate, planned: PlannedCase) -> It
         yield failed(f"{type(error).__name__}: {error}")
         raise
     else:
-        shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
+        # what the report shows; traces alone need calls with their streams
+        lives = None if lines is None or gate.settings.report is None else replace(lines, original=(), optimized=())
+        shown = replace(result, timelines=lives)
         yield Outcome(
             planned.model, planned.label, planned.case, verdict, shown,
-            where=planned.where, trace=trace, snapshots=len(snapshots),
+            where=planned.where, trace=trace, snapshots=tuple(map(str, snapshots)),
         )  # fmt: skip
 
 

@@ -146,6 +146,17 @@ class Shard:
         return frozenset(sorted(set(names))[self.number - 1 :: self.count])
 
 
+def read_bytes(shown: str, text: str) -> int:
+    """Parse an amount of memory, 0 included. Raises UsageError."""
+    from magis.errors import UsageError
+    from magis.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise refusal(f"{shown}: {error}") from None
+
+
 def _as_written(_shown: str, given: Any) -> Any:
     return given
 
@@ -159,6 +170,7 @@ MEMORY_RATIOS = number("R,...", "a number above 0 and at most 1", lambda x: 0 < 
 LATENCY_RATIOS = number("R,...", "a number that is at least 1", lambda x: x >= 1, is_list=True)
 SLACK = number("SHARE", "a share from 0 (none) to 0.9", lambda x: 0 <= x <= 0.9)
 SECONDS = number("S", "a number of seconds above 0", lambda x: x > 0)
+BYTES = Kind("SIZE", read_bytes)
 BUDGET = Kind("PLANS", _read_budget, words=(*BUDGETS, "PLANS"))
 SHARD = Kind("I/N", Shard.read)
 

@@ -161,8 +161,8 @@ def _device(asked: str | None, devices: Callable[[], Sequence[str]]) -> str:
         return found[0]
     if asked in found:
         return asked
-    if asked == "cuda":
-        raise UsageError("--magis-device: 'cuda' needs a GPU and none was found", hint="use cpu or sim:<name>")
+    if asked.startswith(("cuda", "gpu")) and "cuda" not in found:
+        raise UsageError(f"--magis-device: {asked!r} needs a GPU and none was found", hint="use cpu or sim:<name>")
     raise UsageError(f"--magis-device: unknown device {asked!r}", hint=nearest(asked, found))
 
 

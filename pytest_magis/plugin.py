@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from argparse import SUPPRESS
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Generator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -45,12 +44,28 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None, Any, Any]:
+    """Refuse misspelt options, and those of pytest-benchmark where it is not installed, in one line."""
+    result = yield
+    asked = any(word.startswith(("--magis-", "--benchmark-")) for word in args)
+    for word in parser.parse_known_and_unknown_args(args)[1] if asked else ():  # those of a conftest.py are known
+        flag = word.partition("=")[0]
+        if flag.startswith("--magis-"):
+            from magis.errors import nearest
+
+            raise pytest.UsageError(f"unknown option {flag}; {nearest(flag, [each.flag for each in flags.OPTIONS])}")
+        if flag.startswith("--benchmark-") and find_spec("pytest_benchmark") is None:
+            hint = "pip install 'pytest-magis[benchmark]'"
+            raise pytest.UsageError(f"{flag} is an option of pytest-benchmark, which is not installed; {hint}")
+    return result
+
+
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a multi-process job (torchrun, srun), run the session on rank 0 and serve its commands on the other ranks."""
     if flags.COMPARED_WITH in os.environ:  # these files of results are another run's, too
         vars(config.option).update(dict.fromkeys({"xmlpath", "benchmark_json"} & vars(config.option).keys()))
-    _leave_no_empty_storage(config)
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
     from pytest_magis.session import take_place
@@ -83,20 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         check_options(config)
     config.pluginmanager.register(LazyActivation(config), "magis-dormant")
-
-
-def _leave_no_empty_storage(config: pytest.Config) -> None:
-    """Remove the storage folder that pytest-benchmark creates in every session, if nothing was stored in it."""
-    storage = str(config.getoption("benchmark_storage", default=None) or "")
-    scheme, _, place = storage.rpartition("://")
-    folder = Path.cwd() / place
-
-    def remove_if_empty() -> None:
-        with suppress(OSError):
-            folder.rmdir()
-
-    if place and scheme in ("", "file") and not folder.exists():
-        config.add_cleanup(remove_if_empty)
 
 
 @pytest.fixture

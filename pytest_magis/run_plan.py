@@ -78,8 +78,8 @@ class Outcome:
     """Node id of the user's test; empty for a case of `--magis-models`."""
     trace: str = ""
     """File with the case's time lines; empty if none was written."""
-    snapshots: int = 0
-    """Number of memory snapshots that were written."""
+    snapshots: tuple[str, ...] = ()
+    """Files of the memory snapshots that were written."""
 
     @property
     def name(self) -> str:

@@ -111,6 +111,7 @@ def case_of(settings: Settings, model: str, strategy: str) -> Case:
         settings.dtype,
         seed=settings.seed,
         slack=settings.slack,
+        host_limit=settings.host_limit,
         allocator=allocator_text(settings.allocator, settings.device) if is_single else "",
     )
 

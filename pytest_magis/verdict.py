@@ -20,7 +20,7 @@ from magis.results import CaseResult, StepFigures
 from magis.strategies.strategy_names import BLOCK, ORIGINAL, PLANS
 from magis.units import format_bytes
 from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, lacks_reserved, latency
-from pytest_magis.explain import Table, why_more
+from pytest_magis.explain import Table, grown_line, why_more
 from pytest_magis.findings import (
     BETTER,
     BROKEN,
@@ -224,13 +224,14 @@ def _mover(result: CaseResult, stored: CaseBaseline) -> str:
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
-    """Add the names of modules that grew to a finding of more memory, in the original step if that grew."""
+    """Add the modules that grew, and the line, to a finding of more memory, in the original step if that grew."""
     before_original, before_optimized = held
     if RESERVED_BYTES in finding.text.partition(":")[0]:
         return replace(finding, why="the peak did not grow: more is lost in gaps between blocks, and in their rounding")
+    step, peak, before = "optimized", result.optimized.at_peak, before_optimized
     if result.case.has_one_step or finding.text.startswith("original"):
-        return replace(finding, why=why_more("original", result.original.at_peak, before_original))
-    return replace(finding, why=why_more("optimized", result.optimized.at_peak, before_optimized))
+        step, peak, before = "original", result.original.at_peak, before_original
+    return replace(finding, why=why_more(step, peak, before), line=grown_line(peak, before))
 
 
 def _memory_parts(

@@ -36,7 +36,7 @@ LAYERS = (
     ("magis.ops",),
     ("magis.graph",),
     ("magis.results",),
-    ("magis.module_bytes",),
+    ("magis.module_bytes", "magis.step_records"),
     ("magis.version_run",),
     ("magis.phases",),
     (
@@ -66,6 +66,7 @@ NEIGHBOURS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "ranks": (("magis.extensions.ranks", "magis.predict"), frozenset()),
     "snapshots": (("magis.extensions.snapshots",), frozenset()),
     "versions": (("magis.extensions.versions", "pytest_magis.against"), frozenset()),
+    "why": (("magis.extensions.why",), frozenset()),
 }
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(

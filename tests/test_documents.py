@@ -64,6 +64,7 @@ EXECUTED = {
     "docs/report.md": "tests/plugin/test_pages.py",
     "docs/strategies.md": "tests/steps_of_strategies/test_plans.py",
     "docs/trainers.md": "tests/plugin/test_trainers.py",
+    "docs/why.md": "tests/why/test_why.py",
 }
 """Documents with Python examples -> the test that runs them."""
 MADE_OF_CODE = {"docs/api.md"}
@@ -81,7 +82,16 @@ def test_every_document_with_examples_is_run_by_a_test(repository: Path) -> None
 
 
 def pages_of(repository: Path) -> list[Path]:
-    return [repository / "README.md", *sorted(repository.glob("docs/**/*.md"))]
+    root = (page for page in repository.glob("*.md") if page.name != "CHANGELOG.md")  # which names what is gone
+    return sorted((*root, *repository.glob("docs/**/*.md")))
+
+
+def test_the_site_lists_every_page_once(repository: Path) -> None:
+    """Those of docs/ and of the root, README.md as the first one."""
+    nav = (repository / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = [path.relative_to(repository / "docs").as_posix() for path in repository.glob("docs/**/*.md")]
+    pages += [path.name.lower() if path.name != "README.md" else "index.md" for path in repository.glob("*.md")]
+    assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == sorted(pages)
 
 
 def test_every_page_begins_with_something_to_run(repository: Path) -> None:
@@ -109,7 +119,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-ROOMS = ("magis", "pytest_magis", "benchmarks", "tests", "tools", "docs", ".ci")
+ROOMS = ("magis", "pytest_magis", "benchmarks", "tests", "tools", "docs", ".ci", ".github")
 """What a path that a page names may begin with."""
 WRITTEN_BY_RUNS = re.compile(r"[<*{]|\bGPU\b|^docs/results-|^benchmarks/results/progress_")
 """Patterns, and files that only some runs write."""

@@ -59,6 +59,7 @@ ASKED: dict[str, tuple[str, ...]] = {
     "ranks": ("-m", "pytest", *GATE, "--magis-strategies=ddp"),
     "snapshots": ("-m", "pytest", *GATE, "--magis-snapshot=steps"),
     "versions": ("-m", "magis", "bisect", "--", "tests"),
+    "why": ("-m", "magis", "why", "smoke:net"),
 }
 """What a neighbour would have done."""
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -104,8 +105,32 @@ def test_nothing_installed_for_this_project_is_unpinned(pins: dict[str, Requirem
 
 
 def test_the_installed_version_is_the_one_in_the_package(project: dict[str, Any]) -> None:
-    assert project["dynamic"] == ["version"]
+    assert project["dynamic"] == ["version", "readme"]
     assert metadata.version(project["name"]) == magis.__version__
+
+
+def test_links_of_the_readme_are_addresses_of_files_on_the_package_index(
+    repository: Path, project: dict[str, Any], readme: str
+) -> None:
+    address = project["urls"]["Repository"]
+    text = runpy.run_path(str(repository / "setup.py"))["absolute"](readme, address)
+    links = re.findall(r"\]\(([^)#]+)", text)
+    ours = [link.removeprefix(f"{address}/") for link in links if link.startswith(f"{address}/")]
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in ours if not (repository / link.split("/", 2)[2]).is_file()] == []
+    assert {link.split("/HEAD/")[0] for link in ours if link.endswith(".svg")} == {"raw"}
+    assert {link.split("/HEAD/")[0] for link in ours if link.endswith(".md")} == {"blob"}
+
+
+@pytest.mark.parametrize("package", ["magis", "pytest_magis"])
+def test_the_wheel_holds_a_package_whole(repository: Path, package: str) -> None:
+    """`setup.py` finds folders that have an `__init__.py`; other files are named in pyproject.toml."""
+    settings = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    files = [path for path in (repository / package).rglob("*.*") if "__pycache__" not in path.parts]
+    others = {path for path in files if path.suffix != ".py"}
+    assert others == {path for kind in settings["package-data"][package] for path in (repository / package).glob(kind)}
+    assert [path for path in files if not (path.parent / "__init__.py").is_file() and path not in others] == []
+    assert settings["packages"]["find"]["include"] == ["magis", "magis.*", "pytest_magis", "pytest_magis.*"]
 
 
 def test_the_entry_point_is_the_plugin(project: dict[str, Any]) -> None:
@@ -256,8 +281,9 @@ def test_benchmarks_run_from_a_checkout_and_tell_how(repository: Path) -> None:
 
 
 def test_the_changelog_has_a_place_for_what_comes_next(repository: Path) -> None:
-    headings = re.findall(r"^## \[(.+?)\]", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert headings[0] == "Unreleased"
+    headings = re.findall(r"^## (.+)$", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release) for release in headings[1:])
 
 
 def test_the_root_conftest_only_switches_on_pytester(repository: Path) -> None:
@@ -296,7 +322,7 @@ def test_what_is_left_to_soak_exists(repository: Path) -> None:
 def test_no_document_is_referred_to_that_is_not_here(repository: Path) -> None:
     """Nor by its name in capitals ("DESIGN section 3"), nor by a link from one page to another."""
     absent = re.compile(r"\b(?:SPEC|DESIGN|PAPER|PLANNER|HOUSE|STYLE)(?:'s| section|\)|, |:)")
-    pages = [repository / "README.md", repository / "CHANGELOG.md", *repository.glob("docs/**/*.md")]
+    pages = [*repository.glob("*.md"), *repository.glob("docs/**/*.md")]
     sources = [path for room in ("magis", "pytest_magis", "benchmarks") for path in repository.glob(f"{room}/**/*.py")]
     for path in (*pages, *sources):
         assert not absent.findall(path.read_text(encoding="utf-8")), path

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,16 @@ class LlamaLayer(nn.Module):
         y = self.between(x)
         out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
         return out
+
+
+def in_bfloat16(make: Callable[[], M]) -> M:
+    """What a function makes while bfloat16 is torch's default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def turned(x: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from magis.capture.refusals import (
     clear_errors,
     no_gradient_for,
     no_gradient_retained,
+    no_own_backward,
     read_and_written,
     shapes,
 )
@@ -209,6 +210,7 @@ def _watched(
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
+        stack.enter_context(no_own_backward(lambda: recorder.phase))
         kept = stack.enter_context(objects_kept(roots_of(stand.module, step.loss_fn)))
         if step.explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -309,9 +311,8 @@ def _recorded(
     forward, that are outputs; `seen` with outputs and gradients."""
     rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
-    kinds = optimizers.state_names(rule)
     leaves = [stand.parameters[name] for name in trained]
-    states = [{kind: optimizers.new_state(kind, leaf) for kind in kinds} for leaf in leaves]
+    states = [optimizers.new_states(rule, name, leaf) for name, leaf in zip(trained, leaves, strict=True)]
     numbers, done = optimizers.sentinels(rule), set[str]()
     for name, tensor in stand.named().items():
         kind = name.partition(":")[0]
@@ -339,11 +340,12 @@ def _recorded(
         left.update({name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)})
         if seen is not None:
             seen += [tensor.detach() for tensor in (*tensors_in(result), *grads) if tensor is not None]
-        returned = [*tensors_in(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
+        returned, gradients = [*tensors_in(result), *left.values()], [g for g in grads if g is not None]
 
-        def found() -> Captured:
+        def found(*, stops: bool) -> Captured:
+            outputs = [*returned, *gradients] if stops else returned
             return Captured(
-                graph=recorder.graph(tuple(recorder.value_of(t) for t in returned)),
+                graph=recorder.graph(tuple(recorder.value_of(t) for t in outputs)),
                 deaths=recorder.deaths,
                 numbers=recorder.numbers,
                 parameters=trained,
@@ -353,16 +355,16 @@ def _recorded(
                 results=tuple(left),
             )
 
-        listed, most = None, 0
+        listed, most = found(stops=True) if rule.kind == "own" else None, 0
         weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
         with torch.no_grad():
             if updates_by_lists(rule, device):
                 with recorder.aside():
                     update(rule, weights, numbers, device=device)
-                    listed = found()
+                    listed = found(stops=False)
                 weights, most = soonest(recorder, weights), bytes_of_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
-        return replace(found(), listed=listed)
+        return replace(found(stops=rule.stops), listed=listed)
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -1,8 +1,9 @@
 """Conversion of a user's optimizer to an update that can be part of the step, or the reason why it cannot.
 
 Part of the step are `torch.optim.SGD`, `Adam` and `AdamW` without patches, each parameter group with its own numbers,
-also if parameters have done different numbers of steps. Learning rates may change from step to step. Any other
-optimizer is called after the step, as in any loop, on gradients that are all kept to the end.
+also if parameters have done different numbers of steps. Learning rates may change from step to step. The code of any
+other optimizer is part of the step for one parameter at a time (`one_by_one`), or is called after the step, as in any
+loop, on gradients that are all kept to the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
 from torch.optim import optimizer as global_hooks
 
 from magis.capture.contents import hollow_like
-from magis.capture.hollow import hollow
+from magis.capture.hollow import Answering, Hollow, hollow
 from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
 from magis.graph import Graph
@@ -37,6 +38,7 @@ from magis.ops.optimizers import (
     state_dtype,
     state_names,
 )
+from magis.ops.own_updates import grouped, view_of
 from magis.ops.python_objects import PREFIX
 
 _OFF = ("capturable", "differentiable")
@@ -290,7 +292,7 @@ def step_apart(optimizer: Optimizer, graded: Mapping[str, Tensor], device: str) 
         return None
     try:
         with generators_kept(), torch.enable_grad():
-            return _recorded(optimizer, graded, graded, device, AHEAD)
+            return recorded_step(optimizer, graded, graded, device, AHEAD, Answering())
     except Exception:  # noqa: BLE001  (anybody's code)
         return None
 
@@ -301,7 +303,7 @@ def step_behind(own: OwnOptimizer, graded: Mapping[str, Tensor], device: str) ->
     mine = {name: each for name, each in own.parameters.items() if name in graded}
     try:
         with generators_kept(), torch.enable_grad():
-            found, later = (_recorded(own.optimizer, mine, graded, device, AHEAD + more) for more in (0, 1))
+            found, later = (recorded_step(own.optimizer, mine, graded, device, AHEAD + more) for more in (0, 1))
     except Exception as error:
         why = f"cannot be recorded: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if isinstance(error, DataDependentOutputException):
@@ -323,13 +325,24 @@ def _course(apart: Apart) -> list[tuple[str, tuple[int, ...]]]:
     return [(op.target, tuple(values[made].nbytes for made in op.made())) for op in apart.graph.ops]
 
 
-def _recorded(
-    optimizer: Optimizer, graded: Mapping[str, Tensor], likes: Mapping[str, Tensor], device: str, ahead: int
+def recorded_step(
+    optimizer: Optimizer,
+    graded: Mapping[str, Tensor],
+    likes: Mapping[str, Tensor],
+    device: str,
+    ahead: int,
+    mode: Hollow | None = None,
+    *,
+    alone: bool = False,
 ) -> Apart:
-    made, twins = _twin(optimizer, {id(each): likes[name] for name, each in graded.items()}, device)
+    """Record the step after `ahead` ones of a hollow copy of the optimizer, for parameters `graded` by name, `alone` or
+    beside all others; `likes` give their layouts."""
+    made, twins = hollow_twin(optimizer, {id(each): likes[name] for name, each in graded.items()}, device)
     names = {id(twins[id(each)]): name for name, each in graded.items()}
+    if alone:
+        made = view_of(made, grouped(made, names))
     met = count()
-    with hollow():
+    with hollow(mode), torch.compiler.set_stance("force_eager"):  # what is compiled now would be of hollow tensors
         for group in made.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter) if id(parameter) in names else None
@@ -345,15 +358,16 @@ def _recorded(
                 recorder.register(parameter, "parameter", f"parameter:{name}")
                 recorder.register(parameter.grad, "batch", f"gradient:{name}")
         for owner, entries in made.state.items():
-            for path, tensor in named_tensors(entries):
+            for path, tensor in named_tensors(entries) if id(owner) in names or not alone else ():
                 name = f"state:{path}:{names.get(id(owner), next(met))}"
                 recorder.register(tensor, "state" if tensor.dim() else "host", name)
+                del tensor  # which a step may replace
         with recorder:
             made.step()
         return Apart(recorder.graph(()), recorder.deaths)
 
 
-def _twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tuple[Optimizer, Mapping[int, Any]]:
+def hollow_twin(optimizer: Optimizer, likes: Mapping[int, Tensor], device: str) -> tuple[Optimizer, Mapping[int, Any]]:
     """Return a copy of the optimizer on hollow parameters and state; and the hollow tensors by `id` of the original.
     `likes` gives tensors, by the parameters' `id`, whose layout the copied parameters take."""
     held = {id(each): likes.get(id(each), each) for group in optimizer.param_groups for each in group["params"]}

@@ -111,6 +111,9 @@ class Places:
         """Path of the sub-module whose forward is running."""
         return self._modules[-1]
 
-    def module_of(self, error: BaseException) -> str:
-        """Return the path of the innermost sub-module whose forward raised ``error``, else of the running one."""
-        return self._failure[1] if id(error) == self._failure[0] else self.module
+    def module_of(self, error: BaseException) -> str | None:
+        """Return the path of the innermost sub-module whose forward raised ``error``, else of the running one; None if
+        none is running."""
+        if id(error) == self._failure[0]:
+            return self._failure[1]
+        return self.module if len(self._modules) > 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -23,7 +24,7 @@ from magis.graph import Graph
 from magis.ops.call import CallError
 from magis.ops.operators import op_info
 
-INFERENCE = "use optimizer kind 'none' for inference"
+INFERENCE = "unfreeze one (requires_grad_), or pass optimizer='none' for inference"
 BY_HOOK = "make what depends on that gradient a part of the loss, or train without magis.optimize"
 EAGER_FIRST = "the step must run eagerly before it can be captured"
 
@@ -42,6 +43,7 @@ def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
             raise UsageError(f"the {what} is the class {given.__name__}", hint=in_place_of(given, "model"))
     if not isinstance(module, nn.Module):
         raise UsageError(f"the model is of type {type(module).__name__}", hint="give a torch.nn.Module")
+    check_uncompiled(module)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"the loss function is of type {type(loss_fn).__name__}", hint="give a function, or None")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -54,6 +56,16 @@ def check_parts(module: object, loss_fn: object, optimizer: object) -> None:
         raise UsageError(f"parameter {lazy} is lazy, and has no shape yet", hint="call the model once on a batch")
 
 
+def check_uncompiled(module: nn.Module, name: str = "the model") -> None:
+    """Raise UsageError for a module with parts that torch.compile compiles."""
+    for path, each in module.named_modules():
+        if "_orig_mod" in each._modules or getattr(each, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                f"{name} is compiled by torch.compile (module {path or '(root)'!r})",
+                hint="give it uncompiled: the strategy compile, compiled=True and --compiled compile it",
+            )
+
+
 def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Raise CaptureError for tensors that are not dense, or not on the CPU."""
     check_layouts(module)
@@ -61,10 +73,10 @@ def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence
     _check_dense(batch.items())
     for name, tensor in (*module.named_parameters(), *module.named_buffers(), *batch.items()):
         if tensor.device.type != "cpu":
-            raise CaptureError(
-                f"{name} is on device {tensor.device}",
-                hint="pass the module and its batch on the CPU (module.cpu())",
-            )
+            hint = "pass the module and its batch on the CPU (module.cpu())"
+            if tensor.device.type == "meta":
+                hint = "build it on the CPU, not on 'meta': a factory is called on fake tensors, and takes no memory"
+            raise CaptureError(f"{name} is on device {tensor.device}", hint=hint)
 
 
 def check_layouts(module: nn.Module) -> None:
@@ -156,14 +168,17 @@ def read_and_written(graph: Graph, read: Collection[str]) -> frozenset[str]:
 def check_loss(loss: Any) -> None:
     """Raise CaptureError for a loss that is not a single real number which depends on trained parameters."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-        raise CaptureError(
-            f"the loss is not a single number but of {what}", hint="pass a loss_fn that returns a scalar"
-        )
+        what, hint = f"type {type(loss).__name__}", "pass a loss_fn that returns a scalar"
+        if isinstance(loss, Tensor):
+            what, hint = f"shape {tuple(loss.shape)}", f"{hint}: its mean() or sum(), say"
+        elif loss is None or isinstance(loss, (int, float)):
+            hint = f"{hint} tensor" + (": it lacks a return" if loss is None else ", without item() or float()")
+        raise CaptureError(f"the loss is not a single number but of {what}", hint=hint)
     if loss.is_complex():
         raise CaptureError("the loss is a complex number", hint="return its real part or its absolute value")
     if not loss.requires_grad:
-        raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
+        cut = "look for what cuts it off: detach(), .data, item(), torch.tensor(...) or torch.no_grad()"
+        raise CaptureError("the loss does not depend on any trained parameter", hint=cut)
 
 
 def nodes_behind(loss: Tensor) -> Iterator[Any]:
@@ -209,29 +224,50 @@ class BranchError(CaptureError):
 
 
 @contextmanager
-def clear_errors(places: Places) -> Iterator[None]:
-    """Turn errors of the step into CaptureErrors of one line that names module and user line."""
+def clear_errors(places: Places, around: str = "the loss function") -> Iterator[None]:
+    """Turn errors of the step into CaptureErrors of one line that names module and user line. `around` are the words
+    for the user's code that runs outside of the module."""
     try:
         yield
     except CallError as error:
-        raise CaptureError(f"{error} ({_innermost_place(places, error)})") from error
+        raise CaptureError(f"{error} ({_innermost_place(places, error, around)})") from error
     except MagisError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = BranchError if isinstance(error, UnknownTruth) else CaptureError
         raise kind(
-            f"the step depends on the data of a tensor ({error.func}) {_innermost_place(places, error)}",
-            hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
+            f"the step depends on the data of a tensor ({error.func}) {_innermost_place(places, error, around)}",
+            hint="replace the data-dependent number, branch or shape (no item(), torch.where, fixed shapes)",
         ) from error
     except Exception as error:
         if isinstance(error, NotImplementedError) and "storage of Sparse" in str(error):
             raise CaptureError(
-                f"the step handles a sparse tensor {_innermost_place(places, error)}", hint=ONLY_DENSE
+                f"the step handles a sparse tensor {_innermost_place(places, error, around)}", hint=ONLY_DENSE
             ) from error
         raise CaptureError(
-            f"{type(error).__name__} {_innermost_place(places, error)}: {error}",
+            f"{type(error).__name__} {_innermost_place(places, error, around)}: {error}",
             hint=EAGER_FIRST,
         ) from error
+
+
+@contextmanager
+def no_own_backward(phase: Callable[[], str]) -> Iterator[None]:
+    """Raise CaptureError if the block calls `backward` in the phase "forward": the step itself does so behind it."""
+    plain = torch.autograd.backward
+
+    def asked(*given: Any, **keywords: Any) -> None:
+        if phase() == "forward":
+            raise CaptureError(
+                "the model or its loss function calls backward, which is called on the loss that it returns",
+                hint="leave it out; a step with a backward of its own is for magis.estimate(step, batch)",
+            )
+        plain(*given, **keywords)
+
+    torch.autograd.backward = asked
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain
 
 
 @contextmanager
@@ -259,14 +295,16 @@ def of_contents(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _innermost_place(places: Places, error: BaseException) -> str:
-    """Return the sub-module, and file and line of the innermost frame outside of torch and capture."""
+def _innermost_place(places: Places, error: BaseException, around: str) -> str:
+    """Return the sub-module, or `around` or the backward; and file and line of the innermost frame outside of torch
+    and capture."""
     here = Path(__file__).parent
     own = (Path(torch.__file__).parent, here, here.parent / "ops")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in own)
-    ]
+    whole = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in whole if not any(Path(frame.filename).is_relative_to(folder) for folder in own)]
     line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"in module {places.module_of(error) or '(root)'!r}{line}"
+    module = places.module_of(error)
+    if module is None:
+        is_backward = any(frame.name == _engine_run_backward.__name__ for frame in whole)
+        return f"in {'the backward' if is_backward else around}{line}"
+    return f"in module {module or '(root)'!r}{line}"

@@ -27,6 +27,7 @@ from magis.capture.attention_kernels import Capability
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.contents import copies, hollow_like, is_readable
 from magis.capture.hollow import hollow
+from magis.capture.optimizer_rule import needs_closure
 from magis.capture.python_state import WritesUndone
 from magis.capture.recorder import Recorder
 from magis.capture.refusals import clear_errors, of_contents
@@ -120,7 +121,7 @@ def _recorded(
         stand = stack.enter_context(stand_ins(reached.holder, given, (), trained, twins))
         recorder = Recorder({}, _found_by(finder(stand, step, cached)), {**own, **made})
         stack.enter_context(own_kept(own))
-        stack.enter_context(clear_errors(recorder.places))
+        stack.enter_context(clear_errors(recorder.places, "the step function"))
         stack.enter_context(objects_kept({"step": step, **dict(reached.others)}))
         stack.enter_context(device_forms(device, capability))
         if device == "cuda":
@@ -233,6 +234,9 @@ class _Reached:
             if isinstance(item, nn.Module):
                 modules[name if name not in modules else f"{name}_{len(modules)}"] = item
             elif isinstance(item, Optimizer):
+                if needs_closure(item):
+                    what = f"{type(item).__name__}.step runs forward and backward as often as numbers say"
+                    raise CaptureError(what, hint="measure the loop as it runs, by magis.peak")
                 self.optimizers.append(item)
             elif isinstance(item, Tensor):
                 tensors.append((name, item))

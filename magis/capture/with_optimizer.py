@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from magis.capture.captured import Captured
-from magis.capture.optimizer_rule import step_behind
+from magis.capture.optimizer_rule import Apart, step_behind
 from magis.graph import GENERATOR, Graph, Op, Value
 from magis.graph.hazards import lifetimes
 from magis.graph.nodes import with_inputs
@@ -37,6 +37,18 @@ def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device
     return replace(whole, listed=joined(whole, whole.graph, captured.deaths))
 
 
+def with_eager_optimizer(captured: Captured, whole: Apart | None) -> Captured:
+    """Return a step that runs the optimizer's own code for each parameter, its original followed by the `whole`
+    optimizer step; None if that could not be captured: the original then updates one parameter after the other."""
+    stops = captured.listed
+    if stops is None or whole is None:
+        return replace(captured, listed=None)
+    # Tensors that an optimizer keeps outside of its state are there in every step, and in no figure.
+    storages = {n: replace(s, kind="host") if s.kind == "buffer" else s for n, s in whole.graph.storages.items()}
+    whole = replace(whole, graph=replace(whole.graph, storages=storages))
+    return replace(captured, listed=joined(replace(stops, behind=whole), stops.graph, stops.deaths))
+
+
 def joined(captured: Captured, graph: Graph, deaths: Mapping[int, int] | None = None) -> Captured:
     """Append the optimizer step to `graph`, the captured step or a plan of it; `deaths` are eager's, None for a
     plan."""
@@ -51,6 +63,13 @@ def joined(captured: Captured, graph: Graph, deaths: Mapping[int, int] | None = 
     ends |= {storages[storage]: end + after for storage, after in behind.deaths.items()}
     numbers = captured.numbers if deaths is not None else ()
     return replace(captured, graph=whole, deaths=ends, numbers=numbers, listed=None)
+
+
+def own_tail(captured: Captured, graph: Graph) -> Graph | None:
+    """Return the part of a graph, or behind it, that the optimizer's own code runs; None without such."""
+    if captured.rule.kind == "own":
+        return replace(graph, ops=tuple(op for op in graph.ops if op.phase == "update"))
+    return None if captured.behind is None else captured.behind.graph
 
 
 def before_update(graph: Graph) -> Graph:

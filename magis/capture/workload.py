@@ -294,6 +294,21 @@ class _Called(nn.Module):
         values = tensors if self._form is None else self._form.make(tensors)
         return self.module(**dict(zip(self._names, values, strict=True))) if self._names else self.module(*values)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules under their paths in the caller's module; parameters and buffers are named by these."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by its path in the caller's module."""
+        return self.module.get_submodule(target)
+
+    def state_dict(self, *given: Any, **keywords: Any) -> Any:
+        """Return the tensors of the caller's module by name."""
+        return self.module.state_dict(*given, **keywords)
+
 
 def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
     """Return a module that takes the batch's tensors as positional arguments."""

@@ -15,13 +15,14 @@ from magis.cost.signature import signature
 from magis.graph import Graph, every_op
 from magis.planner.subject import ROUNDS_ALONE, Subject
 from magis.report.text_store import code_digest
-from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
+from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures, TensorLives
 from magis.runtime.double_precision import FirstDifference, first_difference
 from magis.runtime.measure import device_identity, is_out_of_memory, others_memory
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
 from magis.simulate.peak_breakdown import peak_of
 from magis.simulate.simulator import MemoryProfile, replay
+from magis.simulate.tensor_lives import tensor_lives
 from magis.simulate.timeline import timeline
 from magis.strategies.rank_step import samples_of
 from magis.units import GIB, format_bytes
@@ -63,6 +64,12 @@ class Replayed:
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         times, profile = self.subject.predicting, self._profile()
         return timeline(self.graph, times, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
+
+    def lives(self) -> TensorLives:
+        """Return the step's tensors with their births and deaths."""
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        times, profile = self.subject.predicting, self._profile()
+        return tensor_lives(self.graph, times, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
 
 
 NOT_RUN = "not run"

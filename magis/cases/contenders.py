@@ -152,7 +152,7 @@ def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eage
     off = compare_losses(eager, step, seed, shared_tensors(subject))
     if strategy.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
         return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
-    sums = strategy.is_by_hand or strategy.micro_batches > 1
+    sums = strategy.chunks_loss or strategy.micro_batches > 1
     reasons = (("precision", strategy.cast), ("compiler", strategy.compiled), ("order of sums", sums))
     why = " and ".join(name for name, given in reasons if given)
     whole = why == "order of sums" and subject.source.dtype in ("float32", "float64")

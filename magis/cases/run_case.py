@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
@@ -41,7 +40,7 @@ from magis.runtime.steps import EagerStep, Step
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.distributed_names import is_planned
 from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
-from magis.units import share_of
+from magis.units import is_number, share_of
 
 
 def run_case(
@@ -318,7 +317,11 @@ class CaseRun:
         graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
         if opt_step is not None and opt is not original and graph is not None:
             partings.append(_byte_difference("optimized", opt, opt_step, partial(subject.generated, graph)))
-        whole = Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self.timelines else None
+        whole = None
+        if self.timelines:
+            planned = None if opt_step is None else (opt_step.spans(), opt_step.lives())
+            spans, lives = planned or ((), None)
+            whole = Timelines(ori_step.spans(), spans, ori_step.lives(), lives)
         if self.snapshots is not None:
             for name, step in (("original", ori_step), ("optimized", opt_step if opt is not original else None)):
                 if step is not None:
@@ -393,12 +396,14 @@ def _unlike_others(outcome: _RunFigures, subject: Subject) -> dict[str, str]:
 
 
 def check_amounts(case: Case) -> None:
-    """Raise UsageError for a limit or budget that is not above 0, a negative seed, or an invalid search or slack."""
+    """Raise UsageError for a limit or budget that is not above 0, or an invalid search or slack."""
     amounts = {"memory ratio": case.memory_ratio, "latency ratio": case.latency_ratio, "budget": case.budget}
     amounts |= {"memory limit": case.memory_limit, "cap in seconds": case.seconds}
     for name, amount in amounts.items():
-        if amount is not None and not 0 < amount < math.inf:
-            raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
+        if amount is not None and not (is_number(amount) and amount > 0):
+            raise UsageError(f"the {name} of a case must be a number above 0, not {amount!r}")
+    if (case.memory_ratio or 0) > 1:
+        raise UsageError(f"the memory ratio of a case is {case.memory_ratio}", hint="80% of eager's peak is 0.8")
     if case.search not in SEARCHES:
         raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
     if case.search != SEARCHES[0] and case.strategy not in PLANS:
@@ -407,5 +412,3 @@ def check_amounts(case: Case) -> None:
         check_limit_of(case.memory_limit_of, case.strategy, case.device)
     if not 0 <= case.slack <= Case.MOST_SLACK:
         raise UsageError(f"the slack of a case must be a number from 0 to {Case.MOST_SLACK}, not {case.slack}")
-    if case.seed < 0:
-        raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

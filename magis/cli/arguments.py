@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
 
 from magis.errors import UsageError
 from magis.printable import printable
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the step that a command looks at."""
+    parser.add_argument("--device", metavar="NAME", help="as --magis-device")
+    parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
+    parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
+    parser.add_argument("--accumulate", metavar="N", default="1", help="micro-batches for one update, each the batch")
+
+
+def add_room(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the memory that a predicted step may use."""
+    parser.add_argument("--memory-limit", metavar="BYTES", help="in place of the device's memory: 24GiB, rtx4090")
+    parser.add_argument("--allocator", metavar="CONF", help="settings in place of those of PYTORCH_ALLOC_CONF")
 
 
 def look_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__, registry
 from magis.child_process import terminated_in_order
-from magis.cli.arguments import above_zero, look_here, real_number, show, tell, whole_number
-from magis.cost.cards import limit_bytes
+from magis.cli.arguments import above_zero, add_room, add_step, look_here, real_number, show, tell, whole_number
 from magis.cost.profile_store import target_of
-from magis.errors import MagisError, UsageError
+from magis.errors import CaptureError, MagisError, UsageError, nearest
 from magis.models.model_specs import resolve
 from magis.progress import on_stderr, shown_if_slow
 from magis.quiet import before_torch
@@ -52,11 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given and given[0] in further:
             registry.load("command", given[0])  # raises if its neighbour is not installed
-        asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
+        asked, unknown = parser.parse_known_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
+        if unknown:
+            command = commands.choices.get(given[0], parser)
+            flags = sorted(set(re.findall(r"--(?!magis)[a-z-]+", command.format_help())))
+            raise UsageError(f"{command.prog} takes no {unknown[0]!r}", hint=nearest(unknown[0], flags))
         before_torch()
         with terminated_in_order():
             return int(asked.run(asked))
-    except UsageError as error:
+    except (UsageError, CaptureError) as error:
         tell(f"ERROR: {error}")
         return USAGE_ERROR
     except MagisError as error:
@@ -71,11 +75,8 @@ def _add_model(commands: Commands, name: str, text: str, description: str) -> ar
     """Add a sub-command for one model, with the common options, and return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
-    parser.add_argument("--device", metavar="NAME", help="as --magis-device")
-    parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
-    parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
+    add_step(parser)
     parser.add_argument("--compiled", nargs="?", const="model", choices=("model", "loss", "step"), help="compiled")
-    parser.add_argument("--accumulate", metavar="N", default="1", help="micro-batches for one update, each the batch")
     return parser
 
 
@@ -96,6 +97,7 @@ def _add_fit(commands: Commands) -> None:
     parser.add_argument("--dim", metavar="N", help="the dimension of the batch to vary (default: 0)")
     parser.add_argument("--keyword", metavar="NAME", help="vary this keyword of the factory instead")
     parser.add_argument("--latency-ratio", metavar="R", help="the most that the optimized step may take, times eager's")
+    parser.add_argument("--host-limit", metavar="BYTES", default="0", help="most optimizer state in host memory")
     parser.add_argument("--budget", metavar="STATES", help="work of each search, in plans evaluated")
     parser.add_argument("--most", metavar="N", help="the largest size to try (default: 1048576)")
     parser.add_argument("--precision", metavar="SHARE", help="how close the optimized size must be (default: 0.02)")
@@ -105,10 +107,6 @@ def _add_fit(commands: Commands) -> None:
 
 def _fit(asked: argparse.Namespace) -> int:
     look_here()
-    limit = limit_bytes(asked.memory_limit)
-    models = resolve([asked.model])
-    if len(models) != 1:
-        raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
     from magis import api
 
     given: dict[str, Any] = {
@@ -119,8 +117,8 @@ def _fit(asked: argparse.Namespace) -> int:
     budget = whole_number("--budget", asked.budget)
     with shown_if_slow(on_stderr(), "fit") as progress:
         found = api.fit(
-            models[0],
-            memory_limit=limit,
+            asked.model,
+            memory_limit=asked.memory_limit,
             device=asked.device,
             preset=asked.preset,
             dtype=asked.dtype,
@@ -132,6 +130,7 @@ def _fit(asked: argparse.Namespace) -> int:
             run=asked.measured,
             compiled=asked.compiled or False,
             accumulate=whole_number("--accumulate", asked.accumulate) or 0,
+            host_limit=asked.host_limit,
             progress=progress,
             **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
         )
@@ -170,7 +169,7 @@ def _table(found: Fit, *, compiled: bool = False) -> Iterator[str]:
 
 ESTIMATE_DESCRIPTION = """
 Predict what a training step needs on a device: peak and reserved bytes, by kind and module, and whether it fits.
-Where it does not, checkpointing, a plan and adapters (LoRA, where PEFT is installed) are tried. Nothing of the model's
+Where it does not, checkpointing, a plan and adapters (LoRA) are tried. Nothing of the model's
 size is allocated. Exit code 1 where the step does not fit.
 """
 DOES_NOT_FIT = 1
@@ -178,8 +177,7 @@ DOES_NOT_FIT = 1
 
 def _add_estimate(commands: Commands) -> None:
     parser = _add_model(commands, "estimate", "what a training step needs on a device", ESTIMATE_DESCRIPTION)
-    parser.add_argument("--memory-limit", metavar="BYTES", help="in place of the device's memory: 24GiB, rtx4090")
-    parser.add_argument("--allocator", metavar="CONF", help="settings in place of those of PYTORCH_ALLOC_CONF")
+    add_room(parser)
     parser.add_argument("--largest-batch", action="store_true", help="also the largest batch that fits")
     parser.add_argument("--no-remedies", action="store_true", help="do not try what would make it fit")
     parser.set_defaults(run=_estimate)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from magis.errors import UsageError
-from magis.units import MIB, parse_bytes
+from magis.units import MIB, check_whole, parse_bytes
 
 CONTEXT_BYTES = 600 * MIB
 """Bytes of CUDA's context and of the libraries' kernels: what processes on large cards are seen to hold at most."""
@@ -28,14 +28,16 @@ def card_bytes(name: str) -> int:
     return int(_GIB[name] * 1024) * MIB
 
 
-def limit_bytes(limit: str | int) -> int:
+def limit_bytes(limit: str | int, least: int = 1) -> int:
     """Return a memory limit in bytes: an amount ("24 GiB"), or the name of a card, less its context. Raises UsageError
-    for anything else."""
-    if not isinstance(limit, str):
-        return limit
-    if limit.lower() in _GIB:
+    for anything else, for less than `least` bytes, and for a text such as "24" that lacks its unit."""
+    if isinstance(limit, str) and limit.lower() in _GIB:
         return card_bytes(limit.lower()) - CONTEXT_BYTES
     try:
-        return parse_bytes(limit)
+        found = parse_bytes(limit) if isinstance(limit, str) else limit
     except UsageError as error:
         raise UsageError(f"{error}, or a card: {', '.join(CARDS)}") from None
+    if isinstance(limit, str) and limit.strip().isdigit() and 0 < found < MIB:
+        raise UsageError(f"a memory limit of {found} bytes", hint=f"write its unit: {found}GiB, {found}MiB, {found}B")
+    check_whole("memory_limit", found, least)
+    return found

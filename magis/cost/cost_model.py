@@ -17,6 +17,7 @@ from magis.graph.loop_rules import ADDSUM
 from magis.graph.nodes import ITEM_SIZE, Graph, Op, Value
 from magis.ops.generators import STATE_BYTES
 from magis.ops.operators import name_of, op_info
+from magis.ops.own_updates import OWN_UPDATES
 
 # Estimated workspace of operators where it cannot be measured, in bytes in addition to the outputs.
 #
@@ -175,6 +176,8 @@ class RooflineCosts:
             converted = [each for each in taken if self.device.name == "cpu" and each.dtype != whole.dtype]
             size = sum(each.numel for each in converted) + (whole.numel if op.target == ADDSUM else 0)
             return ITEM_SIZE[whole.dtype] * size
+        if op.target in OWN_UPDATES:
+            return int(dict(op.kwargs)["scratch"])  # type: ignore[arg-type]
         key = signature(op, values)
         if key in self.workspaces:
             return self.workspaces[key]

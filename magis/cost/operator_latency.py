@@ -17,6 +17,7 @@ from magis.errors import MagisError
 from magis.graph.loop_rules import ADDMM, MERGES, PART, rows_around
 from magis.graph.nodes import ARRIVED, Const, Graph, Op, Ref, Value, every_op
 from magis.ops.collectives import is_message
+from magis.ops.own_updates import OWN_UPDATES
 
 # Time of one operator from its work and the device constants: a roofline with penalties for small operators.
 #
@@ -37,6 +38,8 @@ def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int
     """Estimate the ns of one call on a device; `values` has its inputs and outputs."""
     if op.target == ARRIVED:
         return 0
+    if op.target in OWN_UPDATES:
+        return int(dict(op.kwargs)["ns"])  # type: ignore[arg-type]
     if is_message(op.target):
         return message_ns(device.name, op, values)
     return work_ns(device, work(op, values))

@@ -18,7 +18,7 @@ from torch._C._autograd import _profiler_enabled
 from magis import registry
 from magis.cases.tensor_ledger import CARRIED_OVER, TensorLedger
 from magis.current_gate import BLOCK_GATE
-from magis.errors import UsageError
+from magis.errors import UsageError, nearest
 from magis.ops.eager_only import formulas_as_eager
 from magis.phases import phases_told
 from magis.printable import printable
@@ -50,7 +50,8 @@ class BlockPeak:
     def __init__(self, device: str | None = None, after: BlockPeak | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.device not in DEVICES:
-            raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
+            given = repr(device) if isinstance(device, str) else f"of type {type(device).__name__}"
+            raise UsageError(f"magis.peak: device {given} is unknown", hint=nearest(device, DEVICES))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
         asked: object = after

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture.optimizer_rule import with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch
 from magis.frontends.kept_steps import Choice
 from magis.frontends.number_inputs import Given
 from magis.frontends.optimizer_state import OptimizerState
+from magis.frontends.own_state import OwnState
 from magis.frontends.planned import Planned
 from magis.frontends.undoing import ContentsBefore, Undo
 from magis.ops.call import ExpectationError
@@ -33,7 +33,7 @@ class BoundPlan:
     plan: Planned
     step: GraphStep
     module: nn.Module
-    state: OptimizerState | None
+    state: OptimizerState | OwnState | None
     optimizer: Optimizer | None
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
@@ -107,14 +107,15 @@ class BoundPlan:
             self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _updated(self, state: OptimizerState) -> Tensor:
+    def _updated(self, state: OptimizerState | OwnState) -> Tensor:
         optimizer = state.optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        rule = with_rates(state.update, optimizer)
-        with state.step_to_come() as number:
-            loss = self.step.run_with(scalars(rule, number))
+        with state.step_to_come() as numbers:
+            loss = self.step.run_with(numbers)
+        if isinstance(state, OwnState) and state.is_new:
+            self.step.feed(state.inputs)
         self.step.finish()
         self._leave_behind(self.step.results())
         self.step.prepare()

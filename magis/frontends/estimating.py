@@ -4,14 +4,11 @@ that of a case of the gate ("eager", "checkpoint", or "magis" with a memory limi
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +21,23 @@ from magis.cases.case_rows import Replayed
 from magis.cases.run_case import run_case
 from magis.cost.cards import limit_bytes
 from magis.errors import MagisError, UsageError
-from magis.frontends.fitting import MOST, compiled_result, largest, resized
-from magis.frontends.step_function import BatchPeak, StepFunction, plain_step
+from magis.frontends.adapters import ADAPTER_RANK, with_adapters
+from magis.frontends.fitting import MOST, compiled_result, resized
+from magis.frontends.limits import largest
+from magis.frontends.step_function import BatchPeak, StepFunction, check_arguments, plain_step, problem_of_batches
 from magis.models.step_parts import in_one_order, recipe_of
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.subject import Subject
 from magis.printable import printable
-from magis.results import Case, CaseResult, Peak
+from magis.results import Case, CaseResult, Peak, TensorLives
 from magis.runtime.measure import device_memory, usable_memory
 from magis.simulate.allocator_settings import allocator_settings, allocator_text
-from magis.units import format_bytes, format_milliseconds
+from magis.units import format_bytes, format_milliseconds, in_one_word
 
 QUICK = 3_000
 """Budget of the search, in plans evaluated, as with `--magis-budget=quick`."""
 RATIO_STEPS = 10_000
 """Memory ratios that are suggested for the gate have four decimal places, rounded down."""
-ADAPTER_RANK = 8
 EXPANDABLE = "expandable_segments:True"
 SHOWN = 6
 
@@ -49,13 +47,15 @@ class Remedy:
     """A way to run the step with less memory, and the bytes and time that the step then needs."""
 
     name: str
-    """ "expandable", "checkpoint", "magis" or "lora"."""
+    """ "expandable", "checkpoint", "magis" or "lora"; of `magis.why`, one of its names, or two joined by " + "."""
     needed_bytes: int
     """Bytes reserved by the caching allocator on a GPU, peak of allocated bytes on a CPU."""
     latency_ratio: float
     """Predicted latency divided by that of the unchanged step."""
     fits: bool
     how: str
+    peak_bytes: int
+    """Peak of allocated bytes."""
 
 
 class Estimate:
@@ -90,8 +90,7 @@ class Estimate:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Peak bytes that CUDA's caching allocator will reserve for the step, fragmentation included; None for a
-        CPU."""
+        """Peak bytes that CUDA's caching allocator will reserve, fragmentation included; None for a CPU."""
         return self.result.original.reserved_bytes
 
     @property
@@ -177,62 +176,73 @@ class Estimate:
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """Ways to need less memory: segments that grow, checkpointing of each block, a plan for the limit, LoRA
-        adapters instead of full training; none for a compiled step and a step function. Left out is a way that cannot
-        be applied (no repeated blocks, PEFT not installed, an optimizer that is not part of the step), and one that
-        saves no memory."""
+        """Ways to need less memory: segments that grow, checkpointing of each block, a plan for the limit (and, if none
+        fits, with state in host memory), LoRA adapters instead of full training; none for a compiled step and a step
+        function. Left out is one that cannot be applied (no repeated blocks), or saves no memory."""
         found: list[Remedy] = []
         if self._compiled or self._function is not None:
             return ()
-        case, make = self.result.case, self._make
+        case = self.result.case
         growing = ",".join(filter(None, (self.allocator, EXPANDABLE)))
         grown = self._subject.reserved_bytes(self._subject.captured.original, growing)
         if grown is not None:
             how = f"let segments grow: PYTORCH_ALLOC_CONF={growing}"
-            found.append(Remedy("expandable", grown, 1.0, grown <= self.limit_bytes, how))
-        checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
+            found.append(Remedy("expandable", grown, 1.0, grown <= self.limit_bytes, how, self.peak_bytes))
+        checkpointed = self._tried(strategy="checkpoint")
         if checkpointed is not None:
             how = "checkpoint each block" + (": --magis-strategies=checkpoint" if case.accumulate == 1 else "")
             found.append(self._remedy("checkpoint", checkpointed, how))
         what = "peak" if self.reserved_bytes is None else "reserved"
         ratio = min(1.0, math.floor(RATIO_STEPS * self.limit_bytes / self.needed_bytes) / RATIO_STEPS)
-        asked = replace(case, strategy="magis", memory_ratio=ratio or None, memory_limit_of=what, budget=QUICK)
-        planned = self._tried(asked, make) if case.accumulate == 1 else None
-        if planned is not None:
-            of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
-            of += f" --magis-allocator={self.allocator}" if self.allocator else ""
-            how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
-            found.append(self._remedy("magis", planned, how))
-        if importlib.util.find_spec("peft") is not None:
-            adapted = self._tried(case, partial(_with_adapters, make or self._make_workload))
-            if adapted is not None:
-                how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
-                found.append(self._remedy("lora", adapted, how))
+        asked: dict[str, Any] = {"memory_ratio": ratio or None, "memory_limit_of": what, "budget": QUICK}
+        of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
+        of += f" --magis-allocator={self.allocator}" if self.allocator else ""
+        how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
+        for host_limit in dict.fromkeys((0, self.by_kind.get("state", 0))) if case.accumulate == 1 else ():
+            planned = self._tried(strategy="magis", host_limit=host_limit, **asked)
+            if planned is not None:
+                host = f" --magis-host-limit={in_one_word(host_limit)}" if host_limit else ""
+                found.append(self._remedy("magis and host" if host else "magis", planned, how + host))
+                if found[-1].fits:
+                    break
+        adapted = self._tried(partial(with_adapters, self.make_workload))
+        if adapted is not None:
+            how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
+            found.append(self._remedy("lora", adapted, how))
         return tuple(remedy for remedy in found if remedy.needed_bytes < self.needed_bytes)
 
     @property
     def _subject(self) -> Subject:
-        return self._bench.subject(self.result.case, self._make)
+        return self.subject_of()
 
-    def _make_workload(self, seed: int) -> Workload:
-        return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
+    def subject_of(self, make: Make | None = None, **changes: Any) -> Subject:
+        """Return the step under test, with changes as in ``changed``."""
+        return self._bench.subject(replace(self.result.case, **changes), make or self._make)
 
-    def _tried(self, case: Case, make: Make | None) -> CaseResult | None:
+    def make_workload(self, seed: int) -> Workload:
+        """Build the step's workload."""
+        return self.subject_of(seed=seed).source.make(seed)
+
+    def changed(self, make: Make | None = None, *, compiled: bool | str = False, **changes: Any) -> CaseResult:
+        """Price the step with changes of its case (``strategy``, ``dtype``, ...), with the workload that ``make``
+        builds, or compiled. Raises MagisError if that cannot be captured or run."""
+        return _result(replace(self.result.case, **changes), self._bench, make or self._make, compiled)
+
+    def _tried(self, make: Make | None = None, **changes: Any) -> CaseResult | None:
         try:
-            return _result(case, self._bench, make, self._compiled)
+            return self.changed(make, **changes)
         except MagisError:
             return None
 
     def _remedy(self, name: str, result: CaseResult, how: str) -> Remedy:
         needed = result.optimized.reserved_bytes or result.memory.peak_bytes
         ratio = result.optimized.simulated_ms / self.latency_ms
-        return Remedy(name, needed, ratio, needed <= self.limit_bytes, how)
+        return Remedy(name, needed, ratio, needed <= self.limit_bytes, how, result.memory.peak_bytes)
 
     def largest_batch(self, limit: str | int | None = None, *, dim: int = 0, most: int = MOST) -> int | None:
-        """Return the largest extent of dimension ``dim`` of the batch with which the step fits; None if not even 1
-        fits. Every size that is tried is captured, so this takes a few times as long as the estimate."""
+        """Return the batch's largest extent along ``dim`` that fits, or None; each size that is tried is captured."""
         allowed, function = self.limit_bytes if limit is None else limit_bytes(limit), self._function
-        make, case = self._make or self._make_workload, self.result.case
+        make, case, spare = self._make or self.make_workload, self.result.case, dict[int, int]()
 
         def fits(size: int) -> bool:
             try:
@@ -242,22 +252,47 @@ class Estimate:
                     found = _result(case, self._bench, lambda seed: resized(make(seed), dim, size), self._compiled)
             except MagisError:
                 return False
-            return (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
+            spare[size] = allowed - (found.original.reserved_bytes or found.memory.peak_bytes)
+            return spare[size] >= 0
 
         start = self._subject.traced.inputs[0].shape[dim] if function is None else function.extent(dim)
-        return largest(fits, start, most)
+        return largest(fits, start, most, spare=spare)
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the predicted step to a file as a memory snapshot, such as `torch.cuda.memory._dump_snapshot` writes,
         for torch's memory_viz. Raises UsageError for a compiled step, and for a path that cannot be written."""
+        step = self._replayed("save_snapshot")
+        if isinstance(step, StepFunction):
+            registry.load("snapshot", "calls")(path, step)
+        else:
+            registry.load("snapshot", "step")(path, step, self.allocator)
+
+    def save_report(self, path: str | Path, *, before: Estimate | None = None) -> None:
+        """Write the predicted step to a file as a page for a browser: memory over time, and at any moment all tensors
+        that are alive, by module and kind. With ``before``, both steps are side by side, with the difference by module.
+        Raises UsageError for a compiled step, and for a path that cannot be written."""
+        write = registry.load("output", "steps")
+        steps = {"step": self} if before is None else {"before": before, "now": self}
+        lives = {name: each.lives() for name, each in steps.items()}
+        lines = str(self) if before is None else f"before: {before}\nnow: {self}"
+        shown = [line for line in lines.splitlines() if line[:1].strip()]  # the rest is in the table
+        case = self.result.case
+        write(Path(path), f"a step of {case.model}", shown, lives, f"{case.device} ({self.result.dtype})")
+
+    def lives(self) -> TensorLives:
+        """Return every call of the predicted step, and every tensor with its birth and its death. Raises UsageError for
+        a compiled step."""
+        return self._replayed("lives").lives()
+
+    def _replayed(self, caller: str) -> Replayed | StepFunction:
+        """Return the step for the simulator. Raises UsageError for a compiled one."""
         if self._compiled:
-            text = "save_snapshot: a compiled step is not predicted operator by operator"
+            text = f"{caller}: a compiled step is not predicted operator by operator"
             raise UsageError(text, hint="leave out compiled")
         if self._function is not None:
-            registry.load("snapshot", "calls")(path, self._function)
-        else:
-            step = self._subject.captured.original
-            registry.load("snapshot", "step")(path, Replayed(self._subject, step.graph, step), self.allocator)
+            return self._function
+        captured = self._subject.captured.original
+        return Replayed(self._subject, captured.graph, captured)
 
     def __str__(self) -> str:
         """Return the estimate as lines of text."""
@@ -346,7 +381,7 @@ def estimate(
     device = default_device() if device is None else device
     settings = allocator_text(allocator, device)
     bench, make, function = Bench(), None, None
-    if batches is not None and (problem := _problem_of_batches(module, batch, batches)):
+    if batches is not None and (problem := problem_of_batches(module, batch, batches)):
         hint = "give a module or a step function, and a list of batches in place of one"
         raise UsageError(f"magis.estimate: {problem}", hint=hint)
     if batches is not None and isinstance(module, nn.Module):
@@ -366,7 +401,7 @@ def estimate(
         result = function.result()
     else:
         if is_function:
-            _check_arguments(module)
+            check_arguments(module)
         name, make = recipe_of("magis.estimate", module, batch, loss, optimizer)
         case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
         result = _result(replace(case, allocator=settings, accumulate=accumulate), bench, make, compiled)
@@ -378,41 +413,8 @@ def estimate(
     return Estimate(result, bench, make, limit, is_devices_limit=devices, compiled=compiled, function=function)
 
 
-def _problem_of_batches(module: object, batch: object, batches: object) -> str:
-    """Return why there cannot be these batches, in words; "" if there can."""
-    if batch is not None:
-        return "there are both batch and batches"
-    if not isinstance(batches, (list, tuple)):
-        return f"batches is a {type(batches).__name__}"
-    if not batches:
-        return "batches is empty"
-    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
-    return "" if takes else f"several for a {type(module).__name__}"
-
-
-def _check_arguments(function: Any) -> None:
-    """Raise UsageError for a function that cannot be called without arguments: a step function without its batch."""
-    with suppress(ValueError):  # some built-in functions tell nothing
-        try:
-            signature(function).bind()
-        except TypeError as error:
-            hint = "give the batch of a step function, or a function without arguments that returns model and batch"
-            raise UsageError(f"magis.estimate: a function without a batch: {error}", hint=hint) from None
-
-
 def _result(case: Case, bench: Bench, make: Make | None, compiled: bool | str) -> CaseResult:
     """Return the figures of a case, eager or compiled."""
     if not compiled:
         return run_case(case, cache=bench, make=make)
     return compiled_result(case, bench.subject(case, make), compiled)
-
-
-def _with_adapters(make: Make, seed: int) -> Workload:
-    """Return the workload with trainable LoRA adapters in its linear layers and all else frozen."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    work = make(seed)
-    if work.optimizer.own is not None:
-        raise UsageError(f"{work.name}: its optimizer runs by itself")
-    module = inject_adapter_in_model(LoraConfig(r=ADAPTER_RANK, target_modules="all-linear"), work.module)
-    return replace(work, module=module)

@@ -18,6 +18,7 @@ from magis.capture import Captured, Workload
 from magis.cases.case_rows import run_alone
 from magis.cost.cards import limit_bytes
 from magis.errors import CaptureError, UsageError
+from magis.frontends.limits import largest, limits_of
 from magis.graph import Graph
 from magis.models.model_specs import factory_default, get, is_factory
 from magis.models.step_parts import ORDER, in_one_order, recipe_of
@@ -26,11 +27,11 @@ from magis.planner.bench import Bench, Make, default_device
 from magis.planner.planning import plan, within_reserved
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
-from magis.planner.workload_source import Source
 from magis.results import Case, CaseResult
 from magis.simulate.allocator_settings import allocator_text
+from magis.units import check_whole, is_number
 
-# A model at other batch sizes, and the search for the largest size that fits.
+# A model at other batch sizes.
 
 
 def extent(work: Workload, dim: int) -> int:
@@ -57,27 +58,6 @@ def repeated(tensor: Tensor, dim: int, before: int, size: int) -> Tensor:
     if tensor.ndim <= dim or tensor.shape[dim] != before:
         return tensor
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)
-
-
-def largest(fits: Callable[[int], bool], start: int, most: int, *, precision: float = 0.0) -> int | None:
-    """Return the largest size from 1 to ``most`` that fits, if all smaller ones fit, too; None if 1 does not. The
-    search doubles or halves from ``start``, then bisects until it is within ``precision`` (a share of the size)."""
-    low, high = 0, most + 1  # low fits, high does not
-    size = min(start, most)
-    while low + 1 < high:
-        if fits(size):
-            low = size
-        else:
-            high = size
-        if low and high <= most:
-            if high - low <= max(1.0, precision * low):
-                break
-            size = (low + high) // 2
-        else:
-            size = min(2 * size, most) if low else size // 2
-        if size in (0, low, high):
-            break
-    return low or None
 
 
 MOST = 1 << 20
@@ -168,10 +148,9 @@ class _Sizes:
         else:
             make = partial(get(case.model, {keyword: size}).build, case.preset)
         base = self.bench.subject(case, self.make)
-        asked = base.source.dtype if not base.keeps_dtypes else ""
-        source = Source(case.model, make, asked, case.device, case.seed, base.source.of_user)
-        source = replace(source, accumulate=case.accumulate)
-        return self.bench.keep((case.model, self.make or case.preset, self.dim, keyword, size), source)
+        source = replace(base.source, make=make, dtype="" if base.keeps_dtypes else base.source.dtype)
+        key = case.model, self.make or case.preset, self.dim, keyword, size
+        return self.bench.keep(key, source, host_limit=case.host_limit)
 
     def taken(self, size: int) -> Subject | None:
         """Return the captured model at a size; None if the model refuses the size."""
@@ -249,6 +228,7 @@ def fit(
     progress: Progress | None = None,
     compiled: bool | str = False,
     accumulate: int = 1,
+    host_limit: str | int = 0,
 ) -> Fit:
     """Find the largest size of a model whose training step needs at most ``memory_limit`` (bytes, "8 GiB", or a card:
     "rtx4090").
@@ -261,18 +241,19 @@ def fit(
     ``most`` bounds the sizes that are tried. With ``allocator``, settings of a GPU's caching allocator as in
     PYTORCH_ALLOC_CONF ("": torch's defaults), the limit is on the bytes that it reserves, else on the peak. With
     ``compiled``, as of `magis.estimate`, ``Fit.eager`` is the compiled step and nothing is planned; with
-    ``accumulate``, the size is that of one of so many micro-batches.
+    ``accumulate``, the size is that of one of so many micro-batches. Plans keep up to ``host_limit`` of the optimizer's
+    state in host memory.
 
     Raises MagisError for models that cannot be captured and for invalid arguments.
     """
     limit = limit_bytes(memory_limit)
-    _check_amounts(limit, dim, latency_ratio, most, precision, seed, budget)
+    _check_amounts(dim, latency_ratio, most, precision, budget)
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     name, make = recipe_of("magis.fit", module, batch, loss, optimizer)
     settings = allocator_text(allocator or "", device)
     case = Case(name, "magis", device, preset, dtype, budget=budget, seed=seed, allocator=settings)
-    case = replace(case, accumulate=accumulate)
+    case = replace(case, accumulate=accumulate, host_limit=limits_of({"host_limit": host_limit}).host_limit)
     if keyword is not None and not is_factory(name):
         raise UsageError(f"{name} takes no keyword {keyword!r}", hint="leave it out: the batch is resized along --dim")
     reserves = allocator is not None and device != "cpu"
@@ -314,17 +295,13 @@ def fit(
     )
 
 
-def _check_amounts(
-    limit: int, dim: int, latency_ratio: float | None, most: int, precision: float, seed: int, budget: int | None
-) -> None:
-    for name, amount, least in (
-        ("memory limit", limit, 1), ("dimension", dim, 0), ("largest size", most, 1), ("seed", seed, 0),
-        ("budget", 1 if budget is None else budget, 1), ("latency ratio", latency_ratio or 1.0, 1.0),
-    ):  # fmt: skip
-        if not least <= amount < math.inf:
-            raise UsageError(f"fit: the {name} is {amount}, which is less than {least} or no number")
-    if not 0 <= precision < 1:
-        raise UsageError(f"fit: the precision is {precision}, not a share from 0 up to 1")
+def _check_amounts(dim: int, latency_ratio: float | None, most: int, precision: float, budget: int | None) -> None:
+    for name, amount, least in (("dim", dim, 0), ("most", most, 1), ("budget", 1 if budget is None else budget, 1)):
+        check_whole(name, amount, least)
+    if latency_ratio is not None and not (is_number(latency_ratio) and latency_ratio >= 1):
+        raise UsageError(f"latency_ratio={latency_ratio!r}", hint="give a number that is at least 1")
+    if not (is_number(precision) and 0 <= precision < 1):
+        raise UsageError(f"precision={precision!r}", hint="give a share from 0 up to 1")
 
 
 def _eager(sizes: _Sizes, limit: int, most: int, say: Progress) -> int | None:

@@ -1,4 +1,4 @@
-"""The limits that a plan must meet, and the report of the plan."""
+"""The limits that a plan must meet, the report of the plan, and the largest size within a limit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from magis.results import Case
 from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
+EVEN: Mapping[int, int] = MappingProxyType({})
 AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
 
 
@@ -137,3 +138,32 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
     slack = Case.slack if found["slack"] is None else found["slack"]
     moved = int(found["host_limit"] or 0)
     return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack, moved)
+
+
+def largest(
+    fits: Callable[[int], bool], start: int, most: int, *, precision: float = 0.0, spare: Mapping[int, int] = EVEN
+) -> int | None:
+    """Return the largest size from 1 to ``most`` that fits, if all smaller ones fit, too; None if 1 does not. The
+    search doubles or halves from ``start``, then narrows until it is within ``precision`` (a share of the size): by
+    halves, or, three times of four, to where the bytes that sizes tried left of a limit, their ``spare``, reach 0."""
+    low, high = 0, most + 1  # low fits, high does not
+    size = min(start, most)
+    turn = 0
+    while low + 1 < high:
+        if fits(size):
+            low = size
+        else:
+            high = size
+        if low and high <= most:
+            if high - low <= max(1.0, precision * low):
+                break
+            size = (low + high) // 2
+            turn += 1
+            if turn % 4 and low in spare and high in spare:  # every fourth time by halves: bytes may be no line
+                size = low + (high - low) * spare[low] // (spare[low] - spare[high])
+                size = min(max(size, low + 1), high - 1)
+        else:
+            size = min(2 * size, most) if low else size // 2
+        if size in (0, low, high):
+            break
+    return low or None

@@ -57,8 +57,9 @@ def optimize(
     learning rates from the optimizer and writes the state back, so that schedulers and `state_dict` work as usual.
 
     Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping, accumulation
-    over several batches and the update are left to the loop. Optimizers other than SGD, Adam and AdamW, and those with
-    hooks or patches, are called after the planned forward and backward (`report().update` says so).
+    over several batches and the update are left to the loop. Optimizers other than SGD, Adam and AdamW update one
+    parameter at a time by their own code within the step; those that treat parameters together, or have hooks or
+    patches, are called after the planned forward and backward (`report().update` says so).
 
     `batch` is an example, `(inputs, targets)`, each a tensor or a tuple of tensors, or a dictionary of the module's
     keywords; tensors may be nested in containers, beside constants (numbers, strings, None). If `loss` is None, the

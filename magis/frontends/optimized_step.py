@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec
-from magis.capture.optimizer_rule import fingerprint, update_of, why_apart
+from magis.capture.one_by_one import OneByOneError
+from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart
 from magis.capture.workload import Batch, as_batch, own_loss, roots_of, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.frontends.audits import Audits, step_difference
@@ -34,9 +35,11 @@ from magis.frontends.optimizer_state import (
     check_optimizer,
     trained_parameters,
 )
+from magis.frontends.own_state import OwnCodes, OwnState
 from magis.frontends.plan_files import SavedPlan, read_plan, write_plan
 from magis.frontends.planned import Planned, Together, planned, subject_now
 from magis.frontends.undoing import PartialUpdate, raise_as_eager, raises_again, undo_of
+from magis.ops.own_updates import OWN_UPDATES
 from magis.ops.python_objects import DATA, follow
 from magis.planner.plans import Decisions
 from magis.rewrite.moved_state import moved_state
@@ -45,6 +48,8 @@ from magis.runtime.packed_weights import merged_inputs
 from magis.runtime.steps import GraphStep
 from magis.units import format_bytes
 
+BY_ITS_CODE = "part of the step, by the optimizer's own code"
+UNGRADED = "it counts steps in a group of parameters without gradients"
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
 """Maximum number of cached plans for different random draws of one step."""
@@ -86,6 +91,7 @@ class OptimizedStep:
         self._memory = MemoryGuard(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
         self._restless, self._apart = 0, ""
+        self._own_code = OwnCodes(device)
         self._choice = Choice("left to the caller", None)
         self._entries = KeptSteps()
         self._plans: OrderedDict[str, Planned] = OrderedDict()
@@ -111,7 +117,7 @@ class OptimizedStep:
         doubt: CaptureError | None = None
         if entry.audits.ran >= entry.audits.due:
             looked_at = self._whole, self._loss_fn, given, entry.plan, entry.numbers, self._autocast
-            doubt = self._entries.audit(entry, self._number, partial(step_difference, *looked_at))
+            doubt = self._entries.audit(entry, self._number, lambda: step_difference(*looked_at) or self._coupling())
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
         step: GraphStep = entry.bound.step
@@ -240,25 +246,49 @@ class OptimizedStep:
         if self._optimizer is None:
             return
         now = fingerprint(self._optimizer)
-        if now == self._fingerprint:
+        if now in (self._fingerprint, self._left()):
             return
         before, self._fingerprint = self._choice, now
         self._choice = self._choose()
-        if before.update is not None and self._choice.update is not None and before.rule != self._choice.rule:
+        both = before.update is not None and self._choice.update is not None
+        if both and (before.rule != self._choice.rule or self._choice.words == BY_ITS_CODE):
             self._restless += 1
             self._choice = self._choose()
+
+    def _left(self) -> tuple[Any, ...]:
+        """Return what the last step's update, in the optimizer's own code, has left in its groups."""
+        bound = self._entries[-1].bound if self._entries else None
+        return bound.state.left if bound is not None and isinstance(bound.state, OwnState) else ()
 
     def _choose(self) -> Choice:
         if self._optimizer is None:
             return Choice("left to the caller", None)
         trained = trained_parameters(self._whole)
         check_optimizer(self._optimizer, trained)
-        why = why_apart(self._optimizer, trained) or self._apart
-        if not why and self._restless > RESTLESS:
-            why = "its numbers change from step to step"
-        if why:
-            return Choice(f"by the optimizer itself, after the step: {why}", None)
-        return Choice("part of the step", update_of(self._optimizer, trained))
+        why = why_apart(self._optimizer, trained)
+        if not why and not self._apart and self._restless <= RESTLESS:
+            return Choice("part of the step", update_of(self._optimizer, trained))
+        restless = "its numbers change from step to step" if self._restless > RESTLESS else ""
+        if not self._apart and not restless and self._ranks is None:
+            try:
+                return Choice(BY_ITS_CODE, self._own_code.update(self._optimizer, trained))
+            except OneByOneError as error:
+                restless = str(error)
+        words = ", and ".join(filter(None, (why, self._apart or restless)))
+        return Choice(f"by the optimizer itself, after the step: {words}", None)
+
+    def _coupling(self) -> str:
+        """Describe in words where the optimizer's own code, part of the step, no longer updates each parameter by
+        itself; return "" if it does, and for other optimizers."""
+        if self._optimizer is None or self._choice.words != BY_ITS_CODE:
+            return ""
+        return self._own_code.coupling(self._optimizer, trained_parameters(self._whole))
+
+    def _current_update(self, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Update:
+        """Return the update that is part of the step, for parameters by these names."""
+        if self._choice.words == BY_ITS_CODE:
+            return self._own_code.update(optimizer, trained, whole=True)
+        return update_of(optimizer, trained)
 
     def _made(self, batch: Batch, plan: Path | str | None) -> KeptStep:
         module = with_keywords(self._whole, batch)
@@ -266,7 +296,7 @@ class OptimizedStep:
         check_hooks(trained)
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
-            rule = update_of(self._optimizer, trained).spec  # with the wrapped module's parameter names
+            rule = self._current_update(self._optimizer, trained).spec  # with the wrapped module's parameter names
 
         def read() -> SavedPlan | None:
             return None if plan is None else read_plan(Path(plan))
@@ -281,8 +311,11 @@ class OptimizedStep:
                 known=self._plans, decided=self._decided, numbers=numbers,
                 optimizer=None if choice.update is not None else self._optimizer, ranks=self._ranks,
             )  # fmt: skip
-        if found is None:
-            self._apart = DRAWS
+        misses = False
+        if found is not None and self._optimizer is not None and rule.kind == "own":
+            misses = self._own_code.misses(self._optimizer, {id(trained[name]) for name in found.graded})
+        if found is None or misses:
+            self._apart = UNGRADED if misses else DRAWS
             self._choice = self._choose()
             return self._made(batch, plan)
         self._plans[found.digest] = found
@@ -306,14 +339,18 @@ class OptimizedStep:
         if self._optimizer is not None and self._choice.update is not None:
             # as in torch.optim: a parameter without a gradient has no state, and its step counter does not change
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
-            state = adopted(
+            take = OwnState if found.rule.kind == "own" else adopted
+            state = take(
                 self._optimizer, replace(self._choice.update, spec=found.rule), named, moved_state(found.graph)
             )
+        functions: dict[str, Callable[..., Any]] = {} if found.compiled is None else {**found.compiled.functions}
+        if isinstance(state, OwnState):
+            functions |= dict.fromkeys(OWN_UPDATES, state.code.update)
         try:
             step = GraphStep(
                 found.graph if found.compiled is None else found.compiled.graph, module, batch.inputs, batch.targets,
                 found.rule, device=self._device, states=None if state is None else state.tensors, loss_fn=loss_fn,
-                cached=found.cached, stretches=None if found.compiled is None else found.compiled.functions,
+                cached=found.cached, stretches=functions,
             )  # fmt: skip
         except BaseException:
             if state is not None:

@@ -21,13 +21,13 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from magis.capture.names_in_code import Reads
-from magis.capture.optimizer_rule import Update, age_of, needs_closure
+from magis.capture.optimizer_rule import Update, age_of, needs_closure, with_rates
 from magis.capture.snapshot import Snapshot, looks
 from magis.capture.workload import Batch, with_keywords
 from magis.cases.tensor_ledger import RunningModules
 from magis.errors import CaptureError, UsageError
 from magis.ops.eager_only import REGISTERED
-from magis.ops.optimizers import new_state, state_names
+from magis.ops.optimizers import new_state, scalars, state_names
 from magis.ops.python_objects import PREFIX, follow, found_at, look_up, told
 from magis.planner.bench import check_device
 from magis.runtime.swap_streams import is_on_host, on_host
@@ -61,8 +61,8 @@ class OptimizerState:
         return all(len({*torch.stack(some).tolist()}) == 1 for some in self._counters() if some)
 
     @contextmanager
-    def step_to_come(self) -> Iterator[tuple[float, ...]]:
-        """Yield the number of the next step for each rule; advance Adam's step counters, but not if the step raises."""
+    def step_to_come(self) -> Iterator[Mapping[str, float]]:
+        """Yield the named scalars of the next step; advance Adam's step counters, but not if the step raises."""
         rules = self._counters()
         counters = [counter for some in rules for counter in some]
         if counters:
@@ -71,7 +71,7 @@ class OptimizerState:
         else:
             numbers = tuple(1.0 if first else 2.0 for first in self.first)
         try:
-            yield numbers
+            yield scalars(with_rates(self.update, self.optimizer), numbers)
         except BaseException:
             if counters:
                 torch._foreach_sub_(counters, 1)
@@ -97,7 +97,7 @@ class OptimizerState:
                         state[kind].neg_()
                 to_host = f"{kind}:{name}" in self.moved
                 if is_on_host(state[kind], parameter.device) != to_host:
-                    state[kind] = _moved(state[kind], parameter, to_host=to_host)
+                    state[kind] = carried(state[kind], parameter, to_host=to_host)
                 self.tensors[f"{kind}:{name}"] = state[kind]
                 self._adopted.append((parameter, kind, state[kind]))
 
@@ -119,7 +119,7 @@ class OptimizerState:
         return [[state[parameter]["step"] for parameter in some] for some in self.members]
 
 
-def _moved(tensor: Tensor, parameter: nn.Parameter, *, to_host: bool) -> Tensor:
+def carried(tensor: Tensor, parameter: nn.Parameter, *, to_host: bool) -> Tensor:
     """Return a state tensor in host memory, or on its parameter's device."""
     if to_host:
         return on_host(tensor, parameter.device)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,12 @@ from magis.ops.optimizers import torch_optimizer
 from magis.planner.bench import Bench, Make, check_device
 from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.traced_model import Scratches
-from magis.results import Case, CaseResult, Memory, Peak, StepFigures, StepGrowth
+from magis.results import Case, CaseResult, Memory, Peak, StepFigures, StepGrowth, TensorLives, Timelines
 from magis.runtime.measure import collector_spared, device_identity, device_memory, free_device_memory, no_collection
 from magis.simulate.peak_breakdown import Owner, alive, module_table, owners
 from magis.simulate.reserved_bytes import Reserved, reserved, simulated_allocator
 from magis.simulate.simulator import MemoryProfile, replay, rounded
+from magis.simulate.tensor_lives import tensor_lives
 from magis.units import format_bytes
 
 CYCLE = "pass a function that runs a whole cycle, or measure the loop as it runs, by magis.peak"
@@ -226,6 +229,18 @@ class StepFunction:
         op = graph.ops[at]
         return Peak(op.target, op.module, op.phase, op.line, held)
 
+    def lives(self) -> TensorLives:
+        """Return the calls of the last cycle, and the tensors that are in memory meanwhile."""
+        whole, costs, start = self.recorded, self.costs, self.recorded.begins[-1 - self.cycle]
+        carried = {
+            storage: "gradient" if whole.graph.ops[born].phase == "backward" else "carried over"
+            for storage, born in lifetimes(whole.graph, whole.deaths).born.items()
+            if born < start
+        }
+        kinds = carried | dict.fromkeys(whole.handed, "batch") | dict.fromkeys(whole.state, "state")
+        of = whole.graph, costs, costs.workspace, self._profile
+        return tensor_lives(*of, deaths=whole.deaths, rounding=costs.rounding, start=start, kinds=kinds)
+
     def resized(self, dim: int, size: int) -> StepFunction:
         """Return the step with another extent of a dimension of its batch: that of the first tensor, and of all that
         have the same extent there."""
@@ -269,9 +284,39 @@ def plain_step(
     return step, [(number, work.inputs, work.targets) for number, work in enumerate(works)]
 
 
-def step_case(case: Case, make: Make, bench: Bench, snapshots: Callable[[str], Path] | None = None) -> CaseResult:
+def problem_of_batches(module: object, batch: object, batches: object) -> str:
+    """Return why there cannot be these batches, in words; "" if there can."""
+    if batch is not None:
+        return "there are both batch and batches"
+    if not isinstance(batches, (list, tuple)):
+        return f"batches is a {type(batches).__name__}"
+    if not batches:
+        return "batches is empty"
+    takes = isinstance(module, nn.Module) or (callable(module) and not isinstance(module, type))
+    return "" if takes else f"several for a {type(module).__name__}"
+
+
+def check_arguments(function: Any) -> None:
+    """Raise UsageError for a function that cannot be called without arguments: a step function without its batch."""
+    with suppress(ValueError):  # some built-in functions tell nothing
+        try:
+            signature(function).bind()
+        except TypeError as error:
+            hint = "give the batch of a step function, or a function without arguments that returns model and batch"
+            raise UsageError(f"magis.estimate: a function without a batch: {error}", hint=hint) from None
+
+
+def step_case(
+    case: Case,
+    make: Make,
+    bench: Bench,
+    snapshots: Callable[[str], Path] | None = None,
+    *,
+    timelines: bool = False,
+) -> CaseResult:
     """Return the result of the gate's case "eager" for a test that returns a step function and its batch; ``snapshots``
-    as for ``run_case``. Raises StepGivenError for any other strategy, and UsageError for a type."""
+    and ``timelines`` (of tensors alone) as for ``run_case``. Raises StepGivenError for any other strategy, and
+    UsageError for a type."""
     try:
         make(case.seed)
     except StepGivenError as given:
@@ -286,6 +331,8 @@ def step_case(case: Case, make: Make, bench: Bench, snapshots: Callable[[str], P
     else:
         raise UsageError(f"{case.model}: a step function in one call, and none in the next")
     found, more = function.result(), function.cyclic_bytes
+    if timelines:
+        found = replace(found, timelines=Timelines((), (), function.lives()))
     if snapshots is not None:
         registry.load("snapshot", "calls")(snapshots("original"), function)
     growth = StepGrowth(2 * more, 4, (), 2 * more) if more else None  # of two steps, as of other networks

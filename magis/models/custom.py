@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture.optimizer_rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
-from magis.capture.refusals import in_place_of
+from magis.capture.refusals import check_uncompiled, in_place_of
 from magis.capture.workload import (
     Workload,
     as_batch,
@@ -23,13 +23,14 @@ from magis.capture.workload import (
     with_loss,
     with_targets,
 )
-from magis.errors import StepGivenError, UsageError
+from magis.errors import StepGivenError, UsageError, nearest
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec, OwnOptimizer
 
 _EXPECTED = (
     "return a magis.api.Workload, (module, inputs, targets, loss_fn), (module, batch, loss_fn), or (module, batch) of "
     "a module that returns its loss; a torch optimizer may follow"
 )
+_TRAIN = "call train() on it (sub-modules may stay in eval mode), or pass optimizer='none' for inference"
 PLAIN_SGD = OptimizerSpec("sgd", lr=1e-3)
 
 
@@ -70,6 +71,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         raise StepGivenError(path, module, parts[1])
     if not isinstance(module, nn.Module):
         raise UsageError(f"{path}: the module is a {type(module).__name__}, not an nn.Module", hint=_EXPECTED)
+    check_uncompiled(module, f"{path}: the model")
     loss_fn: Callable[..., Tensor] = parts[-1] if len(parts) > 2 else own_loss
     if not callable(loss_fn):
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
@@ -77,8 +79,9 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         batch = batch_of(parts[1], parts[2]) if len(parts) == 4 else as_batch(parts[1])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    # sub-modules in eval mode (frozen statistics) stay in eval mode if the module is in training mode
-    whole, loss = with_loss(module if module.training else module.train(), loss_fn)
+    if not module.training and "none" not in (last, getattr(last, "kind", "")):
+        raise UsageError(f"{path}: the module is in eval mode, and a training step is asked for", hint=_TRAIN)
+    whole, loss = with_loss(module, loss_fn)
     called = with_keywords(whole, batch)
     return Workload(
         name=path,
@@ -104,10 +107,9 @@ def spec_of_optimizer(path: str, optimizer: object, module: nn.Module) -> Optimi
             f"{path}: the optimizer is the class {optimizer.__name__}", hint=in_place_of(optimizer, "module")
         )
     what = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
-    raise UsageError(
-        f"{path}: the optimizer is {what}",
-        hint=f"pass one of {', '.join(OPTIMIZER_KINDS)}, or return a torch optimizer, of any class, behind the loss",
-    )
+    own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+    hint = f"{nearest(optimizer, OPTIMIZER_KINDS)}, or return a torch optimizer, of any class, behind the loss"
+    raise UsageError(f"{path}: the optimizer is {what}", hint="give the optimizer that it drives" if own else hint)
 
 
 def _spec_of_torch_optimizer(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:

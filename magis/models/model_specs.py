@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from magis import registry
-from magis.errors import FactoryError, MagisError, UsageError
+from magis.errors import FactoryError, MagisError, UsageError, nearest
 
 if TYPE_CHECKING:
     from magis.capture.workload import Workload
@@ -47,11 +48,30 @@ def check_name(name: str) -> None:
         return
     for row in registry.names("networks"):
         registry.load("networks", row)  # raises where a neighbour with networks is not installed
-    close = difflib.get_close_matches(name, (*names, *_groups()), n=3, cutoff=0.5)
+    several = _groups().get(name) or [each for each in names if fnmatchcase(each, name)]
+    if several:
+        raise UnknownModelError(f"{name!r} stands for {len(several)} models", hint=f"name one: {', '.join(several)}")
+    close = [path] if (path := _as_factory(name)) else difflib.get_close_matches(name, (*names, *_groups()), 3, 0.5)
     raise UnknownModelError(
         f"unknown model {name!r}",
         hint=f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}",
     )
+
+
+def _is_path(text: str) -> bool:
+    """Return True for package.module:factory, in identifiers."""
+    module, _, attribute = text.partition(":")
+    return all(part.isidentifier() for path in (module, attribute) for part in path.split("."))
+
+
+def _as_factory(name: str) -> str:
+    """Return "package.module:factory" for a dotted name or a path to a file; empty for other names."""
+    path, _, attribute = name.replace("::", ":").partition(":")
+    parts = [part for part in path.removesuffix(".py").replace("/", ".").split(".") if part]
+    if not attribute and not path.endswith(".py") and len(parts) > 1:
+        attribute = parts.pop()
+    named = attribute or path.endswith(".py")
+    return f"{'.'.join(parts)}:{attribute or 'FACTORY'}" if named else ""
 
 
 def _groups() -> dict[str, tuple[str, ...]]:
@@ -70,9 +90,10 @@ def resolve(patterns: Sequence[str]) -> tuple[str, ...]:
 
 def _names_of_pattern(pattern: str) -> Iterator[str]:
     if is_factory(pattern):
-        module, _, attribute = pattern.partition(":")
-        if not all(part.isidentifier() for path in (module, attribute) for part in path.split(".")):
-            raise UsageError(f"not a model factory: {pattern!r}", hint="write it as package.module:factory")
+        if not _is_path(pattern):
+            meant = _as_factory(pattern)
+            hint = f"did you mean {meant}?" if _is_path(meant) else "write it as package.module:factory"
+            raise UsageError(f"not a model factory: {pattern!r}", hint=hint)
         yield pattern
     elif pattern in (groups := _groups()):
         yield from groups[pattern]
@@ -168,13 +189,21 @@ def _load_factory(path: str) -> Callable[..., object]:
         ) from error
     except Exception as error:
         # the user's module may raise anything while it is imported; the chain keeps their traceback
-        raise UsageError(f"{path}: cannot import {module_name}: {_reason_of(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        hint = "start in the directory that holds it, or install it" if absent else ""
+        if absent and module_name.endswith(".py"):
+            hint = f"did you mean {_as_factory(path)}?"
+        raise UsageError(f"{path}: cannot import {module_name}: {_reason_of(error)}", hint=hint) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"{path}: {module_name} has no attribute {attribute!r}")
+            named = getattr(found, "__dict__", {})
+            own = [name for name, each in named.items() if getattr(each, "__module__", "") == module_name]
+            hint = nearest(part, own) if own else "define it there"
+            raise UsageError(f"{path}: {module_name} has no attribute {attribute!r}", hint=hint)
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload")
+        what = f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload"
+        raise UsageError(what, hint=f"write a function: def {attribute}(): return module, (inputs, targets), loss_fn")
     factory: Callable[..., object] = found
     return factory
 
@@ -201,6 +230,12 @@ def _build_factory(
 ) -> Workload:
     from magis.models.custom import as_workload, seeded
 
+    with suppress(ValueError):  # a callable that does not say
+        try:
+            inspect.signature(factory).bind(**keywords)
+        except TypeError as error:
+            hint = "give them defaults, or name a function that calls it with them"
+            raise FactoryError(f"{path}: the factory needs arguments: {error}", hint=hint) from error
     with seeded(seed):
         try:
             made = factory(**keywords)

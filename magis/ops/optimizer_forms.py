@@ -35,7 +35,9 @@ class Weight(NamedTuple):
 
 def updates_by_lists(rule: OptimizerSpec, device: str) -> bool:
     """Return True if torch's update on the device ("cpu" or "cuda") is foreach or fused over all weights."""
-    return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
+    return (
+        not rule.stops and rule.kind not in ("none", "own") and any(each.way(device) != "loop" for each in rule.alone())
+    )
 
 
 def update(
@@ -51,6 +53,12 @@ def update(
     Lists of a foreach call hold at most ``most_bytes`` of weights, or a single larger one; None: no limit.
     """
     if rule.stops or rule.kind == "none":
+        return
+    own = {each.name: each for each in rule.updates}
+    for each in weights if own else ():
+        if each.grad is not None:
+            own[each.name].record(each.param, each.grad, [*each.state.values()])
+    if own:
         return
     split = rule.split([weight.name for weight in weights])
     for group, positions, named in zip(rule.alone(), split, numbers_of(rule, numbers), strict=True):

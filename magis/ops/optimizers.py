@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from magis.errors import UsageError
+from magis.ops.own_updates import OwnUpdate, state_places
 
 # Users' optimizers of any class: copies for other parameters, and their state.
 
@@ -92,14 +93,12 @@ def copied(optimizer: Optimizer, twins: Mapping[int, Any]) -> Optimizer:
     return made
 
 
-def named_tensors(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(item: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor in nested dictionaries and lists with its path ("exp_avg")."""
     if isinstance(item, Tensor):
-        yield path, item
-        return
-    parts = item.items() if isinstance(item, Mapping) else enumerate(item) if isinstance(item, (list, tuple)) else ()
-    for name, part in parts:
-        yield from named_tensors(part, f"{path}.{name}" if path else f"{name}")
+        yield "", item
+    elif isinstance(item, (Mapping, list, tuple)):
+        yield from ((path, holder[key]) for path, holder, key in state_places(item))
 
 
 def state_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +144,8 @@ class OptimizerSpec:
 
     Hyperparameters apply to all parameters outside of `groups`. `kind`: "sgd" is `SGD` without momentum, "momentum"
     `SGD` with momentum, "adam" and "adamw" as in torch; "gradients" stops after the backward and returns the gradients;
-    "none" is inference, without backward and update; "apart" also stops after the backward, and `own` runs afterwards.
+    "none" is inference, without backward and update; "apart" also stops after the backward, and `own` runs afterwards;
+    "own" runs the optimizer's own code on each parameter, as `updates` say.
     `foreach` and `fused` are torch's; None: the default of the device (see `way`).
     """
 
@@ -165,6 +165,10 @@ class OptimizerSpec:
     """torch's `amsgrad`, for all parameters: adds one state tensor per parameter."""
     own: OwnOptimizer | None = None
     """Optimizer of the user for `kind` "apart"."""
+    updates: tuple[OwnUpdate, ...] = ()
+    """One per parameter for `kind` "own"."""
+    whole: Any = field(default=None, compare=False, repr=False)
+    """The optimizer's step as eager runs it, captured (`magis.capture.optimizer_rule.Apart`), for `kind` "own"."""
     accumulate: int = 1
     """Micro-batches whose gradients are added up for one update; each loss is divided by their number."""
     cuts: bool = False
@@ -174,7 +178,8 @@ class OptimizerSpec:
         if type(self.accumulate) is not int or self.accumulate < 1 or (self.accumulate > 1 and self.kind == "none"):
             hint = "give a number of micro-batches from 1 on, and an optimizer"
             raise UsageError(f"gradients of {self.accumulate!r} micro-batches for {self.kind!r}", hint=hint)
-        if self.kind not in OPTIMIZER_KINDS and (self.kind != "apart" or self.own is None):
+        known = self.kind in OPTIMIZER_KINDS or self.kind == "own"
+        if not known and (self.kind != "apart" or self.own is None):
             raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
         ways = [(self.foreach, self.fused), *((group.foreach, group.fused) for group in self.groups)]
         if len({bool(fused) for _, fused in ways}) > 1 or any(foreach and fused for foreach, fused in ways):
@@ -218,7 +223,7 @@ class OptimizerSpec:
         """Return one rule without groups per parameter group; parameters in no group come first."""
         if not self.groups:
             return (self,)
-        own = tuple(field.name for field in fields(ParameterGroup) if field.name != "parameters")
+        own = tuple(each.name for each in fields(ParameterGroup) if each.name != "parameters")
         numbers: list[dict[str, Any]] = [{name: getattr(group, name) for name in own} for group in self.groups]
         return tuple(replace(self, groups=(), **given) for given in ({}, *numbers))
 
@@ -281,6 +286,14 @@ def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mappin
     kept = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     kinds = state_names(rule)
     return {f"{kind}:{name}": state[kind] for name, state in kept.items() for kind in kinds if kind in state}
+
+
+def new_states(rule: OptimizerSpec, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """Return new state tensors of a parameter, keyed as in ``state_names``."""
+    if rule.kind == "own":
+        kept = next(each.state for each in rule.updates if each.name == name)
+        return {each.path: each.empty(parameter.device) for each in kept}
+    return {kind: new_state(kind, parameter) for kind in state_names(rule)}
 
 
 def new_state(kind: str, parameter: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from magis.results import Case
 from magis.runtime.measure import trim
 from magis.strategies.distributed_names import is_own
 from magis.strategies.strategy_names import family
+from magis.units import check_whole
 
 KEPT = 2
 Make: TypeAlias = Callable[[int], Workload]
@@ -67,6 +68,8 @@ class Bench:
         if case.preset not in PRESETS:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
+        for name, number, least in (("seed", case.seed, 0), ("accumulate", case.accumulate, 1)):
+            check_whole(name, number, least)
         seconds = running_seconds(case.seconds)
         if make is not None:
             dtype = _checked_dtype(case.dtype or "", case.device)
@@ -74,7 +77,7 @@ class Bench:
                 case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds,
                 accumulate=case.accumulate,
             )  # fmt: skip
-            return self.keep((case.model, make), source, case.slack)
+            return self.keep((case.model, make), source, case.slack, case.host_limit)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
         dtype, of_user = _dtype_of_case(spec, case), is_factory(case.model)
@@ -82,13 +85,14 @@ class Bench:
             case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds,
             accumulate=case.accumulate,
         )  # fmt: skip
-        return self.keep((case.model, case.preset), source, case.slack)
+        return self.keep((case.model, case.preset), source, case.slack, case.host_limit)
 
-    def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
+    def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack, host_limit: int = 0) -> Subject:
         """Return the cached subject of a source, or a new one; ``what`` is part of the cache key."""
-        key = (*what, source.dtype, source.device, source.seed, source.running_seconds, source.accumulate, slack)
+        asked = (source.dtype, source.device, source.seed, source.running_seconds, source.accumulate)
+        key = (*what, *asked, slack, host_limit)
         subject = self._subjects.pop(key, None) or Subject(
-            source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack
+            source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack, host_limit
         )
         self._subjects[key] = subject
         while len(self._subjects) > KEPT:
@@ -180,8 +184,8 @@ def check_device(name: str) -> None:
     """Raise UsageError unless cases can run on a device here."""
     if name in available_devices():
         return
-    if name == "cuda":
-        raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
+    if str(name).startswith(("cuda", "gpu")) and "cuda" not in available_devices():
+        raise UsageError(f"device {str(name)!r} asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
     raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))
 
 

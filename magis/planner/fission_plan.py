@@ -21,7 +21,7 @@ from magis.planner.plans import (
 )
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest, never
-from magis.search.driver import SearchResult, around_best, search
+from magis.search.driver import SearchResult, search
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.latency_bound import nest_latency_bound
 from magis.search.loop_nest import (
@@ -34,6 +34,7 @@ from magis.search.loop_nest import (
     solve,
     with_body,
 )
+from magis.search.pareto_sweep import around_best
 from magis.search.split_at_peak import relieve, with_loops_beside
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate

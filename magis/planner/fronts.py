@@ -12,11 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from magis.capture.workload import Workload
+from magis.cost.cards import limit_bytes
 from magis.errors import UsageError
 from magis.models.step_parts import ORDER, in_one_order, recipe_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
+from magis.planner.moved_states import with_state_on_host
 from magis.planner.plans import Plan, PlanScratch, whole_search
 from magis.planner.subject import Subject
 from magis.planner.update_lists import worth_planning_with_eager_update
@@ -26,7 +28,7 @@ from magis.search.driver import FROM_NOTHING
 from magis.search.fission_pareto import HASTY, FissionFront, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
 from magis.search.pareto_sweep import spread
-from magis.units import is_number, share_of
+from magis.units import check_whole, is_number, share_of
 
 POINTS = 32
 """Most points of a front; each is realized and simulated."""
@@ -50,6 +52,7 @@ def pareto(
     budget: int | None = None,
     seconds: float | None = None,
     slack: float = Case.slack,
+    host_limit: str | int = 0,
     points: int = POINTS,
     processes: int = 1,
     resume: Path | None = None,
@@ -63,27 +66,24 @@ def pareto(
 
     ``device`` defaults to a GPU if there is one, ``preset`` to "small" on a CPU and "paper" elsewhere. ``budget``
     bounds the states of each search; ``seconds`` cuts the search off, so that the front depends on the machine. Plans
-    tolerate host copies that are slower than predicted, by ``slack`` (`magis.results.Case`). At most ``points`` plans
-    are realized, evenly spread over the peaks. ``processes`` share the work, with equal results; the folder ``resume``
+    tolerate host copies that are slower than predicted, by ``slack`` (`magis.results.Case`), and keep up to
+    ``host_limit`` of the optimizer's state in host memory. At most ``points`` plans are realized, evenly spread over
+    the peaks. ``processes`` share the work, with equal results; the folder ``resume``
     keeps what they find, and a later call continues from there (a ``cache`` has its own of both). Deterministic except
     for ``ParetoFront.seconds``. Raises MagisError for a step that cannot be captured, or a bad argument.
     """
-    for what, number, least in (
-        ("points", points, 2),
-        ("budget", budget, 1),
-        ("seed", seed, 0),
-        ("processes", processes, 1),
-    ):
-        if number is not None and number < least:
-            raise UsageError(f"pareto: {what} is {number}, which is less than {least}")
+    for what, number, least in (("points", points, 2), ("budget", budget, 1), ("processes", processes, 1)):
+        if number is not None:
+            check_whole(what, number, least)
     if not (is_number(slack) and 0 <= slack <= Case.MOST_SLACK):
-        raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {Case.MOST_SLACK}")
+        raise UsageError(f"slack={slack!r}", hint=f"give a number from 0 to {Case.MOST_SLACK}")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
-        raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
+        raise UsageError(f"seconds={seconds!r}", hint="give a number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     name, recipe = recipe_of("magis.pareto", module, batch, loss, optimizer)
     case = Case(name, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds, slack=slack)
+    case = replace(case, host_limit=limit_bytes(host_limit, 0))
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case, make or recipe), points)
 
@@ -140,18 +140,20 @@ def realized_front(
 ) -> tuple[list[Plan], int]:
     """Search, realize and verify the plans of a front; return them and the number of states evaluated."""
     found, states = list[Plan](), 0
-    for each in (subject, worth_planning_with_eager_update(subject)):
-        if each is not None and not (found and deadline.over()):
-            plans, tried = _front_of_step(each, budget, seed, points, deadline)
+    forms = [PlanScratch(each, None) for each in (subject, worth_planning_with_eager_update(subject)) if each]
+    moved = with_state_on_host(subject, subject.host_limit)
+    for scratch in (*forms, *([] if moved is None else [PlanScratch(moved, None, ahead=0)])):
+        if not (found and deadline.over()):
+            plans, tried = _front_of_step(scratch, budget, seed, points, deadline)
             found, states = spread(undominated([*found, *plans]), points), states + tried
     return found, states
 
 
 def _front_of_step(
-    subject: Subject, budget: int | None, seed: int, points: int, deadline: Deadline
+    scratch: PlanScratch, budget: int | None, seed: int, points: int, deadline: Deadline
 ) -> tuple[list[Plan], int]:
     """Search a front as `realized_front` does, for one form of the update."""
-    scratch = PlanScratch(subject, None)
+    subject = scratch.subject
     budget = DEFAULT_BUDGET if budget is None else budget
     wanted = PlanRequest(Objective(memory_limit=0), seed, budget, deadline.over, subject.original_ns)
     known = scratch.known_to_search(subject.normal)

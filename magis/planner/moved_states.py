@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
+from magis.fission.lower_bound import lower_bound
 from magis.planner.subject import Subject
 from magis.planner.update_lists import of_graph
 from magis.rewrite.moved_state import first_states, movable_state, with_moved_state
+from magis.search.budgeted_evaluator import Objective
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the state that are tried in host memory, in bytes."""
@@ -28,6 +30,19 @@ def _with_state_on_host(subject: Subject, nbytes: int) -> Subject | None:
     found = of_graph(copy.copy(subject))
     vars(found)["normal"] = with_moved_state(subject.normal, moved)
     return found
+
+
+def must_move_state(subject: Subject, goal: Objective) -> bool:
+    """Return True if state may be in host memory, and no plan with all of it on the device keeps the memory limit."""
+    if goal.memory_limit is None or not subject.host_limit:
+        return False
+
+    def on_device() -> int:
+        costs = subject.costs({})
+        return lower_bound(subject.untangled, costs.workspace, costs.rounding).nbytes
+
+    least = subject.memo.get(("bound with state on the device",), on_device)
+    return least > goal.memory_limit and with_state_on_host(subject, subject.host_limit) is not None
 
 
 def forms_with_moved_state(subject: Subject, host_limit: int) -> Iterator[Subject]:

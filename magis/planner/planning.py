@@ -11,7 +11,7 @@ from magis import registry
 from magis.errors import UsageError
 from magis.planner.fission_plan import costs_of, plan_key, plan_with_fission, worth_dividing
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.moved_states import forms_with_moved_state
+from magis.planner.moved_states import forms_with_moved_state, must_move_state
 from magis.planner.plans import (
     Decisions,
     Plan,
@@ -176,7 +176,10 @@ def _search_forms(
 ) -> Plan:
     """Return the best plan of the step's forms: of its update, and with optimizer state in host memory."""
     (form, quick), *others = _forms_of_update(scratch, goal, seed, deadline.over)
-    best = _search_all(form, goal, budget, deadline, seed, stage, quick)
+    if must_move_state(scratch.subject, goal):  # no plan with all state on the device is worth a search
+        best, others = quick or first_attempt(form, goal, seed), []
+    else:
+        best = _search_all(form, goal, budget, deadline, seed, stage, quick)
     for form, quick in others:
         if not deadline.over():
             best = better(goal, best, _search_all(form, goal, budget, deadline, seed, stage, quick))

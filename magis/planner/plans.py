@@ -17,10 +17,11 @@ from magis.results import Memory, SearchOutcome
 from magis.rewrite.moved_state import with_copies_ahead
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
-from magis.search.driver import FROM_NOTHING, SearchResult, around_best, search
+from magis.search.driver import FROM_NOTHING, SearchResult, search
 from magis.search.fission_pareto import FissionFront
 from magis.search.latency_bound import latency_lower_bound, nest_latency_bound
 from magis.search.loop_nest import LoopNest
+from magis.search.pareto_sweep import around_best
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import evaluate, expand
 from magis.simulate.peak_breakdown import repeats

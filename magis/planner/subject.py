@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import torch
 
 from magis.capture import Captured
-from magis.capture.with_optimizer import before_update, without_state
+from magis.capture.with_optimizer import before_update, own_tail, without_state
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
@@ -197,9 +197,9 @@ class Subject(TracedModel):
         plan fits."""
         if self.kind != "cpu" or not self.may_run:
             return {}
-        behind, limit = self.captured.behind, None if self.runs else self.free_bytes
-        if behind is not None:
-            self.scratches.add(behind.graph, limit, None)
+        tail, limit = own_tail(self.captured, graph), None if self.runs else self.free_bytes
+        if tail is not None:
+            self.scratches.add(tail, limit, None)
             graph = without_state(before_update(graph))
         step = partial(self.stopped, graph) if self.runs and runs else None
         self.scratches.add(graph, limit, step)
@@ -409,7 +409,7 @@ class Subject(TracedModel):
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:
         """Measure the memory of a step that has run before. For ``compiled`` code, tensor bytes include scratch."""
-        persistent = self.captured.graph.persistent_bytes()
+        persistent = (step.graph if isinstance(step, GraphStep) else self.captured.graph).persistent_bytes()
         if isinstance(step, (EagerStep, BehindStep)):
             step.settle()
         step.prepare()

@@ -19,7 +19,7 @@ from magis.capture.hollow import Hollow, hollow
 from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle
 from magis.capture.refusals import BranchError, of_contents
 from magis.capture.snapshot import Snapshot
-from magis.capture.with_optimizer import followed_by, joined
+from magis.capture.with_optimizer import followed_by, joined, with_eager_optimizer
 from magis.capture.workload import roots_of
 from magis.cost.devices import find_device
 from magis.cost.signature import signature
@@ -279,8 +279,10 @@ class TracedModel:
 
     def followed(self, captured: Captured, workload: Workload) -> Captured:
         """Return a captured step followed by an unplanned optimizer (its `step()` runs after the plan), if there is
-        one."""
+        one; its original followed by the optimizer's step, if the optimizer's own code is part of it."""
         own = workload.optimizer.own
+        if workload.optimizer.kind == "own":
+            return with_eager_optimizer(captured, workload.optimizer.whole)
         return captured if own is None else followed_by(captured, own, workload.module, self.kind)
 
     def whole(self, graph: Graph) -> Captured | None:

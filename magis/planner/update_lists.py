@@ -29,7 +29,7 @@ def with_eager_update(subject: Subject) -> Subject | None:
 
 def _with_eager_update(subject: Subject) -> Subject | None:
     captured, listed = subject.captured, subject.captured.listed
-    if listed is None or captured.behind is not None or captured.sends:
+    if listed is None or captured.behind is not None or captured.sends or captured.rule.kind == "own":
         return None
     name = subject.digest  # one identity: it is the same step of eager's
     found = of_graph(copy.copy(subject))

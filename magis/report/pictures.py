@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -109,7 +109,8 @@ def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
     bound = y(front.lower_bound_bytes / eager.peak_bytes)
     yield across(LEFT, WIDTH - RIGHT, bound, BOUND, dashes="6 4")
     places = [place(point) for point in front.points]
-    yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}" fill="none" stroke="{OURS}"/>'
+    stairs = _staircase(places)
+    yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in stairs)}" fill="none" stroke="{OURS}"/>'
     for (a, b), point in zip(places, front.points, strict=True):
         what = f"{_format_point(point)}{'; ' + point.fission if point.fission else ''}"
         yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{printable(what, "html")}</title></circle>'
@@ -120,7 +121,7 @@ def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
         Label(f"eager: {_format_point(eager)}", ((x(0) + 10, y(1) - 6, "start"),), EAGER),
         Label(words, tuple((at, bound + by, anchor) for by in (-5, 15) for at, anchor in ends), BOUND),
     ]
-    marks = [(x(0), y(1)), *_points_along([*places])]
+    marks = [(x(0), y(1)), *_points_along(stairs)]
     around = [(a - 4, b - 4, a + 4, b + 4) for a, b in marks] + [(LEFT, bound - 1, WIDTH - RIGHT, bound + 1)]
     beside = [
         Label(
@@ -135,6 +136,12 @@ def _front_elements(front: ParetoFront, title: str) -> Iterator[str]:
         yield label((a, b), found.words, anchor, found.colour)
 
 
+def _staircase(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners of a front: between two plans, the peak is that of the faster one, since none lies between."""
+    ordered = sorted(places)
+    return [corner for (a, b), (c, d) in pairwise(ordered) for corner in ((a, b), (c, b))] + ordered[-1:]
+
+
 def _points_along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Yield points along a line, `APART` pixels apart at most, all corners included."""
     yield from corners[:1]
@@ -143,34 +150,10 @@ def _points_along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[floa
         yield from ((a + (c - a) * step / steps, b + (d - b) * step / steps) for step in range(1, steps + 1))
 
 
-# Simulated time lines: thinned for a picture, and as a trace for Perfetto (https://ui.perfetto.dev).
+# Simulated time lines as a trace for Perfetto (https://ui.perfetto.dev).
 
-CURVE = 512
-"""Maximum number of calls in a time line drawn as a picture."""
 STREAMS = ("compute", "to host", "from host", "messages")
 US_PER_MS = 1000.0
-
-
-def thinned_timelines(result: CaseResult) -> CaseResult:
-    """Return the result with time lines of at most CURVE calls each, peaks kept."""
-    lines = result.timelines
-    if lines is None:
-        return result
-    return replace(result, timelines=Timelines(thinned(lines.original, CURVE), thinned(lines.optimized, CURVE)))
-
-
-def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """Return at most ``most`` (>= 4) spans: first, last, lowest and highest of equal stretches, which keeps the
-    peak."""
-    if len(spans) <= most:
-        return spans
-    stretches = most // 4
-    kept: set[int] = set()
-    for stretch in range(stretches):
-        places = range(stretch * len(spans) // stretches, (stretch + 1) * len(spans) // stretches)
-        kept |= {places[0], places[-1]}
-        kept |= {min(places, key=lambda at: spans[at].nbytes), max(places, key=lambda at: spans[at].nbytes)}
-    return tuple(spans[at] for at in sorted(kept))
 
 
 def trace_text(result: CaseResult) -> str:

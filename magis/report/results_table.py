@@ -208,7 +208,7 @@ def _read_frame(path: Path) -> pd.DataFrame:
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"cannot read the results {path}: {reason}") from error
+        raise UsageError(f"cannot read the results {path}: {reason}", hint=HINT) from error
     _check_header(frame.columns, path)
     return frame
 

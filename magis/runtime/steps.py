@@ -227,7 +227,7 @@ class GraphStep:
         self._holders = {"module": module, "loss": loss_fn}
         self._rule = rule
         self._steps = 0
-        self._graph = graph
+        self.graph = graph
         self._device = device
         self._host = make_host(device, runtime)
         self._compile = partial(
@@ -308,7 +308,7 @@ class GraphStep:
         if self._seed is not None:
             seed_all(self._seed)
         if self._is_packed:
-            check_places(self._graph, self._tensors)
+            check_places(self.graph, self._tensors)
         self.feed({name: look_up(self._holders, name).to(self._device) for name in self._held})
 
     def run(self) -> Tensor:
@@ -336,7 +336,7 @@ class GraphStep:
             tensor, position = given, self._places.get(name)
             if position is None:
                 continue
-            value = self._graph.values[self._graph.inputs[position]]
+            value = self.graph.values[self.graph.inputs[position]]
             if (tuple(tensor.shape), tensor.dtype) != (value.shape, getattr(torch, value.dtype)):
                 raise MagisError(
                     f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the step is for {value.dtype}{value.shape}"
@@ -349,8 +349,8 @@ class GraphStep:
     def raised(self, error: BaseException) -> tuple[Op | None, dict[str, Tensor]]:
         """Return the operator that raised this error, and the tensors that were updated before. The operator is None if
         no operator raised. The tensors are parameters and optimizer state, by their names in the graph."""
-        op, done = raised_by(self._graph, error) if self._broken else (None, set())
-        values = map(self._graph.values.__getitem__, self._graph.inputs)
+        op, done = raised_by(self.graph, error) if self._broken else (None, set())
+        values = map(self.graph.values.__getitem__, self.graph.inputs)
         return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
 
     def release(self) -> None:

@@ -200,7 +200,7 @@ def _time_pairs(
             after = waits()
             # the thread that waited longest; none is known where the system does not count
             longest = max((ns - before.get(name, 0) for name, ns in after.items()), default=0)
-            waited.append(longest / 1e6 / max(sum(pairs[-1]), 1e-6))
+            waited.append(min(1.0, longest / 1e6 / max(sum(pairs[-1]), 1e-6)))  # it may have waited between steps, too
             before = after
         timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs), tuple(waited))
         if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
@@ -301,7 +301,7 @@ def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ())
     for look in looks:
         if is_too_busy(look):
             share = statistics.median(look.waited)
-            why = f"the machine is too busy: threads waited for a core {share:.0%} of the time"
+            why = f"the machine is too busy: threads waited for a core {share:.0%} of the time; let it do nothing else"
             return replace(ratio_interval(look), doubt=why)
     seen = [ratio_interval(look.undisturbed() if look.undisturbed().first_ms else look) for look in looks]
     ratio, pairs = statistics.mean(each.ratio for each in seen), sum(each.pairs for each in seen)

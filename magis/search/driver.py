@@ -33,6 +33,7 @@ from magis.search.budgeted_evaluator import (
 from magis.search.moves import (
     alternatives,
     climb,
+    frugal_order,
     giving_back,
     hot,
     reordered,
@@ -41,17 +42,15 @@ from magis.search.moves import (
     with_makers,
     worth_repeating,
 )
-from magis.search.pareto_sweep import C, Proposer, distinct
+from magis.search.pareto_sweep import Proposer, distinct
 from magis.search.window import window_orders
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import KEEP, REPEAT, SWAP, Int8s, Int32s, Int64s, Problem
 
-# Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
-# A priority queue of plans by the goal's key. The children of a popped plan are moves, which are scored
-# cheaply (bytes per ns) and evaluated best first, up to a number. A child enters the queue unless it is
-# worse than the best plan by more than a tenth. Cached plans do not use up the budget. We depart from the paper in
-# that a child is two array elements changed, not a graph rewritten and scheduled again, and that states come from
-# minimum cuts, not from the original graph alone.
+# Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags. The children of a popped plan are
+# moves, scored cheaply (bytes per ns) and evaluated best first, up to a number. A child enters the queue unless it is
+# worse than the best plan by more than a tenth. We depart from the paper in that a child is two array elements changed,
+# not a graph rewritten and scheduled again, and that states come from minimum cuts, not from the original graph alone.
 
 CHILDREN = 12  # evaluated per popped plan and kind of move
 RELAXED_NUM, RELAXED_DEN = 11, 10
@@ -60,8 +59,7 @@ RELAXED_NUM, RELAXED_DEN = 11, 10
 def best_first(
     judge: BudgetedEvaluator, goal: Objective, starts: Sequence[JudgedPlan], states: int, *, allow_swap: bool
 ) -> None:
-    """Search from ``starts`` until ``states`` new states are evaluated or the queue is empty; ``judge`` keeps the
-    best."""
+    """Search from ``starts`` for ``states`` new states, or until the queue is empty; ``judge`` keeps the best."""
     stop = judge.states + states
     queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
     pushed: set[tuple[bytes, bytes]] = set()
@@ -89,8 +87,7 @@ def best_first(
 
 
 def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool) -> Iterator[JudgedPlan]:
-    """Yield evaluated neighbours of a plan: with less memory at the peak, storages kept again, or a reordered
-    window."""
+    """Yield evaluated neighbours of a plan: less memory at the peak, storages kept again, or a reordered window."""
     judge.use(plan.order)
     judge.look(plan.flags)
     evaluator = judge.evaluator
@@ -226,8 +223,6 @@ FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the fir
 POLISHES = 10
 FROM_NOTHING = 10_000
 """States of the first part of a search, without a starting plan, if the rest starts from the plans of a front."""
-NEIGHBOURS = 8
-"""Plans of a front, on each side of the best one, from which a search starts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,14 +279,6 @@ def search(
     )
 
 
-def around_best(front: Sequence[C], goal: Objective) -> list[C]:
-    """Return the plans of a front, by increasing peak, that are next to the best one for a goal."""
-    if not front:
-        return []
-    best = min(range(len(front)), key=lambda at: goal.key(front[at].peak, front[at].latency_ns))
-    return list(front[max(0, best - NEIGHBOURS) : best + NEIGHBOURS + 1])
-
-
 class _Search:
     """Stages of one search; every stage raises SearchOver when the budget is spent."""
 
@@ -326,6 +313,8 @@ class _Search:
             if judge.best is not None:
                 judge.use(judge.best.order)
                 climb(judge, goal, judge.best, allow_swap=self.allow_swap)
+            if polish == 0:
+                plans = distinct(self.frugal(base) + plans, goal)
             if judge.states == before:
                 return  # nothing is left to try
 
@@ -346,6 +335,17 @@ class _Search:
                 plans += self.make.mix(self.bisect(judge.plan(judge.untouched)), goal)
                 plans += self.squeeze(order)
         return plans
+
+    def frugal(self, base: JudgedPlan) -> list[JudgedPlan]:
+        """Propose plans in the frugal order, and the one that keeps nothing there, if none so far keeps the limit."""
+        judge, goal, best, limit = self.judge, self.goal, self.judge.best, self.goal.memory_limit
+        if limit is None or not self.thorough or not best or best.met(goal) or not worth_repeating(goal, best):
+            return []
+        order = frugal_order(judge.problem, base.order)
+        plans = self.make.mix(self.make.propose(order, limit, thorough=True), goal) + self.approach(order, limit)
+        judge.use(order)
+        bare = judge.plan(np.where(judge.evaluator.step.redoable, REPEAT, judge.untouched).astype(np.int8))
+        return [*plans, climb(judge, goal, bare, allow_swap=self.allow_swap)]
 
     def climbed_alike(self, base: JudgedPlan) -> list[JudgedPlan]:
         """Return the plan that moves of storages alike lead to from the best start; none if the network is not deep."""

@@ -14,7 +14,7 @@ import numpy as np
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective
 from magis.search.window import window_orders
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, Int8s, Int64s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, Int8s, Int32s, Int64s, Problem
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
@@ -177,6 +177,44 @@ def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
                 break
     judge.use(plan.order)
     return plan
+
+
+def frugal_order(problem: Problem, order: Int32s) -> Int32s:
+    """Return the legal order that at each place runs the operator which leaves the fewest bytes; equal ones as in
+    ``order``.
+
+    A weight's gradient comes before that of the layer's input, which outlives it: the activation that only the former
+    reads is then made again, read and freed while one gradient of an activation is in memory, not two.
+    """
+    readers = problem.inputs.turned(problem.n_storages)
+    left = np.diff(readers.ptr)
+    lasting = problem.nbytes * ((left > 0) | problem.to_end)  # what updates alone read dies at once
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    after: list[list[int]] = [[] for _ in range(problem.n_nodes)]
+    waits = np.zeros(problem.n_nodes, dtype=np.int64)
+    for node in range(problem.n_nodes):
+        for earlier in {*problem.extras(node).tolist(), *problem.producer[problem.inputs(node)].tolist()}:
+            after[earlier].append(node)
+            waits[node] += 1
+
+    def leaves(node: int) -> tuple[int, int]:
+        inputs = problem.inputs(node)
+        freed = problem.nbytes[inputs[(left[inputs] == 1) & ~problem.to_end[inputs]]].sum()
+        return int(lasting[problem.outputs(node)].sum() - freed), int(place[node])
+
+    ready = np.flatnonzero(waits == 0).tolist()
+    found = []
+    while ready:
+        node = min(ready, key=leaves)
+        ready.remove(node)
+        found.append(node)
+        left[problem.inputs(node)] -= 1
+        for later in after[node]:
+            waits[later] -= 1
+            if waits[later] == 0:
+                ready.append(later)
+    return np.array(found, dtype=order.dtype)
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:

@@ -283,3 +283,15 @@ def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: b
                 mixed = relink(judge, goal, cheap, lean)
                 if mixed is not None:
                     climb(judge, goal, mixed, allow_swap=allow_swap)
+
+
+NEIGHBOURS = 8
+"""Plans of a front, on each side of the best one, from which a search starts."""
+
+
+def around_best(front: Sequence[C], goal: Objective) -> list[C]:
+    """Return the plans of a front, by increasing peak, that are next to the best one for a goal."""
+    if not front:
+        return []
+    best = min(range(len(front)), key=lambda at: goal.key(front[at].peak, front[at].latency_ns))
+    return list(front[max(0, best - NEIGHBOURS) : best + NEIGHBOURS + 1])

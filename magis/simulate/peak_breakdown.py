@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from magis.graph import PERSISTENT_KINDS, Graph, Op, Ref, Storage
 from magis.graph.hazards import Lifetimes, is_pure_view, lifetimes
@@ -131,6 +132,43 @@ def _owner_of_outputs(graph: Graph, op: Op) -> Owner:
         reader = next((each for each in graph.ops if made & set(each.inputs()) and each.module), op)
         return Owner(KINDS.get(reader.phase, reader.phase), reader.module, reader.line)
     return Owner(KINDS.get(op.phase, op.phase), op.module, op.line)
+
+
+class Tenancy(NamedTuple):
+    """A tensor on a storage, and the first and the last operator during which it is in memory."""
+
+    storage: int
+    owner: Owner
+    value: int
+    """First value of the graph on it."""
+    born: int
+    """Position of the operator that makes it; -1: it exists before the step."""
+    dies: int
+
+
+def tenancies(graph: Graph, deaths: Mapping[int, int] | None = None) -> Iterator[Tenancy]:
+    """Yield the tensors of a step, persistent ones first, without those in bodies of loops. Memory that is reused in
+    place is a new tensor where its kind or module changes."""
+    lives, end = lifetimes(graph, deaths), len(graph.ops)
+    found, wholes = named_owners(graph), dict[int, Owner]()
+    first = {graph.values[value].storage: value for value in reversed(graph.values)}
+    for storage in graph.storages.values():
+        if storage.persistent:
+            owner = found.get(storage.id, Owner(storage.kind, ""))
+            yield Tenancy(storage.id, owner, first[storage.id], -1, end)
+    held: dict[int, Tenancy] = {}
+    for position, op in enumerate(graph.ops):
+        note_owners(graph, op, found, wholes)
+        for value in (*op.made(), *op.inputs()):
+            at = graph.values[value].storage
+            if graph.storages[at].kind != "temporary" or position > lives.dies[at]:
+                continue
+            owner, before = found.get(at, Owner("activation", op.module, op.line)), held.get(at)
+            if before is None or (before.owner.kind, before.owner.module) != (owner.kind, owner.module):
+                if before is not None:
+                    yield before._replace(dies=position - 1)
+                held[at] = Tenancy(at, owner, value, position, lives.dies[at])
+    yield from held.values()
 
 
 ROWS = 256

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import add
 
 from magis.cost.machines import Times
 from magis.graph import ARRIVED, Graph, Op
-from magis.graph.hazards import is_pure_view, lifetimes
+from magis.graph.hazards import is_pure_view
 from magis.ops.collectives import is_message, under_way
 from magis.results import Span
 from magis.simulate.compiled_problem import GENERATOR_NS
-from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
+from magis.simulate.peak_breakdown import tenancies
 from magis.simulate.simulator import MemoryProfile, Workspace, bytes_inside, replay, rounded
 
 MOST_CALLS = 50_000
@@ -214,30 +215,11 @@ def held_by_kind(graph: Graph, *, deaths: Mapping[int, int] | None = None, round
 
     A storage that is reused in place counts as the new tensor's kind.
     """
-    lives = lifetimes(graph, deaths)
-    after: defaultdict[int, list[int]] = defaultdict(list)
-    for storage, last in lives.dies.items():
-        after[last + 1].append(storage)
-    owners, wholes = named_owners(graph), dict[int, Owner]()
-    storage_of = {value.id: value.storage for value in graph.values.values()}
-    nbytes = {each.id: rounded(each.nbytes, rounding) for each in graph.storages.values()}
-    level = [0] * TENSOR_KINDS
-    for each in graph.storages.values():
-        if each.persistent:
-            level[PLACES[each.kind]] += nbytes[each.id]
-    place: dict[int, int] = {}
-    found: list[Held] = []
-    for position, op in enumerate(graph.ops):
-        for storage in after[position]:
-            if storage in place:
-                level[place.pop(storage)] -= nbytes[storage]
-        note_owners(graph, op, owners, wholes)
-        for storage in {storage_of[value] for value in (*op.inputs(), *op.made())}:
-            if graph.storages[storage].kind == "temporary" and position <= lives.dies[storage]:
-                if storage in place:
-                    level[place[storage]] -= nbytes[storage]
-                kind = owners[storage].kind if storage in owners else ""
-                place[storage] = PLACES.get(kind, PLACES["activation"])
-                level[place[storage]] += nbytes[storage]
-        found.append(tuple(level))
-    return found
+    end = len(graph.ops)
+    change = [[0] * TENSOR_KINDS for _ in range(end + 2)]
+    for each in tenancies(graph, deaths):
+        place = PLACES.get(each.owner.kind, PLACES["activation"])
+        nbytes = rounded(graph.storages[each.storage].nbytes, rounding)
+        change[max(each.born, 0)][place] += nbytes
+        change[each.dies + 1][place] -= nbytes
+    return list(accumulate(map(tuple, change[:end]), _add_kinds))

@@ -107,7 +107,7 @@ class DeferredScores(Tensor):
                 return func(*args, **kwargs)
         found = None
         if _overwrites(func) and isinstance(args[0], DeferredScores) and args[0].has_copies():
-            raise UsageError("strategy 'by-hand': scores are written in place after a copy of them was taken")
+            raise UsageError("a loss in chunks: scores are written in place after a copy of them was taken")
         if func is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
         elif isinstance(args[0] if args else None, DeferredScores) and args[0].is_pending():
@@ -124,7 +124,7 @@ class DeferredScores(Tensor):
 
 def _refused(_given: object) -> None:
     """Raise UsageError for code that no torch function leads to, such as `torch.autograd.Function`."""
-    raise UsageError("strategy 'by-hand': scores go to an autograd function of the user's own, not to F.cross_entropy")
+    raise UsageError("a loss in chunks: scores go to an autograd function of the user's own, not to F.cross_entropy")
 
 
 def _overwrites(func: Any) -> bool:

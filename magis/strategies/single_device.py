@@ -27,7 +27,16 @@ from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import EagerStep
 from magis.strategies.chunked_loss import deferred_scores
 from magis.strategies.rank_step import batch_size
-from magis.strategies.strategy_names import ACCUMULATES, BY_HAND, KINDS, PLANNED_CODE, check_parts, is_local
+from magis.strategies.strategy_names import (
+    ACCUMULATES,
+    BY_HAND,
+    CHUNKED_LOSS,
+    EARLY_UPDATE,
+    KINDS,
+    PLANNED_CODE,
+    check_parts,
+    is_local,
+)
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -124,6 +133,10 @@ class Local:
     """Backend options of "magis+compile": ("memory_ratio", 0.8)."""
     micro_batches: int = 1
     """Parts of the batch whose gradients are added up for one update."""
+    chunks_loss: bool = False
+    """True if head and loss are computed in chunks of rows."""
+    updates_at_once: bool = False
+    """True if each weight is updated as soon as its gradient is complete."""
 
     group = 1
 
@@ -140,17 +153,14 @@ class Local:
     @property
     def keeps_numbers(self) -> bool:
         """Return True if results are bitwise equal to eager's."""
-        return not self.cast and not self.compiled and not self.is_by_hand and self.micro_batches == 1
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Return True if the loss is in chunks, and weights are updated in the backward."""
-        return self.blocks == BY_HAND
+        return not self.cast and not self.compiled and not self.chunks_loss and self.micro_batches == 1
 
     def updates_early(self, work: Workload) -> bool:
         """Return True if weights are updated in the backward. A GradScaler must see all gradients first, and so may an
         optimizer of the user's own."""
-        return self.is_by_hand and not self.is_scaled and not work.optimizer.stops and work.optimizer.kind != "none"
+        return (
+            self.updates_at_once and not self.is_scaled and not work.optimizer.stops and work.optimizer.kind != "none"
+        )
 
     def check(self, work: Workload) -> None:
         """Raise UsageError for a network without blocks to checkpoint, or micro-batches that the strategy cannot add
@@ -158,7 +168,7 @@ class Local:
         if self.micro_batches > 1 and batch_size(work) % self.micro_batches:
             what = f"{work.name}: a batch of {batch_size(work)} has no {self.micro_batches} equal micro-batches"
             raise UsageError(what, hint="accumulate as many as divide it")
-        if self.micro_batches * work.optimizer.accumulate > 1 and (self.compiled or self.is_by_hand):
+        if self.micro_batches * work.optimizer.accumulate > 1 and (self.compiled or self.updates_at_once):
             raise UsageError(f"strategy {self.name!r} adds up no micro-batches", hint="leave out accumulate")
         if self.blocks and not blocks_of(work):
             raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
@@ -172,10 +182,10 @@ class Local:
     def note(self, work: Workload) -> str:
         """Return a caveat about the step; "" without one."""
         own = work.optimizer.own
-        if not self.is_by_hand or not (self.is_scaled or own):
+        if not self.updates_at_once or not (self.is_scaled or own):
             return ""
         who = own.name if own else "a GradScaler"
-        return f"by-hand updates weights behind the backward: {who} may look at all gradients"
+        return f"{self.name} updates weights behind the backward: {who} may look at all gradients"
 
     @contextmanager
     def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
@@ -197,7 +207,7 @@ class Local:
             if self.blocks:
                 selective = self.blocks == "selective-checkpoint"
                 stack.enter_context(checkpointed(module, blocks, selective=selective, preserve_rng_state=states))
-            if self.is_by_hand:
+            if self.chunks_loss:
                 stack.enter_context(deferred_scores(module, blocks))
             yield
 
@@ -264,9 +274,12 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
     if unknown:
         known = ", ".join(part for kind in KINDS for part in kind)
         raise UsageError(f"strategy {name!r}: unknown part {unknown[0]!r}", hint=f"combine {known}")
-    cast, blocks, offload, compiled = (next((part for part in parts if part in kind), "") for kind in KINDS)
-    if compiled and blocks == BY_HAND:
-        raise UsageError(f"strategy {name!r}: {BY_HAND} is not compiled", hint=f"leave out {compiled}")
+    cast, blocks, offload, compiled, chunked, early = (
+        next((part for part in parts if part in kind), "") for kind in KINDS
+    )
+    eager = next((part for part in (blocks, chunked, early) if part in (BY_HAND, CHUNKED_LOSS, EARLY_UPDATE)), "")
+    if compiled and eager:
+        raise UsageError(f"strategy {name!r}: {eager} is not compiled", hint=f"leave out {compiled}")
     return Local(
         name,
         device,
@@ -275,6 +288,8 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         offloads=bool(offload),
         compiled=compiled,
         micro_batches=int(several[1]) if several else 1,
+        chunks_loss=bool(chunked) or blocks == BY_HAND,
+        updates_at_once=bool(early) or blocks == BY_HAND,
     )
 
 

@@ -25,6 +25,8 @@ __all__ = [
     "ACCUMULATES",
     "BLOCK",
     "BY_HAND",
+    "CHUNKED_LOSS",
+    "EARLY_UPDATE",
     "KINDS",
     "LIMITS_OF",
     "LISTED",
@@ -60,11 +62,15 @@ PLANNED_CODE = "magis+compile"
 """Strategy that compiles with inductor and saves for the backward the tensors that a plan saves; not combined."""
 BY_HAND = "by-hand"
 """Strategy of checkpointed blocks, a loss in chunks, and weights updated in the backward."""
+CHUNKED_LOSS, EARLY_UPDATE = "chunked-loss", "early-update"
+"""Parts of "by-hand" that are strategies, too; not part of "all"."""
 KINDS = (
     ("amp", "amp-bfloat16", "amp-float16"),
     ("checkpoint", "selective-checkpoint", BY_HAND),
     ("offload",),
     ("compile", "compile-budget"),
+    (CHUNKED_LOSS,),
+    (EARLY_UPDATE,),
 )
 """Parts of names by kind; parts of one kind exclude each other."""
 ACCUMULATES = re.compile(r"accumulate([1-9]\d*)(?:\+(?=.)|$)")

@@ -11,10 +11,10 @@ import pytest
 from magis.current_gate import NAME
 from magis.errors import UsageError, nearest
 from magis.models.model_specs import all_names
-from magis.units import parse_bytes
 from pytest_magis.flags import BY_NAME, MARK_ARGUMENTS, Settings
 from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.live.gated_tests import claim_name
+from pytest_magis.option_values import read_bytes
 from pytest_magis.run_plan import Model, PlannedCase, plan_cases, plan_fronts
 
 LIMITS = ("memory_ratios", "memory_limits", "latency_ratios")
@@ -69,10 +69,7 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
 
 def _bytes(shown: str, value: Any) -> int:
     """Parse a memory limit, given in bytes or as text such as "2 GiB"."""
-    try:
-        found = parse_bytes(value) if isinstance(value, str) else value
-    except UsageError as error:
-        raise UsageError(f"{shown}: {error}") from None
+    found = read_bytes(shown, value) if isinstance(value, str) else value
     if type(found) is not int or found <= 0:
         raise UsageError(f"{shown}: {value!r} is no amount of memory above 0", hint='give bytes, or a text: "2 GiB"')
     return found
@@ -115,6 +112,7 @@ def cases_here(config: pytest.Config, name: str, settings: Settings) -> tuple[Pl
     device = settings.device  # that of the options has been checked
     found = config.hook.pytest_magis_devices(config=config)
     if device not in found:
-        why = "needs a GPU and none was found" if device == "cuda" else "is unknown"
+        lacks = device.startswith(("cuda", "gpu")) and "cuda" not in found
+        why = "needs a GPU and none was found" if lacks else "is unknown"
         raise UsageError(f"device {device!r} {why}", hint=nearest(device, found))
     return cases(config, name, settings)

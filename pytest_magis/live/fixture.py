@@ -68,8 +68,9 @@ class MagisFixture:
         test may return; the function is first called under fake tensors, so that a simulated device can gate a network
         too large for this machine. Keywords are those of the mark: limits (`memory_ratios`, `memory_limit="2 GiB"`,
         `latency_ratios`, `memory_limit_of`, `required`), `strategies`, `device`, `dtype`, `budget`, `seconds`, `seed`,
-        `slack`, `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the results by label
-        ("eager", "magis-mem0.8"). Strategies of several ranks and "magis+compile" take ratios, not `memory_limit`.
+        `slack`, `host_limit`, `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines. Returns the
+        results by label ("eager", "magis-mem0.8"). Strategies of several ranks and "magis+compile" take ratios, not
+        `memory_limit`.
         """
         from magis.models.step_parts import recipe_of
 
@@ -143,11 +144,11 @@ class PeakGate:
         result = peak.result(test)
         planned, folder = PlannedCase(test, label, result.case, tolerances), gate.settings.snapshot
         verdict = verdict_on(gate, planned, result)
-        snapshots = 0
+        snapshots = tuple[str, ...]()
         # a phase of a block has no such bytes; on a GPU, and where another profiler ran, no event is logged
         if folder is not None and peak.device == "cpu" and getattr(peak, "allocated_bytes", None) is not None:
-            peak.save_snapshot(snapshot_file(folder, planned, "original"))
-            snapshots = 1
+            snapshots = (str(snapshot_file(folder, planned, "original")),)
+            peak.save_snapshot(snapshots[0])
         outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item), snapshots=snapshots)
         add(outcome, item.user_properties)
         return outcome

@@ -6,7 +6,9 @@ job share. Annotations are lines of the log, printed if `$GITHUB_ACTIONS` is "tr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from magis.errors import UsageError
 from magis.printable import printable
@@ -61,11 +63,26 @@ def write_summary(outcomes: Sequence[Outcome], settings: Settings) -> str:
 
 
 def error_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield a GitHub `::error` workflow command for each red case."""
+    """Yield a GitHub `::error` workflow command for each red case, at the line that made the tensors that grew."""
     for outcome in outcomes:
         if not outcome.verdict.passed:
             text = "\n".join(map(printable, _findings(outcome))) or outcome.verdict.label
-            yield f"::error title={_property(f'magis::{printable(outcome.name)}')}::{_data(text)}"
+            properties = {**_file_and_line(outcome), "title": f"magis::{printable(outcome.name)}"}
+            told = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+            yield f"::error {told}::{_data(text)}"
+
+
+def _file_and_line(outcome: Outcome) -> dict[str, str]:
+    """Return the file and the line of the module that grew, else the file of the user's test, as far as they exist.
+
+    GitHub finds files by their paths in the repository.
+    """
+    lines = (finding.line for finding in outcome.verdict.findings if finding.line)
+    name, _, line = next(lines, outcome.where.partition("::")[0]).partition(":")
+    path, root = Path.cwd() / name, Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    if not path.is_file() or not path.is_relative_to(root):
+        return {}
+    return {"file": path.relative_to(root).as_posix()} | ({"line": line} if line else {})
 
 
 def _data(text: str) -> str:

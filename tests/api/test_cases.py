@@ -171,7 +171,8 @@ def test_compare_names_what_differs(bench: Bench) -> None:
         (dataclasses.replace(case(), seconds=float("nan")), "cap in seconds of a case .* not nan"),
         (dataclasses.replace(case(), memory_ratio=-0.5), "memory ratio of a case .* not -0.5"),
         (dataclasses.replace(case(), latency_ratio=float("inf")), "latency ratio of a case .* not inf"),
-        (dataclasses.replace(case(), seed=-1), "seed of a case must not be negative"),
+        (dataclasses.replace(case(), memory_ratio=80), "memory ratio of a case is 80; 80% of eager's peak is 0.8"),
+        (dataclasses.replace(case(), seed=-1), "seed=-1; give a whole number that is at least 0"),
         (dataclasses.replace(case(), slack=0.95), "slack of a case must be a number from 0 to 0.9, not 0.95"),
         (dataclasses.replace(case(), memory_ratio=None), "needs a memory limit or a latency ratio"),
     ],
@@ -184,7 +185,7 @@ def test_bad_requests_get_one_line(request_: Case, message: str) -> None:
 
 def test_a_plan_with_the_slack_of_a_halved_link_survives_it() -> None:
     """A plan without it waits there, and its result says for how long."""
-    usual = Case("vit", "magis", "sim:rtx3090", "small", memory_ratio=0.5)
+    usual = Case("vit", "magis", "sim:rtx3090", "small", memory_ratio=0.5, budget=3000)
     hasty, patient = (run_case(each).search for each in (usual, dataclasses.replace(usual, slack=0.5)))
     assert hasty.worst_latency_ratio is not None
     assert patient.worst_latency_ratio is not None

@@ -37,8 +37,8 @@ def case(model: str, device: str = "cpu", strategy: str = "eager", **more: objec
     ("model", "error", "message"),
     [
         ("branches", CaptureError, BRANCHES),
-        ("on_meta", CaptureError, r"weight is on device meta; pass the module and its batch on the CPU"),
-        ("on_two_devices", CaptureError, r"1\.weight is on device meta; pass the module"),
+        ("on_meta", CaptureError, r"weight is on device meta; build it on the CPU, not on 'meta'"),
+        ("on_two_devices", CaptureError, r"1\.weight is on device meta; build it"),
         ("across_devices", CaptureError, DEVICES),
         (
             "two_types",
@@ -53,8 +53,12 @@ def case(model: str, device: str = "cpu", strategy: str = "eager", **more: objec
         ("whole_input", CaptureError, ADDMM),
         ("mixed_product", CaptureError, MM),
         ("mixed_conv", CaptureError, r"expected scalar type Double but found Float"),
-        ("without_parameters", CaptureError, r"there is nothing to train: no parameter requires a gradient; use optim"),
-        ("frozen", CaptureError, r"there is nothing to train: no parameter requires a gradient; use optimizer kind"),
+        (
+            "without_parameters",
+            CaptureError,
+            r"there is nothing to train: no parameter requires a gradient; unfreeze one",
+        ),
+        ("frozen", CaptureError, r"there is nothing to train: no parameter requires a gradient; unfreeze one"),
         ("raises", UsageError, r"own_nets:raises: the factory failed: OSError: no such checkpoint anywhere"),
         ("returns_nothing", UsageError, r"own_nets:returns_nothing: the factory returned a NoneType; return"),
         ("nosuch", UsageError, r"own_nets has no attribute 'nosuch'"),

@@ -13,6 +13,7 @@ from torch import nn
 import magis
 from magis.cli.main import main
 from magis.cost.cards import card_bytes, limit_bytes
+from magis.frontends import estimating
 from magis.results import Case
 
 DEVICE = "sim:h100"
@@ -76,14 +77,15 @@ def test_a_module_and_a_function_are_estimated_alike(step: magis.api.Estimate) -
     assert as_function.missing_bytes(as_function.needed_bytes - 1) == 1
 
 
-def test_remedies_are_cases_of_the_gate() -> None:
+def test_remedies_are_cases_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimating, "QUICK", 100)
     step = magis.estimate(LONG, device=DEVICE, memory_limit=2 * 1024 * 1024)
     found = {remedy.name: remedy for remedy in step.remedies}
     assert {"checkpoint", "magis"} <= set(found)
     checkpointed = magis.run_case(Case(LONG, "checkpoint", DEVICE, "paper"))
     assert found["checkpoint"].needed_bytes == checkpointed.optimized.reserved_bytes
     ratio = float(found["magis"].how.rpartition("=")[2])
-    asked = Case(LONG, "magis", DEVICE, "paper", memory_ratio=ratio, memory_limit_of="reserved", budget=3000)
+    asked = Case(LONG, "magis", DEVICE, "paper", memory_ratio=ratio, memory_limit_of="reserved", budget=100)
     planned = magis.run_case(asked)
     assert found["magis"].needed_bytes == planned.optimized.reserved_bytes
     for remedy in found.values():
@@ -118,7 +120,7 @@ def test_segments_that_grow_are_a_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     def within(limit: int) -> magis.api.Estimate:
         return magis.api.Estimate(step.result, step._bench, step._make, limit)
 
-    monkeypatch.setattr(magis.api.Estimate, "_tried", lambda *_: None)  # no searches for the other remedies
+    monkeypatch.setattr(magis.api.Estimate, "_tried", lambda *_, **__: None)  # no searches for the other remedies
     (remedy,) = within(grown).remedies
     assert (remedy.name, remedy.needed_bytes, remedy.latency_ratio, remedy.fits) == ("expandable", grown, 1.0, True)
     assert remedy.how.endswith(f"PYTORCH_ALLOC_CONF={GROWING}")
@@ -168,7 +170,8 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert peak(size) <= 2**20 < peak(size + 1)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimating, "QUICK", 100)
     assert main(["estimate", NAME, "--device", DEVICE]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(f"{NAME} on {DEVICE}, float32: peak ")

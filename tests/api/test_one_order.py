@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,39 @@ def test_wrong_parts_are_one_line(door: str, change: dict[str, Any], said: str) 
     with pytest.raises(magis.UsageError, match=said) as raised:
         getattr(magis, door)(**{**dict(zip(ORDER, parts(), strict=True)), **change}, **ASKED[door])
     assert "\n" not in str(raised.value)
+
+
+AMOUNTS: list[tuple[str, dict[str, Any], str]] = [
+    ("estimate", {"memory_limit": 0}, "memory_limit=0; give a whole number that is at least 1"),
+    ("estimate", {"memory_limit": 1.5}, "memory_limit=1.5; give a whole number"),
+    ("estimate", {"memory_limit": "24"}, "a memory limit of 24 bytes; write its unit: 24GiB"),
+    ("estimate", {"accumulate": "4"}, "accumulate='4'; give a whole number that is at least 1"),
+    ("estimate", {"seed": "x"}, "seed='x'; give a whole number that is at least 0"),
+    ("estimate", {"device": "sim:h10"}, "unknown device 'sim:h10'; did you mean sim:h100"),
+    ("estimate", {"dtype": torch.float16}, "unknown data type torch.float16; did you mean float16"),
+    ("estimate", {"optimizer": "AdamW"}, "the optimizer is 'AdamW'; did you mean adamw"),
+    ("fit", {"dim": "rows"}, "dim='rows'; give a whole number that is at least 0"),
+    ("fit", {"precision": 2}, "precision=2; give a share from 0 up to 1"),
+    ("pareto", {"points": "many"}, "points='many'; give a whole number that is at least 2"),
+    ("pareto", {"budget": "quick"}, "budget='quick'; give a whole number that is at least 1"),
+    ("checkpoint_policy", {"blocks": ["block"]}, "the module has no block 'block'; did you mean blocks"),
+]
+
+
+@pytest.mark.parametrize(("door", "change", "said"), AMOUNTS)
+def test_wrong_amounts_are_one_line(door: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(magis.UsageError, match=re.escape(said)) as raised:
+        getattr(magis, door)(**{**dict(zip(ORDER, parts(), strict=True)), **ASKED[door], **change})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_compiled_module_is_one_line(door: str) -> None:
+    module, *others = parts()
+    module.compile()
+    with pytest.raises(
+        magis.UsageError, match=r"is compiled by torch.compile \(module '\(root\)'\); give it uncompiled"
+    ):
+        getattr(magis, door)(module, *others, **ASKED[door])
 
 
 def test_a_step_says_what_it_is_and_helps_a_loop_that_is_ported() -> None:

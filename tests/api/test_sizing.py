@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.workload import fake_tensors
-from magis.frontends.fitting import largest, resized
+from magis.frontends.fitting import resized
+from magis.frontends.limits import largest
 
 
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(1, 250))
@@ -22,6 +23,21 @@ def test_the_answer_is_that_of_looking_at_every_size(limit: int, start: int, mos
 
     assert largest(fits, start, most) == (min(limit, most) or None)
     assert len(asked) == len(set(asked)) <= 20
+
+
+@given(st.integers(1, 2**20), st.integers(1, 4096), st.sampled_from([1.0, 1.5, 2.0]), st.integers(0, 5000))
+def test_bytes_that_sizes_leave_lead_there_sooner(limit: int, start: int, power: float, fixed: int) -> None:
+    spare: dict[int, int] = {}
+    allowed = int(fixed + limit**power)
+
+    def fits(size: int) -> bool:
+        assert size not in spare
+        spare[size] = allowed - int(fixed + size**power)
+        return spare[size] >= 0
+
+    assert largest(fits, start, 2**20, spare=spare) == limit
+    doubling = 1 + abs(limit.bit_length() - start.bit_length())
+    assert len(spare) <= 2 + doubling + (3 if power == 1.0 else 20)
 
 
 def work(*shapes: tuple[int, ...]) -> Workload:

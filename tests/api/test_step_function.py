@@ -295,11 +295,23 @@ def test_what_is_refused() -> None:
     def idle(_given: tuple[Tensor, Tensor]) -> None:
         pass
 
+    searching = torch.optim.LBFGS(model.parameters())
+
+    def searches(given: tuple[Tensor, Tensor]) -> None:
+        def closure() -> float:
+            searching.zero_grad()
+            loss = F.mse_loss(model(given[0]), given[1])
+            loss.backward()
+            return float(loss.detach())
+
+        searching.step(closure)
+
     refusals: list[tuple[Any, dict[str, Any], type[MagisError], str]] = [
         (leaks, {}, CaptureError, "each call of the step leaves .* more in memory"),
         (breaks, {}, CaptureError, "RuntimeError .*mat1 and mat2"),
         (changes, {}, CaptureError, "go on differing"),
         (idle, {}, UsageError, "runs no operator"),
+        (searches, {}, CaptureError, "LBFGS.step runs forward and backward as often as numbers say"),
         (step, {"accumulate": 2}, UsageError, "a step function brings its loss and update"),
         (step, {"compiled": True}, UsageError, "a step function brings its loss and update"),
         (step, {"optimizer": optimizer}, UsageError, "a step function brings its loss and update"),

@@ -104,7 +104,7 @@ INSIDE: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "meta": (meta, "{place:2}: "),
     "replaced": (replaced, "the forward replaces buffer 'part.1.seen': the next step would not see that; update"),
     "reshaped": (reshaped, "the step changes the shape of buffer:part.1.seen from [4] to [1, 4] in place; use a view"),
-    "hook": (hook, f"{DATA} (aten._local_scalar_dense.default) in module '(root)' at test_errors.py"),
+    "hook": (hook, f"{DATA} (aten._local_scalar_dense.default) in the backward at test_errors.py"),
 }  # fmt: skip
 
 
@@ -143,15 +143,15 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "parameter elsewhere": (
         Net(lambda: nn.Linear(4, 4, device="meta"), BATCH, BATCH),
-        "weight is on device meta; pass the module and its batch on the CPU (module.cpu())",
+        "weight is on device meta; build it on the CPU, not on 'meta': a factory is called on fake tensors",
     ),
     "input elsewhere": (
         Net(lambda: nn.Linear(4, 4), lambda: (torch.ones(3, 4, device="meta"),), BATCH),
-        "input 0 is on device meta; pass",
+        "input 0 is on device meta; build",
     ),
     "target elsewhere": (
         Net(lambda: nn.Linear(4, 4), BATCH, lambda: (torch.ones(3, 4, device="meta"),)),
-        "target 0 is on device meta; pass",
+        "target 0 is on device meta; build",
     ),
     "mixed parameters": (
         Net(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), BATCH, BATCH),
@@ -163,11 +163,27 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "loss of many numbers": (
         Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: output),
-        "the loss is not a single number but of shape (3, 4); pass a loss_fn that returns a scalar",
+        "the loss is not a single number but of shape (3, 4); pass a loss_fn that returns a scalar: its mean() or",
     ),
     "loss of no tensor": (
         Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: 1.0),  # type: ignore[arg-type,return-value]
-        "the loss is not a single number but of type float",
+        "the loss is not a single number but of type float; pass a loss_fn that returns a scalar tensor, without item",
+    ),
+    "loss without return": (
+        Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: None),  # type: ignore[arg-type,return-value]
+        "but of type NoneType; pass a loss_fn that returns a scalar tensor: it lacks a return",
+    ),
+    "loss that calls backward": (
+        Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: (output.sum().backward(), output.sum())[1]),
+        "the model or its loss function calls backward, which is called on the loss that it returns; leave it out",
+    ),
+    "loss of wrong sizes": (
+        Net(lambda: nn.Linear(4, 4), BATCH, rows(2, 4), lambda output, target: (output - target).sum()),
+        "RuntimeError in the loss function at test_errors.py",
+    ),
+    "loss of torch of wrong sizes": (
+        Net(lambda: nn.Linear(4, 4), BATCH, lambda: (torch.zeros(2, dtype=torch.int64),), F.cross_entropy),
+        "ValueError in the loss function: Expected input batch_size (3) to match target batch_size (2)",
     ),
     "loss of a mapping": (
         Net(lambda: Block(lambda m, x: {"loss": m.a(x).sum()}, a=nn.Linear(4, 4)), BATCH, loss_fn=None),
@@ -175,15 +191,15 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "no trained parameter": (
         Net(lambda: nn.Linear(4, 4).requires_grad_(requires_grad=False), BATCH, BATCH),
-        "there is nothing to train: no parameter requires a gradient; use optimizer kind 'none' for inference",
+        "there is nothing to train: no parameter requires a gradient; unfreeze one (requires_grad_), or pass",
     ),
     "loss cut off": (
         Net(lambda: nn.Linear(4, 4), BATCH, BATCH, lambda output, target: F.mse_loss(output.detach(), target)),
-        "the loss does not depend on any trained parameter",
+        "the loss does not depend on any trained parameter; look for what cuts it off: detach(), .data, item()",
     ),
     "loss that branches": (
         Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: output.sum() if output.sum() > 0 else -output.sum()),
-        "the step depends on the data of a tensor (aten._local_scalar_dense.default) in module '(root)' at test_errors",
+        f"{DATA} (aten._local_scalar_dense.default) in the loss function at test_errors",
     ),
     "sparse input": (
         Net(lambda: nn.Linear(4, 4), lambda: (torch.eye(4).to_sparse(),), rows(4, 4)),

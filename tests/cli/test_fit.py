@@ -52,12 +52,15 @@ def test_every_option_is_in_the_page(page: str, capsys: pytest.CaptureFixture[st
     [
         ([STACK], "the following arguments are required: --memory-limit"),
         ([STACK, "--memory-limit", "8 G"], "not an amount of memory: '8 G'"),
-        (["all", "--memory-limit", "1 MiB"], "'all' are 7 models; name one"),
+        (["all", "--memory-limit", "1 MiB"], "'all' stands for 7 models; name one: resnet50"),
         (["brt", "--memory-limit", "1 MiB"], "unknown model 'brt'"),
         ([STACK, "--memory-limit", "1 MiB", "--dim", "x"], "--dim: 'x' is not a whole number"),
         ([STACK, "--memory-limit", "1 MiB", "--latency-ratio", "fast"], "--latency-ratio: 'fast' is not a number"),
-        ([STACK, "--memory-limit", "1 MiB", "--latency-ratio", "nan"], "the latency ratio is nan"),
-        ([STACK, "--memory-limit", "1 MiB", "--most", "0"], "the largest size is 0"),
+        (
+            [STACK, "--memory-limit", "1 MiB", "--latency-ratio", "nan"],
+            "latency_ratio=nan; give a number that is at least 1",
+        ),
+        ([STACK, "--memory-limit", "1 MiB", "--most", "0"], "most=0; give a whole number that is at least 1"),
         ([STACK, "--memory-limit", "1 MiB", "--keyword", "rows"], "takes no keyword 'rows'; it takes batch_size"),
         ([STACK, "--memory-limit", "1 MiB", "--device", "tpu"], "unknown device 'tpu'"),
     ],

@@ -45,7 +45,17 @@ def test_several_data_types_and_threads(tmp_path: Path) -> None:
     [
         ([], "the following arguments are required: COMMAND; see magis --help"),
         (["profil"], "invalid choice: 'profil'"),
-        (["profile", "--nothing"], "unrecognized arguments: --nothing"),
+        (["profile", "--nothing"], "magis profile takes no '--nothing'; choose from --device, --dtype"),
+        (["estimate", "mlp", "--devce", "cpu"], "magis estimate takes no '--devce'; did you mean --device?"),
+        (["estimate", "v*", "--device", "cpu"], "'v*' stands for 5 models; name one: vit, vgg11"),
+        (
+            ["estimate", "mlp", "--device", "cpu", "--memory-limit", "24"],
+            "a memory limit of 24 bytes; write its unit: 24GiB",
+        ),
+        (
+            ["estimate", "tests.models.factories:meta", "--device", "cpu"],
+            "weight is on device meta; build it on the CPU",
+        ),
         (["profile", "--device", "sim:h200"], "--device: sim:h200 cannot be measured; use cpu or cuda"),
         (["profile", "--device", "cuda"], "device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>"),
         (["profile", "--device", "tpu"], "unknown device 'tpu'"),

@@ -19,7 +19,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 
 def as_tuple() -> tuple[nn.Module, Tensor, list[Tensor], object]:
-    return nn.Linear(4, 2).eval(), torch.randn(3, 4), [torch.randn(3, 2)], squared
+    return nn.Linear(4, 2), torch.randn(3, 4), [torch.randn(3, 2)], squared
 
 
 def as_workload() -> Workload:
@@ -55,6 +55,20 @@ def no_loss() -> tuple[object, ...]:
 
 def class_of_module() -> tuple[object, ...]:
     return nn.Linear, torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss()
+
+
+def compiled() -> tuple[object, ...]:
+    module = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    module[0].compile()
+    return module, torch.ones(2, 4), torch.ones(2, 2), squared
+
+
+def takes_a_width(width: int) -> tuple[object, ...]:
+    raise AssertionError(width)
+
+
+def meta() -> tuple[object, ...]:
+    return nn.Linear(4, 2, device="meta"), torch.ones(2, 4), torch.ones(2, 2), squared
 
 
 def class_of_loss() -> tuple[object, ...]:

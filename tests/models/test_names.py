@@ -54,7 +54,9 @@ def test_factories_pass_through() -> None:
 
 @pytest.mark.parametrize("pattern", [":make", "package:", "a b:c", "a..b:c", "a:b:c", "a/b:c", "bert*:x"])
 def test_malformed_factories(pattern: str) -> None:
-    with pytest.raises(UsageError, match=r"not a model factory: .*; write it as package\.module:factory"):
+    meant = {"a..b:c": r"did you mean a\.b:c\?", "a/b:c": r"did you mean a\.b:c\?"}
+    way_out = meant.get(pattern, r"write it as package\.module:factory")
+    with pytest.raises(UsageError, match=f"not a model factory: .*; {way_out}"):
         resolve([pattern])
 
 
@@ -66,6 +68,8 @@ def test_malformed_factories(pattern: str) -> None:
         ("gpt-neo", "unknown model 'gpt-neo'; did you mean .*gpt_neo"),
         ("seed-brt", "unknown model 'seed-brt'; did you mean .*seed-bert"),
         ("qqqq", r"unknown model 'qqqq'; known are resnet50, bert, .*seed-mlp"),
+        ("nets.gpt2", r"unknown model 'nets.gpt2'; did you mean nets:gpt2\?"),
+        ("tests/nets.py", r"unknown model 'tests/nets.py'; did you mean tests.nets:FACTORY\?"),
         ("zzz*", r"no model matches 'zzz\*'; known are resnet50"),
         *((other, f"unknown model '{other}'; ") for other in ("", "ALL", "bert,vit")),
     ],

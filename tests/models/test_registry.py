@@ -91,7 +91,12 @@ def test_a_workload_keeps_everything_but_its_name() -> None:
     ("path", "message"),
     [
         ("no.such_module:make", "no.such_module:make: cannot import no.such_module: ModuleNotFoundError"),
+        (
+            "no_nets.py:make",
+            "cannot import no_nets.py: ModuleNotFoundError: No module named 'no_nets'; did you mean no_nets:",
+        ),
         (f"{HERE}:missing", f"{HERE} has no attribute 'missing'"),
+        (f"{HERE}:as_tupel", f"{HERE} has no attribute 'as_tupel'; did you mean as_tuple"),
         (f"{HERE}:Maker.missing", f"{HERE} has no attribute 'Maker.missing'"),
         (f"{HERE}:number", "number is a int, not a callable"),
         ("not a path:make", "not a model factory"),
@@ -112,6 +117,8 @@ def test_factories_that_cannot_be_found(path: str, message: str) -> None:
         ("no_tensors", "inputs hold a object, which is no tensor, number, text or container"),
         ("no_loss", "the loss function is a str, not callable"),
         ("class_of_module", "the factory returned the class Linear; call it: Linear()"),
+        ("compiled", "the model is compiled by torch.compile (module '0'); give it uncompiled"),
+        ("takes_a_width", "the factory needs arguments: missing a required argument: 'width'; give them defaults"),
         ("class_of_loss", "the factory returned the class MSELoss; call it: MSELoss()"),
         ("class_of_optimizer", "the factory returned the class RMSprop; call it: RMSprop(module.parameters())"),
         ("fails", "the factory failed: ValueError: two lines"),
@@ -159,12 +166,13 @@ def test_a_module_that_fails_at_import(
 
 
 def test_parts_in_evaluation_mode_stay_so() -> None:
-    """Frozen statistics of a module that is trained otherwise; a module in evaluation mode as a whole is trained."""
+    """Frozen statistics of a module that is trained otherwise; a module in evaluation mode is for inference."""
     x = torch.randn(3, 4)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     module[0].eval()
     made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
     assert [part.training for part in made.module] == [False, True]
-    module.eval()
-    made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
-    assert all(part.training for part in made.module)
+    given = module.eval(), (x, x[:, :2]), nn.functional.mse_loss
+    with pytest.raises(UsageError, match=r"^net: the module is in eval mode, and .*; call train\(\) on it"):
+        as_workload("net", given)
+    assert not as_workload("net", given, "none").module.training

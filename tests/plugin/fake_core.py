@@ -26,6 +26,7 @@ from magis.results import (
     SearchStats,
     Span,
     StepFigures,
+    TensorLives,
     Timelines,
 )
 from magis.units import in_one_word
@@ -116,7 +117,26 @@ def told(result, held, *, timelines):
         original=replace(result.original, at_peak=peak),
         optimized=replace(result.optimized, at_peak=peak),
         search=replace(result.search, changes=rows),
-        timelines=Timelines(spans, (*spans, copy)) if timelines else None,
+        timelines=Timelines(spans, (*spans, copy), *2 * (lives_of(rows, level),)) if timelines else None,
+    )
+
+
+def lives_of(rows, level):
+    """All rows are in memory throughout; scratch fills up what 1800 calls of 1 ms need."""
+    words = ("aten.mm.default", "forward", "net.py:7", "activation", "float32[4]", *(row.module for row in rows))
+    end, held = 1800, sum(row.nbytes for row in rows)
+    fill = {name: len(rows) * (word,) for name, word in (("label", 0), ("line", 2), ("kind", 3), ("shape", 4))}
+    return TensorLives(
+        words,
+        ((0, 5, 1, 2, 0), (0, 5, 1, 2, 1)),
+        run=tuple(int(at > 1700) for at in range(end)),
+        ends=tuple(1_000_000 * (at + 1) for at in range(end)),
+        scratch=tuple(level - abs(at - 900) - held for at in range(end)),
+        born=len(rows) * (0,),
+        dies=len(rows) * (end - 1,),
+        nbytes=tuple(row.nbytes for row in rows),
+        module=tuple(range(5, 5 + len(rows))),
+        **fill,
     )
 
 

@@ -38,7 +38,8 @@ class Page(HTMLParser):
         assert not [name for name, _ in attrs if name.startswith("on")]
         for name, value in attrs:
             if name in FETCHES:
-                assert (value or "").startswith(("#", "data:image/svg+xml;base64,")), value
+                beside = tag == "a" and re.fullmatch(r"[\w./%@-]+", value or "")  # a file that lies beside the page
+                assert beside or (value or "").startswith(("#", "data:image/svg+xml;base64,")), value
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)

@@ -75,6 +75,15 @@ def test_the_second_name_of_the_file_is_answered_by_the_first(gate, models):
         assert line == "ERROR: --magis-benchmark-json is gone; give --benchmark-json"
 
 
+def test_where_it_is_not_installed_its_options_name_the_extra(gate, monkeypatch):
+    monkeypatch.setattr("pytest_magis.plugin.find_spec", lambda _name: None)
+    line = gate.refuses("--magis-models=bert", "--benchmark-json=x.json")
+    said = "--benchmark-json is an option of pytest-benchmark, which is not installed"
+    assert line == f"ERROR: {said}; pip install 'pytest-magis[benchmark]'"
+    gate.extend_conftest("def pytest_addoption(parser):\n    parser.addoption('--benchmark-size')\n")
+    assert gate("--benchmark-size=3").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
 def test_marked_tests_count_as_benchmarks(gate, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     gate.pytester.makepyfile(

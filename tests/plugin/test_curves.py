@@ -1,4 +1,4 @@
-"""Memory over time in the report: stacked, with a limit, on equal axes; and the page in a browser."""
+"""Colours of the report, and pictures of the docs in a browser."""
 
 from __future__ import annotations
 
@@ -8,60 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from magis.results import Span
-from magis.units import MIB
-from pytest_magis.outputs.html.curves import PANEL, WIDTH, Curves
-from tests.plugin.pages import Page, measured
+from tests.plugin.pages import measured
 
 CSS = (files("pytest_magis.outputs.html") / "page.css").read_text(encoding="utf-8")
-
-
-def span(at: int, *kinds: int, stream: str = "compute") -> Span:
-    return Span("aten.mm.default", "up", "forward", "", float(at), 1.0, sum(kinds), stream, kinds=kinds)
-
-
-ORIGINAL = [span(at, 4 * MIB, 0, MIB, held * MIB, 0, 0, 1) for at, held in enumerate((1, 9, 9, 3))]
-OPTIMIZED = [span(at, 4 * MIB, 0, MIB, 2 * MIB, 0, 0, 0) for at in range(7)]
-CURVES = Curves(
-    {"original": ORIGINAL, "optimized": [*OPTIMIZED, span(9, 0, 0, 0, 0, 0, 0, 0, stream="to host")]}, 8 * MIB
-)
-
-
-def page_of(curves: Curves) -> Page:
-    return Page(f'<!DOCTYPE html>\n<html lang="en">{curves.html(0, "of <mine>")}</html>')
-
-
-def levels(path: str) -> list[float]:
-    """Heights of an area above the lower edge of its panel."""
-    base = float(re.findall(r"M0 (\d+)", path)[0])
-    return [base - float(y) for y in re.findall(r"V([\d.]+)", path)]
-
-
-def test_bytes_are_stacked_by_kind_on_equal_axes() -> None:
-    page = page_of(CURVES)
-    paths = [(attributes["class"], attributes["d"]) for tag, attributes in page.tags if tag == "path"]
-    assert [kind for kind, _ in paths] == ["k6", "k3", "k2", "k0"] * 2  # no state, no gradients
-    assert CURVES.bytes_scale.end == 16 * MIB
-    mib = PANEL / 16
-    heights = [levels(path or "") for _, path in paths]
-    assert heights[0] == pytest.approx([mib * each for each in (6, 14, 8, 0)], abs=0.06)
-    assert heights[1] == heights[0]  # a byte of scratch shows nowhere
-    assert heights[2:4] == [pytest.approx([mib * 5, 0], abs=0.06), pytest.approx([mib * 4, 0], abs=0.06)]
-    assert heights[4] == heights[5] == pytest.approx([mib * 7, 0], abs=0.06)
-    ends = [float(re.findall(r"H([\d.]+)V\d+Z", path or "")[0]) for _, path in paths]
-    assert ends == [pytest.approx(0.4 * WIDTH)] * 4 + [pytest.approx(0.7 * WIDTH)] * 4
-    assert [kind for kind in ("parameters", "optimizer state", "activations", "scratch") if kind in page.text] == [
-        "parameters", "activations", "scratch",
-    ]  # fmt: skip
-
-
-def test_a_picture_has_a_title_and_a_description() -> None:
-    page = page_of(CURVES)
-    ((_, svg),) = [each for each in page.tags if each[0] == "svg"]
-    named = {attributes["id"]: tag for tag, attributes in page.tags if "id" in attributes}
-    assert (named[svg["aria-labelledby"] or ""], named[svg["aria-describedby"] or ""]) == ("title", "desc")
-    assert (svg["role"], svg["tabindex"]) == ("img", "0")
-    assert "of <mine> original: at most 14.00 MiB; optimized: at most 7.00 MiB; memory limit 8.00 MiB" in page.text
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------
@@ -108,16 +57,6 @@ TEXTS = """
 const texts = page.querySelectorAll("text");
 return {words: shown(texts).map(function ([words]) { return words; }), clashes: clashes(texts)};
 """
-
-
-@pytest.fixture
-def report(gate) -> Path:
-    """Of a run with a limit, long names, tables and a front."""
-    long = "a_module_with_a_long_name." * 6
-    gate.fake(any_case={"held": {f"{long}{at}": 1000 * at + 1 for at in range(30)}})
-    gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "--magis-report=report.html", "--magis-pareto=fronts")
-    return gate.root / "report.html"
 
 
 @pytest.mark.soak

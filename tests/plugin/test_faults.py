@@ -140,7 +140,4 @@ def test_a_read_only_folder_is_told_in_one_line(gate, mounted):
     gate(*options).assert_outcomes(passed=3)  # nothing to store
     assert "Read-only file system" in gate.refuses(*options, f"--magis-csv={mounted / 'results.csv'}")
     (gate.root / "fake.json").write_text(json.dumps(WORSE))
-    result = gate(*options, "--magis-update=worse")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    (line,) = [line for line in result.outlines if line.startswith("ERROR: ")]
-    assert "Read-only file system" in line
+    assert "Read-only file system" in gate.refuses(*options, "--magis-update=worse")

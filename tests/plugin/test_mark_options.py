@@ -128,6 +128,6 @@ def test_experts_options_stand_in_a_group_of_their_own(gate):
     _, _, behind = text.partition("memory-regression gate (magis, expert):")
     group = behind.split("\n\n", 1)[0]
     expert = {option.flag for option in OPTIONS if option.expert}
-    names = ("slack", "allocator", "processes", "resume", "accumulate", "ranks", "search")
+    names = ("slack", "host-limit", "allocator", "processes", "resume", "accumulate", "ranks", "search")
     assert expert == {f"--magis-{name}" for name in names}
     assert {word.partition("=")[0] for word in group.split() if word.startswith("--magis-")} == expert

@@ -15,7 +15,7 @@ BAD = {
     "own_nets:without_parameters": "own_nets:without_parameters: there is nothing to train: no parameter requires *",
     "own_nets:raises": "own_nets:raises: the factory failed: OSError: no such checkpoint anywhere",
     "own_nets:leaves": "own_nets:leaves: the factory called exit (SystemExit: this factory gives up)",
-    "own_nets:nosuch": "own_nets:nosuch: own_nets has no attribute 'nosuch'",
+    "own_nets:nosuch": "own_nets:nosuch: own_nets has no attribute 'nosuch'; *",
     "own_nets.nosuch:net": "own_nets.nosuch:net: cannot import own_nets.nosuch: ModuleNotFoundError: *",
 }
 ON_CPU = ("--magis-device=cpu", "--magis-update=new")

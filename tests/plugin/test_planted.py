@@ -52,7 +52,7 @@ def net():
     return Net(CHANGES), (x,), (y,), functional.mse_loss
 """
 DEVICE = "sim:h200"
-RUN = ("--magis-models=planted_net:net", f"--magis-device={DEVICE}", "--magis-memory-ratios=0.8", "--magis-budget=2000")
+RUN = ("--magis-models=planted_net:net", f"--magis-device={DEVICE}", "--magis-memory-ratios=0.8", "--magis-budget=100")
 KINDS = ("worse: ", "better: ", "new: ", "broken: ")
 SEEN = re.compile(
     r"worse: original (?P<what>.+?): (?P<seen>[\d,]+) .*, allowed (?P<allowed>[\d,]+) .*?(?P<percent>\+[\d.]+)%"

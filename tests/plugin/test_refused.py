@@ -44,7 +44,7 @@ NAMES = "or name one: quick, default, thorough"
         ("budget", "0", f"'0' is not a whole number that is at least 1; {NAMES}"),
         ("budget", "Quick", f"'Quick' is not a whole number that is at least 1; {NAMES}"),
         ("budget", "thorough,quick", f"'thorough,quick' is not a whole number that is at least 1; {NAMES}"),
-        ("dtype", "fp16", f"unknown dtype 'fp16'; choose from {DTYPES}"),
+        ("dtype", "fp16", f"unknown dtype 'fp16'; did you mean float16? choose from {DTYPES}"),
         ("memory-ratios", "2", "'2' is not a number above 0 and at most 1"),
         ("processes", "1.5", "'1.5' is not a whole number that is at least 1"),
         ("seconds", "0", "'0' is not a number of seconds above 0"),
@@ -133,6 +133,21 @@ def test_what_is_of_no_use_to_a_marked_test_ends_the_run_before_it(gate, option,
     gate.pytester.makepyfile(test_mine=MARKED)
     (gate.root / "file").touch()
     assert "Traceback" not in gate.refuses(f"--magis-{option}={UNUSABLE[option]}", "test_mine.py", workers=workers)
+
+
+@pytest.mark.parametrize("models", [("--magis-models=bert",), ("test_mine.py",)], ids=["by name", "marked"])
+def test_baselines_that_cannot_be_written_are_refused_before_they_are_accepted(gate, models):
+    gate.pytester.makepyfile(test_mine=MARKED)
+    (gate.root / "baselines").touch()
+    line = gate.refuses(*models, "--magis-device=cpu", "--magis-update=new")
+    folder = gate.root / "baselines"
+    said = f"cannot write to {folder / 'cpu'}: not a directory: {folder}; name another directory"
+    assert line == f"ERROR: --magis-baselines: {said}"
+
+
+@pytest.mark.parametrize("given", ["--magis-stategies=eager", "--magis-memory-ratio"])
+def test_a_misspelt_option_is_one_line(gate, given):
+    assert f"unknown option {given.partition('=')[0]}; did you mean --magis-" in gate.refuses(given)
 
 
 @pytest.mark.parametrize("option", sorted(option.flag for option in OPTIONS if option.kind.metavar))

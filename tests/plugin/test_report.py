@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+from urllib.parse import unquote
 
 import pytest
 
@@ -38,8 +40,7 @@ def test_the_page_has_the_table_and_all_that_is_known_of_every_case(gate, worker
     page = page_of(gate)
     assert page.count("script") == 2
     assert page.count("img") == 1  # the front
-    assert [attributes["class"] for tag, attributes in page.tags if tag == "svg"] == ["curve"] * 3
-    assert sum(tag == "path" for tag, _ in page.tags) == 1 + 2 + 2
+    assert [each["data-view"] for _, each in page.tags if each.get("class") == "viewer"] == ["0", "1", "2"]
     for words in (
         "magis: 1 of 3 cases red",
         "bert magis mem 0.8 1.18 MiB",
@@ -51,22 +52,35 @@ def test_the_page_has_the_table_and_all_that_is_known_of_every_case(gate, worker
         "(no sub-module) activation net.py:7 1 1000 B",
     ):
         assert words in page.text, words
-    assert "--magis-report" not in page.text
+    assert page.text.count("--magis-report") == 1  # in the command of the run, and in none that accepts
+    assert "device cpu (avx512) torch " in page.text
+    assert re.search(rf" command pytest .*{re.escape(shlex.join(RUN))} --magis-pareto=fronts", page.text)
+    assert page.text.count("Tensors at the peak of the original step") == 3
+    assert page.text.count("As with bert[eager].") == 1  # its table stands once; one case differs
 
 
-def test_the_data_of_curves_is_bounded_and_keeps_the_peak(gate):
+def test_every_step_is_in_the_data_once_with_all_calls(gate):
     gate.fake(any_case={"held": HELD})
     gate.accept("--magis-models=bert")
     gate(*RUN).assert_outcomes(passed=3)
     text = (gate.root / "report.html").read_text(encoding="utf-8")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     peak = gate.rows()[0]["ori peak bytes"]
-    for curve in json.loads(data)["curves"]:
-        for line in curve["lines"].values():
-            assert len(line) <= 512
-            assert max(call[2] for call in line) == curve["most"] == int(peak)
-            assert EVIL not in text
-    assert len(text) < 400_000
+    found = json.loads(data)
+    assert [view["names"] for view in found["views"]] == [["original"], *[["original", "optimized"]] * 2]
+    assert {at for view in found["views"] for at in view["steps"]} == set(range(len(found["steps"])))
+    (step,) = found["steps"]  # the made-up steps are all the same
+    assert max(step["scratch"]) + sum(step["nbytes"]) == int(peak)
+    assert EVIL not in text
+
+
+def test_files_of_a_case_are_linked_where_they_exist(gate):
+    gate.fake(any_case={"held": HELD})
+    gate.accept("--magis-models=bert")
+    gate(*RUN, "--magis-trace=the traces").assert_outcomes(passed=3)
+    links = [each["href"] for tag, each in page_of(gate).tags if tag == "a" and not each["href"].startswith("#")]
+    assert len(links) == 3
+    assert all((gate.root / unquote(link)).is_file() for link in links)
 
 
 def test_red_cases_of_every_kind_have_their_place(gate, workers):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.report import LinearScale, byte_scale, time_scale
-from magis.report.axes import Label, overlap, placed, text_box
+from magis.report.axes import Label, LinearScale, byte_scale, overlap, placed, text_box, time_scale
 
 
 def check(axis: LinearScale, most: float) -> None:

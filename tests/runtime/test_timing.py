@@ -124,12 +124,13 @@ def test_disturbed_pairs_are_repeated_until_the_machine_is_given_up(
         clock.now += 5 * 10**7
 
     def waits() -> dict[str, int]:
-        return {"worker": sum(6 * 10**7 for pair in range(len(calls) // 2) if pair in disturbed), "main": 0}
+        return {"worker": sum(12 * 10**7 for pair in range(len(calls) // 2) if pair in disturbed), "main": 0}
 
     monkeypatch.setattr(module, "waits", waits)
     found = interleave(step, step, StoppingRule(8), warmup=0)
     assert len(found.first_ms) == pairs  # of 0.1 s; after a third of the 8 s there is no hope
     assert len(found.undisturbed().first_ms) == pairs - len(disturbed & set(range(pairs)))
+    assert max(found.waited) == 1.0  # a thread may wait longer than its pair takes
     assert module.is_too_busy(found) == (len(disturbed) == 1000)
 
 

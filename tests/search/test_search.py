@@ -24,9 +24,9 @@ from magis.ops.optimizers import OptimizerSpec
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search import driver, moves
 from magis.search.budgeted_evaluator import Deadline, Objective
-from magis.search.driver import SearchResult, around_best, search
+from magis.search.driver import SearchResult, search
 from magis.search.moves import alternatives
-from magis.search.pareto_sweep import BRIEF, sweep
+from magis.search.pareto_sweep import BRIEF, around_best, sweep
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, Int32s, Problem

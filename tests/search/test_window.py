@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.search.budgeted_evaluator import Objective
+from magis.search.driver import search
+from magis.search.moves import frugal_order
 from magis.search.window import WIDEST, best_order, window_orders
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import DROP, NodeRow, Problem, StorageRow, build_problem
@@ -107,3 +111,27 @@ def test_a_spoilt_order_is_repaired_in_part() -> None:
         order = better[0]
         best = peak(problem, order)
     assert best < spoilt
+
+
+@given(plans())
+def test_the_frugal_order_keeps_every_hazard(plan: tuple[Problem, np.ndarray, np.ndarray]) -> None:
+    problem, order, _ = plan
+    check_order(problem, frugal_order(problem, order))
+
+
+@pytest.mark.parametrize(("limit", "feasible"), [(30, True), (29, False)])
+def test_layers_train_in_three_activations_where_weights_gradients_come_first(limit: int, feasible: bool) -> None:
+    """Each is made again from the first one, which takes two, while a gradient is in memory. The program makes the
+    gradient of a layer's input before that of its weight: with both in memory, it takes four."""
+    layers = 4
+    nodes = [NodeRow((at - 1,) if at else (), (at,), 1, redo_ns=1, redo_ok=True) for at in range(layers + 1)]
+    nodes.append(NodeRow((layers,), (layers + 1,), 1))
+    for at in range(layers - 1, -1, -1):
+        gradient = layers + 1 + 2 * (layers - 1 - at)
+        nodes += [
+            NodeRow((gradient,), (gradient + 1,), 1),
+            NodeRow((gradient, at), (), 1),
+            NodeRow((gradient + 1, at), (gradient + 2,), 1),
+        ]
+    problem = build_problem(nodes, [StorageRow(10)] * (3 * layers + 2))
+    assert search(problem, Objective(memory_limit=limit), budget=5000).feasible == feasible

@@ -146,6 +146,7 @@ def test_a_smaller_batch_may_need_what_a_larger_one_was_allowed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 5))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5)
+    optimizer.register_step_post_hook(lambda *_: None)  # so that it runs behind the step
     batches = {rows: (torch.randn(rows, 16), torch.randint(0, 5, (rows,))) for rows in (256, 8)}
     with pytest.raises(UsageError, match="no plan found that needs at most"):
         optimize(model, batches[8], nn.functional.cross_entropy, optimizer, memory_ratio=0.9, budget=BUDGET)

@@ -13,7 +13,7 @@ import torch
 def test_the_examples_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (repository / "docs" / "optimize.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/optimize.md", "exec"), names)

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from magis import optimize
+from magis import estimate, fit, optimize, pareto
+from magis.api import run_case
 from magis.errors import PartialUpdateError, UsageError
+from magis.models.step_parts import recipe_of
+from magis.results import Case
 from magis.runtime.measure import window_peak
 from magis.runtime.swap_streams import is_on_host
 from tests.training.loops import Loops, batch, loss_of, net
@@ -156,3 +159,47 @@ def test_a_mistake_is_one_line(arguments: dict[str, Any], message: str) -> None:
         optimize(net(), batch(), loss_of, None, memory_ratio=0.9, **arguments)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def step_of(width: int = 64) -> tuple[Any, ...]:
+    module = net(width, 6)
+    return module, batch(16, width), loss_of, AdamW(module.parameters())
+
+
+def persistent_bytes(width: int = 64) -> int:
+    return 3 * sum(each.nbytes for each in net(width, 6).parameters())
+
+
+def test_a_case_of_the_gate_keeps_a_limit_below_weights_and_state() -> None:
+    limit = persistent_bytes() * 2 // 3
+    case = Case("steps:net", "magis", "cpu", "small", memory_limit=limit, host_limit=persistent_bytes())
+    gated = run_case(case, make=recipe_of("test", *step_of())[1])
+    assert gated.numbers == "bit-identical"
+    assert gated.optimized.measured == gated.optimized.simulated
+    assert gated.memory.peak_bytes <= limit
+    assert gated.search.swapped_bytes >= persistent_bytes() - limit
+
+
+def test_fit_finds_sizes_with_moved_state_alone() -> None:
+    limit = persistent_bytes() * 2 // 3
+    found = [fit(*step_of(), memory_limit=limit, device="cpu", most=16, budget=300, host_limit=h) for h in (0, "1 GiB")]
+    assert (found[0].eager, found[0].magis, found[1].eager) == (None, None, None)
+    assert found[1].magis is not None
+    assert found[1].magis.peak_bytes <= limit
+
+
+def test_fronts_reach_below_weights_and_state() -> None:
+    kept, moved = (
+        pareto(*step_of(), device="sim:rtx3090", budget=100, points=4, host_limit=each) for each in (0, 10**9)
+    )
+    assert moved.points[0].peak_bytes < persistent_bytes() < kept.points[0].peak_bytes
+    assert moved.lower_bound_bytes < kept.lower_bound_bytes
+    assert moved.points[-1].latency_ms <= kept.points[-1].latency_ms
+
+
+def test_an_estimate_names_what_moved_state_would_need() -> None:
+    limit = persistent_bytes(1024) * 3 // 4
+    told = {each.name: each for each in estimate(*step_of(1024), device="sim:rtx3090", memory_limit=limit).remedies}
+    assert not told["magis"].fits
+    assert told["magis and host"].fits
+    assert "--magis-host-limit=" in told["magis and host"].how

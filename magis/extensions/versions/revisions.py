@@ -22,7 +22,7 @@ OF_A_HOOK = (
     "GIT_NAMESPACE",
 )
 """Environment variables that git sets for hooks, with which a checkout would modify the index of the current commit."""
-FETCH = "name a branch, a tag or a commit that was fetched"
+FETCH = "name a branch, a tag or a commit that was fetched, or releases as for pip: torch==2.12.0"
 SHALLOW = "the clone is shallow: fetch its history with git fetch --unshallow (in CI: fetch-depth: 0)"
 
 

@@ -1,22 +1,17 @@
-"""The HTML report: verdicts first, then every case with its plot, peak, plan and history.
-
-`page.html` is the template. Everything except `Markup` is escaped, so names in the report cannot inject HTML.
-"""
+"""The HTML report: verdicts first, then every case with its steps, peak, plan and history."""
 
 from __future__ import annotations
 
+import os
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from magis import __version__
-from magis.report import write_text_atomically
-from magis.results import ModuleBytes
+from magis.results import ModuleBytes, TensorLives
 from magis.strategies.strategy_names import PLANS, RESERVED
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
@@ -25,30 +20,31 @@ from pytest_magis.explain import module_name, operator_at
 from pytest_magis.findings import accept_all, accept_case
 from pytest_magis.gate import Run
 from pytest_magis.option_values import PERMISSIONS
-from pytest_magis.outputs.html.curves import Curves
-from pytest_magis.outputs.html.page_parts import Commit, embedded, history, text
+from pytest_magis.outputs.html.page_parts import Commit, history, text
+from pytest_magis.outputs.html.viewer import Views, provenance_of, write_page
 from pytest_magis.run_plan import Outcome
 from pytest_magis.terminal_table import HEADER, LEFT, cells, state_of_run
 
 ROWS = 20
 """Maximum rows of a table of modules; the others are summed up."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content security policy: the page loads nothing from outside, even if a name injects HTML."""
 LARGEST_PICTURE = 4 * 1024 * 1024
 
 
 def write_report(path: Path, run: Run) -> str:
     """Write the report, and return a line for the terminal. Raises UsageError on failure."""
-    resources = {name: (files(__package__) / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
     commits: dict[Path, tuple[Commit, ...]] = {}
-    cases, series, verdicts = [], list[object](), []
+    cases, views, verdicts, peaks = [], Views(), [], dict[object, str]()
     for number, outcome in enumerate(run.outcomes):
         stored = baseline_path(run.settings.baselines, outcome.case.device, outcome.model)
         if stored not in commits:
             commits[stored] = history(stored)
-        curves = curves_of(outcome)
-        series.append(None if curves is None else curves.data())
-        cases.append(case_of_page(number, outcome, run, curves, list(history_rows(outcome, run, commits[stored]))))
+        steps, limit = steps_of(outcome)
+        case = case_of_page(number, outcome, run, list(history_rows(outcome, run, commits[stored])))
+        case["view"] = views.add(steps, limit) if steps else None
+        case["files"] = list(files_of(outcome, path.parent))
+        # the peak of eager is that of all cases of a model: its table stands with the first
+        case["peaks"] = [(words, _told_once(peaks, words, rows, outcome)) for words, rows in case["peaks"]]
+        cases.append(case)
         *others, verdict = cells(outcome)
         link = Markup('<a href="#case-{}" class="{}">{}</a>')
         verdicts.append([*others, link.format(number, cases[-1]["state"], Markup(text(verdict)))])  # noqa: S704
@@ -56,47 +52,59 @@ def write_report(path: Path, run: Run) -> str:
     ended = "The run was interrupted: " if run.interrupted else "The run ended early: " if missing > 0 else ""
     open_ones = [each for each in run.outcomes if each.verdict.needed and not each.verdict.store]
     needed = [kind for kind in PERMISSIONS if any(kind in each.verdict.needed for each in open_ones)]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_escaped, keep_trailing_newline=True)
-    page = environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(
-        policy=POLICY,
+    devices = [f"{each.case.device}{_named(each)}" for each in run.outcomes]
+    write_page(
+        path,
+        views,
         state=state_of_run(run.outcomes),
-        style=Markup(resources["page.css"]),  # noqa: S704
-        script=Markup(resources["page.js"]),  # noqa: S704
-        data=Markup(embedded({"curves": series})),  # noqa: S704
+        about=provenance_of(devices, run.command, run.settings.baselines.parent),
         ended=ended and f"{ended}{len(run.outcomes)} of {run.planned} cases ran.",
         accept=accept_all(run.settings.given, needed, [each.where for each in open_ones]) if needed else "",
         header=HEADER,
         left=LEFT,
         verdicts=verdicts,
         cases=cases,
-        fronts=pictures(run),
-        version=__version__,
+        fronts=list(pictures(run)),
     )
-    write_text_atomically(path, page)
     return f"report: {path}"
 
 
-def _escaped(value: object) -> Markup:
-    """Escape a value for the template, line breaks and control characters included; `Markup` is unchanged."""
-    return value if isinstance(value, Markup) else Markup(text(value))  # noqa: S704
+def _told_once(known: dict[object, str], words: str, rows: list[list[object]], outcome: Outcome) -> object:
+    """Return the rows of a table; where a case before has the same table, a sentence that names that case."""
+    key = (outcome.model, words, str(rows))
+    name = known.setdefault(key, outcome.name)
+    return rows if name == outcome.name else f"As with {name}."
 
 
-def curves_of(outcome: Outcome) -> Curves | None:
-    """Return the plot of a case, with one panel for the eager strategy and two for others; None without time lines."""
+def _named(outcome: Outcome) -> str:
+    """Return the name of a real device in parentheses; "" if it is not known."""
+    identity = {} if outcome.result is None else outcome.result.identity
+    name = identity.get("name", identity.get("instruction set", ""))
+    return f" ({name})" if name else ""
+
+
+def steps_of(outcome: Outcome) -> tuple[dict[str, TensorLives], int | None]:
+    """Return the steps of a case by name, one with the eager strategy and two with others, and the memory limit."""
     result = outcome.result
-    if result is None or result.timelines is None:
-        return None
-    steps = {"original": result.timelines.original}
-    if not outcome.case.has_one_step:
-        steps["optimized"] = result.timelines.optimized
+    if result is None or result.timelines is None or result.timelines.original_lives is None:
+        return {}, None
+    steps = {"original": result.timelines.original_lives}
+    if not outcome.case.has_one_step and result.timelines.optimized_lives is not None:
+        steps["optimized"] = result.timelines.optimized_lives
     # the curves show bytes of tensors, with which a limit of reserved bytes cannot be compared
-    return Curves(steps, None if outcome.case.memory_limit_of == RESERVED else result.memory_limit_bytes)
+    return steps, None if outcome.case.memory_limit_of == RESERVED else result.memory_limit_bytes
 
 
-def case_of_page(
-    number: int, outcome: Outcome, run: Run, curves: Curves | None, rows: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    """Return the template variables of a case: findings, plot, tables of modules, and `rows` of its history."""
+def files_of(outcome: Outcome, beside: Path) -> Iterator[tuple[str, str]]:
+    """Yield names and links of the files of a case: its trace, and the memory snapshots of its steps."""
+    snapshots = {f"snapshot of the {Path(each).stem.rpartition('.')[2]} step": each for each in outcome.snapshots}
+    for name, path in ({"trace": outcome.trace} | snapshots).items():
+        if path:
+            yield name, quote(os.path.relpath(path, beside))
+
+
+def case_of_page(number: int, outcome: Outcome, run: Run, rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the template variables of a case: findings, tables of modules, and `rows` of its history."""
     verdict, result = outcome.verdict, outcome.result
     lines = [(found.kind, f"{found.kind}: {found.text}", found.why) for found in verdict.findings]
     lines += [("note", note, "") for note in verdict.notes]
@@ -124,14 +132,12 @@ def case_of_page(
         plan += f", {stats.fission}" if stats.fission else ""
         plan += f"; no plan like it takes less than {bound:.3f} times eager's latency" if bound is not None else ""
         changes = module_rows(stats.changes) if stats.changes else []
-    picture = None if curves is None else curves.html(number, f"Memory over simulated time of {outcome.name}")
     return {
         "number": number,
         "state": "green" if verdict.passed else "red",
         "outcome": outcome,
         "lines": lines,
         "accept": accept,
-        "curves": None if picture is None else Markup(picture),  # noqa: S704
         "peaks": peaks,
         "plan": plan,
         "changes": changes,

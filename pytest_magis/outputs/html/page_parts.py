@@ -20,12 +20,6 @@ def text(words: object) -> str:
     return printable(words, "html")
 
 
-def element(name: str, inner: str, **attributes: object) -> str:
-    """Return an HTML element around inner HTML; a trailing "_" of an attribute's name is removed."""
-    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
-    return f"<{name}{given}>{inner}</{name}>"
-
-
 def embedded(data: object) -> str:
     """Return JSON for a <script> element, with escapes for characters that could end the element or begin a comment."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
@@ -56,17 +50,17 @@ def history(path: Path) -> tuple[Commit, ...]:
     Returns () on any failure: without git, without a repository or without commits.
     """
     found = []
-    log = _git(path.parent, "log", f"--max-count={MOST}", "--format=%h%x1f%cs%x1f%s", "--", path.name)
+    log = git(path.parent, "log", f"--max-count={MOST}", "--format=%h%x1f%cs%x1f%s", "--", path.name)
     for line in (log or "").splitlines():
         name, date, subject = [*line.split("\x1f", 2), "", ""][:3]
-        text = _git(path.parent, "show", f"{name}:./{path.name}")
+        text = git(path.parent, "show", f"{name}:./{path.name}")
         if text is not None and len(text) <= LARGEST_FILE:
             with suppress(BaselineError):
                 found.append(Commit(name, date, subject, parse(text, path)))
     return tuple(found)
 
 
-def _git(directory: Path, *arguments: str) -> str | None:
+def git(directory: Path, *arguments: str) -> str | None:
     """Run git and return its standard output; None if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:

@@ -21,7 +21,7 @@ from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.refusals import check_parts, check_tensors
 from magis.capture.side_effects import DrawError, check_stateless, observe_step
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss, with_targets
-from magis.errors import CaptureError, UsageError
+from magis.errors import CaptureError, UsageError, nearest
 from magis.extensions.compile.checkpointing.policy import (
     LIBRARIES,
     REMAT,
@@ -154,7 +154,8 @@ class _PolicySearch:
             try:
                 module.get_submodule(path)
             except AttributeError:
-                raise UsageError(f"the module has no block {path!r}") from None
+                names = [name for name, _ in module.named_modules() if name]
+                raise UsageError(f"the module has no block {path!r}", hint=nearest(path, names)) from None
         device = next((p.device.type for p in module.parameters()), "cpu")
         if device != "cpu":
             raise UsageError(
