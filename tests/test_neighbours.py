@@ -1,4 +1,5 @@
-"""Each neighbour taken away: the core still works, and what the neighbour would have done is one line that names it."""
+"""All neighbours taken away, or one: the core still works, and what a neighbour would have done is one line that names
+it."""
 
 from __future__ import annotations
 
@@ -64,24 +65,24 @@ ASKED: dict[str, tuple[str, ...]] = {
 """What a neighbour would have done."""
 
 
-@pytest.fixture(scope="module", params=sorted(NEIGHBOURS))
+@pytest.fixture(scope="module", params=["all", *sorted(NEIGHBOURS)])
 def without(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    """A copy of both packages without one neighbour, and its name."""
-    name: str = request.param
-    root = tmp_path_factory.mktemp(f"without-{name}")
+) -> tuple[list[str], Path]:
+    """A copy of both packages without one neighbour or any, and the names of those that are missing."""
+    names: list[str] = sorted(NEIGHBOURS) if request.param == "all" else [request.param]
+    root = tmp_path_factory.mktemp(f"without-{request.param}")
     half = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # which another worker is about to rename
     for package in PACKAGES:  # compiled kernels are copied, too: times of files stay
         shutil.copytree(repository / package, root / package, ignore=half)
-    for entry in NEIGHBOURS[name][0]:
+    for entry in (entry for name in names for entry in NEIGHBOURS[name][0]):
         place = root.joinpath(*entry.split("."))
         shutil.rmtree(place) if place.is_dir() else place.with_suffix(".py").unlink()
     (root / "smoke.py").write_text(SMOKE, encoding="utf-8")
     # an editable installation would find what is missing here where it was copied from
     finders = "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if 'Editable' not in str(each)]\n"
     (root / "sitecustomize.py").write_text(finders, encoding="utf-8")
-    return name, root
+    return names, root
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,19 +91,20 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
-def test_the_core_works_without_it(without: tuple[str, Path]) -> None:
+def test_the_core_works_without(without: tuple[list[str], Path]) -> None:
     _, root = without
     done = run(root, "smoke.py", *GATE, "--magis-update=new", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_it_would_have_done_is_one_line_that_names_it(without: tuple[str, Path]) -> None:
-    name, root = without
-    done = run(root, *ASKED[name])
-    (line,) = {line for line in (done.stdout + done.stderr).splitlines() if "is not installed" in line}
-    assert NEIGHBOURS[name][0][0] in line
-    assert "install the whole of pytest-magis" in line
-    assert done.returncode == 4 if name != "compile" else 1
+def test_what_a_neighbour_would_have_done_is_one_line_that_names_it(without: tuple[list[str], Path]) -> None:
+    names, root = without
+    for name in names:
+        done = run(root, *ASKED[name])
+        (line,) = {line for line in (done.stdout + done.stderr).splitlines() if "is not installed" in line}
+        assert NEIGHBOURS[name][0][0] in line
+        assert "install the whole of pytest-magis" in line
+        assert done.returncode == (1 if name == "compile" else 4)
 
 
 def test_every_row_of_the_registry_loads() -> None:

@@ -51,7 +51,8 @@ def check_name(name: str) -> None:
     several = _groups().get(name) or [each for each in names if fnmatchcase(each, name)]
     if several:
         raise UnknownModelError(f"{name!r} stands for {len(several)} models", hint=f"name one: {', '.join(several)}")
-    close = [path] if (path := _as_factory(name)) else difflib.get_close_matches(name, (*names, *_groups()), 3, 0.5)
+    path = _as_factory(name)
+    close = [path] if _is_path(path) else difflib.get_close_matches(name, (*names, *_groups()), 3, 0.5)
     raise UnknownModelError(
         f"unknown model {name!r}",
         hint=f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}",

@@ -22,7 +22,6 @@ from magis.simulate.problem import (
     FIRST,
     KEEP,
     LOAD,
-    MOST_COPIES,
     REDO,
     REPEAT,
     STORE,
@@ -74,7 +73,7 @@ class Evaluator:
     def quick(self, flags: Int8s) -> tuple[int, int]:
         """Return peak bytes and latency in ns of a plan; the other methods and properties then describe this plan."""
         if not self._judge(flags):
-            self._make_room(MOST_COPIES)  # only few plans need this, and allocation is slow
+            self._make_room(kernel.MOST_COPIES)  # only few plans need this, and allocation is slow
             self._judge(flags)
         # -1: the plan has no nodes
         return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])

@@ -16,9 +16,11 @@ import numba
 import numpy as np
 
 from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
-from magis.simulate.problem import DROP, KEEP, MOST_COPIES, REPEAT, SWAP, Int8s, Int32s
+from magis.simulate.problem import DROP, KEEP, REPEAT, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
+
+MOST_COPIES = 8  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
 
 # Slots of the result array.
 PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, TIMED = range(9)

@@ -329,8 +329,6 @@ SWAP = 2  # copied to the host at the start of the longest gap, loaded before th
 DROP = 3  # freed after the last use by a node; recomputed if a recomputation reads it later
 REPEAT = 4  # as RECOMPUTE, or DROP without a gap; a copy made before the gap ends is freed after the next node
 
-MOST_COPIES = 4  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
-
 # Kinds of events; each has one argument.
 FIRST = 0  # node runs as in the original step
 REDO = 1  # node runs again in its recompute form

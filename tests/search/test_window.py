@@ -123,7 +123,7 @@ def test_the_frugal_order_keeps_every_hazard(plan: tuple[Problem, np.ndarray, np
 def test_layers_train_in_three_activations_where_weights_gradients_come_first(limit: int, feasible: bool) -> None:
     """Each is made again from the first one, which takes two, while a gradient is in memory. The program makes the
     gradient of a layer's input before that of its weight: with both in memory, it takes four."""
-    layers = 4
+    layers = 6
     nodes = [NodeRow((at - 1,) if at else (), (at,), 1, redo_ns=1, redo_ok=True) for at in range(layers + 1)]
     nodes.append(NodeRow((layers,), (layers + 1,), 1))
     for at in range(layers - 1, -1, -1):

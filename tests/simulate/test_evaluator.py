@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from magis.errors import VerifyError
 from magis.simulate.evaluator import Evaluation, Evaluator, check_order, evaluate, expand, lower_bound
+from magis.simulate.kernel import MOST_COPIES
 from magis.simulate.problem import (
     BLOCK,
     DROP,
     FIRST,
     KEEP,
     LOAD,
-    MOST_COPIES,
     RECOMPUTE,
     REDO,
     REPEAT,

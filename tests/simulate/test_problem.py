@@ -15,8 +15,8 @@ from magis.errors import VerifyError
 from magis.simulate import kernel
 from magis.simulate.arrays import make_scratch, make_step
 from magis.simulate.evaluator import Evaluation, evaluate
+from magis.simulate.kernel import MOST_COPIES
 from magis.simulate.problem import (
-    MOST_COPIES,
     BlockRow,
     NodeRow,
     StorageRow,
