@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import Any, TypeVar
 
 from magis.results import Case, CaseResult
@@ -70,6 +71,8 @@ class CaseBaseline:
     """Digest of the planner's code; None for a case without a plan, and in older files."""
     step: str | None = None
     """Digest of the step's operators; None in older files."""
+    torch: str | None = None
+    """Release of torch, such as "2.13.0", that ran the network; None in older files."""
     measured: Mapping[str, Measured] = field(kw_only=True)
     """Figures by device identity, as `identity_key` writes it."""
 
@@ -230,6 +233,7 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
         states_evaluated=result.search.states,
         planner=result.planner or None,
         step=result.step_digest or None,
+        torch=torch_release(),
         growth_bytes=None if result.growth is None else result.growth.nbytes,
         measured={**others, identity_key(result): _figures(result)},
     )
@@ -253,6 +257,11 @@ def _figures(result: CaseResult) -> Measured:
         constants=constants_version(result),
         optimized_tensor_bytes=None if result.portable else result.memory.tensor_bytes,
     )
+
+
+def torch_release() -> str:
+    """Return the installed release of torch without what follows a "+", such as "cpu"; torch is not loaded."""
+    return metadata.version("torch").partition("+")[0]
 
 
 def simulated_ns(result: CaseResult) -> tuple[int, int] | None:

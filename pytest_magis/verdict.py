@@ -19,7 +19,15 @@ from fractions import Fraction
 from magis.results import CaseResult, StepFigures
 from magis.strategies.strategy_names import BLOCK, ORIGINAL, PLANS
 from magis.units import format_bytes
-from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, lacks_reserved, latency
+from pytest_magis.baselines import (
+    CaseBaseline,
+    Measured,
+    identity_key,
+    lacks_held,
+    lacks_reserved,
+    latency,
+    torch_release,
+)
 from pytest_magis.explain import Table, grown_line, why_more
 from pytest_magis.findings import (
     BETTER,
@@ -324,6 +332,13 @@ def _notes(
             yield f"optimized peak bytes are not as simulated on this device ({off:+,})"
     if stored is not None and result.case.strategy in PLANS and not result.portable:
         yield "planned for the workspaces of this machine: with those of the baseline the limit is missed here"
+    now = torch_release()
+    if stored is not None and stored.torch not in (None, now):
+        yield f"the baseline is of torch {stored.torch}, this is {now}: " + (
+            "the step has the same operators, and all of it can be judged"
+            if stored.graph == result.graph_digest or stored.step == result.step_digest
+            else f"it runs other operators; --magis-against=torch=={stored.torch} says what torch moved"
+        )
     if lacks_reserved(result, measured):
         yield "reserved bytes are not gated: the baseline has none; --magis-update=new adds them"
     yield from latency_notes(result, measured, tolerances)

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 import pytest
+import torch
+from torch import nn
 
+import magis
 from magis import progress
 from magis.progress import ERASE, ProgressPlace, on_stderr, shown_if_slow
 
@@ -95,3 +98,31 @@ def test_an_interrupt_while_the_thread_starts_is_an_interrupt(monkeypatch: pytes
     monkeypatch.setattr(Thread, "start", start)
     with pytest.raises(KeyboardInterrupt), shown_if_slow(ProgressPlace([].append), "net") as tell:
         tell("capturing")
+
+
+@pytest.mark.parametrize("way", ["magis.optimize", "torch.compile, backend magis"])
+def test_planning_under_a_users_call_is_seen(
+    patience: Callable[[float, float], None], capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    patience(AT_ONCE, AT_ONCE)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())))
+    x = torch.randn(64, 16)
+    if way == "magis.optimize":
+        magis.optimize(net, (x, x), nn.functional.mse_loss, memory_ratio=0.9)
+    else:
+        torch.compiler.reset()
+        torch.compile(net, backend="magis", options={"memory_ratio": 0.9})(x).sum().backward()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"magis: {way}: capturing (0 s)\n")
+    assert f"magis: {way}: searching" in err
+
+
+def test_quick_planning_under_a_users_call_says_nothing(
+    patience: Callable[[float, float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    patience(NEVER, AT_ONCE)
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    magis.optimize(net, (x, x), nn.functional.mse_loss, memory_ratio=1.0)
+    assert capsys.readouterr() == ("", "")

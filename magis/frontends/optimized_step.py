@@ -42,6 +42,7 @@ from magis.frontends.undoing import PartialUpdate, raise_as_eager, raises_again,
 from magis.ops.own_updates import OWN_UPDATES
 from magis.ops.python_objects import DATA, follow
 from magis.planner.plans import Decisions
+from magis.planner.search_progress import planning_shown
 from magis.rewrite.moved_state import moved_state
 from magis.runtime.measure import collector_spared
 from magis.runtime.packed_weights import merged_inputs
@@ -304,12 +305,16 @@ class OptimizedStep:
         numbers = self._entries.changing(self._key(batch), batch) if self._ranks is None else ()
         saved = read() if self._ranks is None else self._ranks.all_or_none("plan file", read)
         granted = max((known.report.limit_bytes or 0 for known in self._plans.values()), default=0)
-        with contents_kept(self._whole, self._loss_fn), collector_spared(collect=False):
+        with (
+            contents_kept(self._whole, self._loss_fn),
+            collector_spared(collect=False),
+            planning_shown("magis.optimize") as tell,
+        ):
             found = planned(
                 self._whole, with_targets(self._loss_fn, batch), batch, rule, replace(self._limits, granted=granted),
                 device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
                 known=self._plans, decided=self._decided, numbers=numbers,
-                optimizer=None if choice.update is not None else self._optimizer, ranks=self._ranks,
+                optimizer=None if choice.update is not None else self._optimizer, ranks=self._ranks, tell=tell,
             )  # fmt: skip
         misses = False
         if found is not None and self._optimizer is not None and rule.kind == "own":

@@ -40,13 +40,13 @@ from magis.planner.plans import Decisions
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.printable import warn
+from magis.progress import Progress
 from magis.rewrite.moved_state import host_bytes
 from magis.runtime.codegen import CompiledPlan
 from magis.units import format_bytes, share_of
 
 T = TypeVar("T")
-OTHER = 20261123
-"""Seed for a second draw from the generators, which shows what depends on random numbers."""
+OTHER = 20261123  # seed for a second draw from the generators, which shows what depends on random numbers
 STALE = "keeps results of the step that was planned, not of the last one: leave tensors in attributes of modules"
 
 
@@ -117,17 +117,18 @@ def planned(
     decided: Collection[Decisions] = (),
     numbers: Collection[str] = (),
     ranks: Together | None = None,
+    tell: Progress | None = None,
 ) -> Planned | None:
     """Capture the step and plan it, or use `saved`, a plan that was made earlier.
 
     `optimizer` is called after the planned step: peaks are those of both. `known` are plans by digest, to use again for
     an equal graph; `decided` are decisions for similar steps, to try first. The Python numbers at the paths `numbers`
-    become graph inputs if possible. `ranks` agree on one plan. Returns None if the forward draws on the host and the
-    update is part of the step: an update would miss that torch skips parameters of layers that are left out.
+    become graph inputs if possible. `ranks` agree on one plan; `tell` is told of progress. Returns None if the forward
+    draws on the host and the update is part of the step, which would miss that torch skips layers that are left out.
 
     Raises CaptureError for a step that is no single static graph, UsageError if no plan is found within the limit.
     """
-    look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits)
+    look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits, tell)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     capture = partial(captured_step, look, cast, alone=ranks is None)
     compare = partial(compared_step, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
@@ -288,6 +289,7 @@ class ComparedStep:
             seed=0,
             stored=None,
             known=decided,
+            tell=subject.tell,
         )
         found = search(memory_limit=None if limit is None else max(1, limit - apart))
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
@@ -398,6 +400,7 @@ def subject_now(
     device: str,
     autocast: torch.dtype | None,
     limits: Limits = Limits(),  # noqa: B008  (frozen)
+    tell: Progress | None = None,
 ) -> Subject:
     """Return the step as eager would run it with the current state of the generators."""
     name = f"{type(module).__module__}:{type(module).__qualname__}"
@@ -412,4 +415,6 @@ def subject_now(
         )
     # Do not time a copy of the module: closures of its patched methods would change the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
-    return Subject(replace(source, running_seconds=math.inf), slack=limits.slack, host_limit=limits.host_limit)
+    step = Subject(replace(source, running_seconds=math.inf), slack=limits.slack, host_limit=limits.host_limit)
+    step.tell = tell or step.tell
+    return step

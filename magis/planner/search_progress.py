@@ -9,7 +9,7 @@ from typing import Any
 from numba.core import event
 
 from magis.planner.subject import Subject
-from magis.progress import Progress
+from magis.progress import Progress, on_stderr, shown_if_slow
 from magis.search.budgeted_evaluator import Objective
 
 COMPILING = "compiling the planner, once in an installation"
@@ -60,3 +60,11 @@ def compiling_told(tell: Progress) -> Iterator[Progress]:
 
     with event.install_listener("numba:compile", Compiling()):
         yield passed_on
+
+
+@contextmanager
+def planning_shown(name: str) -> Iterator[Progress]:
+    """Show on stderr what planning under a user's call is doing, if it takes more than two seconds."""
+    with shown_if_slow(on_stderr(), name) as tell, compiling_told(tell) as told:
+        told("capturing")
+        yield told

@@ -25,7 +25,7 @@ from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, In
 # Dinic's algorithm on CSR arrays, integer capacities, deterministic.
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, inline="always")
 def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, level: Int32s, queue: Int32s) -> bool:
     """Compute BFS distances over edges with residual capacity (-1: unreachable); return True if the sink is
     reachable."""
@@ -44,7 +44,7 @@ def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, lev
     return bool(level[sink] >= 0)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, inline="always")
 def _residual(
     tail: Int32s, head: Int32s, capacity: Int64s, start: Int32s, to: Int32s, back: Int32s, left: Int64s
 ) -> None:
@@ -84,7 +84,8 @@ def min_cut(n_vertices: int, tail: Int32s, head: Int32s, capacity: Int64s, sourc
     while True:
         if not _levels(start, to, left, source, sink, level, queue):
             return level >= 0
-        arc[:] = start[:-1]
+        for vertex in range(n_vertices):  # in a slice, numba compiles an error message for other lengths
+            arc[vertex] = start[vertex]
         depth = 0
         vertex = source
         while True:

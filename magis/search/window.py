@@ -31,8 +31,10 @@ def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nb
     width = len(before)
     full = (1 << width) - 1
     far = np.int64(1) << 62
-    worst = np.full(full + 1, far, dtype=np.int64)
-    choice = np.full(full + 1, -1, dtype=np.int64)
+    worst = np.empty(full + 1, dtype=np.int64)
+    choice = np.empty(full + 1, dtype=np.int64)
+    worst[:] = far
+    choice[:] = -1
     worst[full] = 0
     for mask in range(full - 1, -1, -1):  # best continuation for each set of executed nodes
         level = np.int64(0)

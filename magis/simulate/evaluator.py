@@ -67,6 +67,7 @@ class Evaluator:
         self.step = make_step(problem) if step is None else step
         self.gaps = find_gaps(self.step, self.order)
         self._messages = messages_of(problem)
+        self._run = kernel.run_linked_plan if self.step.swappable.any() else kernel.run_plan
         self._make_room(1)
         self._persistent = problem.persistent_bytes
 
@@ -86,7 +87,7 @@ class Evaluator:
     def _judge(self, flags: Int8s) -> bool:
         """Evaluate a plan; return False if the working memory is too small."""
         if self._messages is None or self._beside is None:
-            return bool(kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch))
+            return bool(self._run(self.step, self.order, self.gaps, flags, self._scratch))
         highest = self._judge_with_messages(flags, self._messages, self._beside, None)
         peak = self._result[kernel.PEAK]
         if highest is not None and peak > highest:

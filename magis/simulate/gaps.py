@@ -17,12 +17,12 @@ def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
     the one over most positions wins, then the first.
     """
     count = len(step.nbytes)
-    longest = np.full(count, -1, dtype=np.int64)
-    widest = np.zeros(count, dtype=np.int32)
-    end_ns = np.zeros(count, dtype=np.int64)
-    start = np.full(count, -1, dtype=np.int32)
-    end = np.full(count, -1, dtype=np.int32)
-    last = np.full(count, -1, dtype=np.int32)
+    longest, end_ns = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    widest, last = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    start, end = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    for storage in range(count):
+        longest[storage] = start[storage] = end[storage] = last[storage] = -1
+        widest[storage] = end_ns[storage] = 0
     in_ptr, in_idx = step.inputs
     out_ptr, out_idx = step.outputs
     now = 0

@@ -19,6 +19,8 @@ from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
 from magis.simulate.problem import DROP, KEEP, REPEAT, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
+part = numba.njit(cache=True, inline="always")
+"""Compiles into each function that calls it: alone, what takes the many arrays is compiled in half a second or more."""
 
 MOST_COPIES = 8  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
 
@@ -26,7 +28,7 @@ MOST_COPIES = 8  # recomputed copies of a storage flagged REPEAT: the last one s
 PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, TIMED = range(9)
 
 
-@numba.njit(cache=True)
+@part
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Set the last position of first copies, and the position from which others stay; return True if the plan swaps."""
     start, end, last = gaps
@@ -49,7 +51,7 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
     return swaps
 
 
-@numba.njit(cache=True)
+@part
 def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between: int) -> int:
     """End a recomputed copy at its last use, since another one follows; return the number of copies in ``between``. The
     output of that last use may reuse its memory."""
@@ -71,7 +73,7 @@ def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between:
     return between + 1
 
 
-@numba.njit(cache=True)
+@part
 def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     """Pass 1: insert recomputations before each node that needs them; return the number of events."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
@@ -81,6 +83,8 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     last_use, free, reuse, stays_from = scratch.last_use, scratch.free, scratch.reuse, scratch.stays_from
     storages = len(nbytes)
     spent = count = 0
+    for block in range(len(step.blk_ns)):
+        spent += step.blk_ns[block]
     between = int(np.int64(0))
     for position in range(len(order)):
         node = order[position]
@@ -131,15 +135,16 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
         again_at[node] = count
         reuse[count] = -1
         event[count] = 2 * node
+        spent += step.ns[0, node]
         count += 1
     scratch.result[N_EVENTS] = count
     scratch.result[N_REDOS] = count - len(order)
     scratch.result[N_BETWEEN] = between
-    scratch.result[LATENCY] = spent + step.ns[0].sum() + step.blk_ns.sum()
+    scratch.result[LATENCY] = spent
     return count
 
 
-@numba.njit(cache=True)
+@part
 def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
     """Pass 2: place every update block after the last event that it depends on; ``TIMED``: not before its place."""
     timed = scratch.result[TIMED] != 0
@@ -164,7 +169,7 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
                 held_by[in_idx[k]] = block
 
 
-@numba.njit(cache=True)
+@part
 def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Compute start times, unless known, and the longest gap of every storage that the plan swaps."""
     timed = scratch.result[TIMED] != 0
@@ -200,7 +205,7 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
     start_ns[count] = start_ns[count] if timed else now
 
 
-@numba.njit(cache=True)
+@part
 def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
     """Find the event before which each copy to the host is done, in FIFO order; ``count`` if it cannot end before a
     loop with swaps of its own begins."""
@@ -229,7 +234,7 @@ def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
             storage = store_next[storage]
 
 
-@numba.njit(cache=True)
+@part
 def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
     """Find the event before which each copy from the host starts, from last to first; none if the storage has not left
     the device by then."""
@@ -258,7 +263,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
             storage = wait_next[storage]
 
 
-@numba.njit(cache=True)
+@part
 def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Pass 3: place the events at which swapped storages leave the device and return.
 
@@ -301,7 +306,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
     scratch.result[N_SWAPS] = swaps
 
 
-@numba.njit(cache=True)
+@part
 def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
     """Pass 4: count bytes event by event. LOAD and WAIT are skipped: the event after them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
@@ -373,8 +378,37 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 
 @numba.njit(cache=True)
+def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
+    """Evaluate a plan of a device without a host link; return False if there is no room for REPEAT copies."""
+    _set_until(step, gaps, flags, scratch)
+    if scratch.result[N_BETWEEN] > len(scratch.between):
+        return False
+    count = _expand(step, order, scratch)
+    _place_blocks(step, scratch, count)
+    scratch.result[N_SWAPS] = 0
+    _count_bytes(step, scratch, False, count)
+    return True
+
+
+@numba.njit(cache=True)
+def run_linked_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
+    """Do what ``run_plan`` does for a device with a host link."""
+    swaps = _set_until(step, gaps, flags, scratch)
+    if scratch.result[N_BETWEEN] > len(scratch.between):
+        return False
+    count = _expand(step, order, scratch)
+    _place_blocks(step, scratch, count)
+    scratch.result[N_SWAPS] = 0
+    if swaps:
+        _place_swaps(step, flags, scratch, count)
+    _count_bytes(step, scratch, swaps, count)
+    return True
+
+
+@numba.njit(cache=True)
 def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> int:
-    """Run pass 1 of a plan; return the number of events, -1 if there is no room for REPEAT copies."""
+    """Run pass 1 of a plan with overlapped collectives; return the number of events, -1 if there is no room for REPEAT
+    copies."""
     _set_until(step, gaps, flags, scratch)
     return -1 if scratch.result[N_BETWEEN] > len(scratch.between) else _expand(step, order, scratch)
 
@@ -388,14 +422,3 @@ def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: boo
     if swaps:
         _place_swaps(step, flags, scratch, count)
     _count_bytes(step, scratch, swaps, count)
-
-
-@numba.njit(cache=True)
-def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Evaluate a plan into ``scratch``; return False if there is no room for REPEAT copies."""
-    swaps = _set_until(step, gaps, flags, scratch)
-    if scratch.result[N_BETWEEN] > len(scratch.between):
-        return False
-    _expand(step, order, scratch)
-    finish_plan(step, flags, scratch, swaps)
-    return True

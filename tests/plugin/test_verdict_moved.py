@@ -9,7 +9,7 @@ import pytest
 
 from magis.results import CaseResult, RatioInterval
 from pytest_magis.baseline_files import parse, render
-from pytest_magis.baselines import identity_key, stored_case, updated
+from pytest_magis.baselines import identity_key, stored_case, torch_release, updated
 from pytest_magis.findings import Tolerances
 from pytest_magis.verdict import judge
 from tests.plugin.verdicts import ELSEWHERE, check, compare, result
@@ -130,3 +130,24 @@ def test_a_machine_may_have_a_plan_of_its_own_beside_the_others():
     changed = stored_case(updated(both, "bert", "label", first.case, other), "label", first.case)
     assert changed is not None
     assert [*changed.measured] == [identity_key(there)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:h100"])
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (("g1", "s2"), "the step has the same operators, and all of it can be judged"),
+        (("g2", "s1"), "the step has the same operators, and all of it can be judged"),
+        (("g2", "s2"), "it runs other operators; --magis-against=torch==2.1.0 says what torch moved"),
+    ],
+)
+def test_a_baseline_of_another_torch_says_whether_its_row_can_be_judged(form, words, device):
+    before = planned(device=device)
+    entry = stored(before)
+    assert entry.torch == torch_release()
+    now = planned(graph=form[0], step=form[1], device=device)
+    assert not any("torch" in note for note in judge(now, entry).notes)
+    assert not any("torch" in note for note in judge(now, replace(entry, torch=None)).notes)  # an older file
+    verdict = judge(now, replace(entry, torch="2.1.0"))
+    assert f"the baseline is of torch 2.1.0, this is {torch_release()}: {words}" in verdict.notes
+    assert verdict.passed

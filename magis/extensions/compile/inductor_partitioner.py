@@ -27,6 +27,7 @@ from magis.extensions.compile.compile_options import CompileReport, Options
 from magis.extensions.compile.joint_graph import Joint, capture_joint, placeholders, why_not
 from magis.extensions.compile.joint_plan import crossing, halves, plan_joint
 from magis.graph import Graph
+from magis.planner.search_progress import planning_shown
 from magis.printable import printable, warn
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
@@ -65,8 +66,10 @@ def _split_by_plan(
     reason = why_not(joint)
     if not reason:
         try:
-            with no_python_dispatcher():  # AOTAutograd's decomposes operators that run as one kernel
+            # AOTAutograd's dispatcher decomposes operators that run as one kernel
+            with planning_shown("torch.compile, backend magis") as progress, no_python_dispatcher():
                 captured = capture_joint(joint, num_fwd_outputs)
+                progress("searching")
                 planned, report = plan_joint(captured, options)
                 found = split(captured, planned)
         except REFUSED as error:
