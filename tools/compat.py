@@ -73,11 +73,11 @@ def main() -> int:
 
 def environment(torch: str, python: str, numpy: str) -> str:
     """Make the environment where it is missing; return its interpreter."""
-    place = ROOT / ".compat" / "-".join(each for each in (torch, Path(python).name, numpy) if each)
+    place = ROOT / ".compat" / "-".join(each for each in (torch, Path(python).resolve().name, numpy) if each)
     inside = str(place / "bin" / "python")
     if (place / "ready").exists():
         return inside
-    free = r"torch|torchvision|triton" + ("|numpy|numba|llvmlite" if numpy else "")
+    free = r"torch|torchvision|setuptools" + ("|numpy|numba|llvmlite" if numpy else "")
     kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not re.match(rf"({free})==", line)]
     kept += [f"torch=={torch}", *([f"numpy=={numpy}"] if numpy else [])]
     subprocess.run([python, "-m", "venv", place], check=True)
