@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def first_plans(runs: int) -> bool:
-    """Print the processor's seconds of a first step, the best of some runs; True where the first plan misses its bar."""
+    """Print the processor's seconds of a first step, the best of some runs; True where the first plan is late."""
     found: dict[str, list[float]] = {"eager": [], "first plan": [], "next plan": []}
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as cache:

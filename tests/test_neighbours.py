@@ -65,13 +65,14 @@ ASKED: dict[str, tuple[str, ...]] = {
 """What a neighbour would have done."""
 
 
-@pytest.fixture(scope="module", params=["all", *sorted(NEIGHBOURS)])
+@pytest.fixture(scope="module", params=["all", *(f"only {name}" for name in sorted(NEIGHBOURS))])
 def without(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path]:
     """A copy of both packages without one neighbour or any, and the names of those that are missing."""
-    names: list[str] = sorted(NEIGHBOURS) if request.param == "all" else [request.param]
-    root = tmp_path_factory.mktemp(f"without-{request.param}")
+    asked: str = request.param
+    names = sorted(NEIGHBOURS) if asked == "all" else [asked.removeprefix("only ")]
+    root = tmp_path_factory.mktemp("without")
     half = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # which another worker is about to rename
     for package in PACKAGES:  # compiled kernels are copied, too: times of files stay
         shutil.copytree(repository / package, root / package, ignore=half)

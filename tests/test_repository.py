@@ -310,7 +310,8 @@ def test_what_is_left_to_soak_exists(repository: Path) -> None:
     for pattern in (*LEFT_TO_SOAK, *SAMPLED):
         file, _, name = pattern.partition("::")
         function = name.partition("[")[0].replace("*", r"\w*")
-        assert re.search(rf"^def {function}\(", (repository / file).read_text(encoding="utf-8"), re.MULTILINE), pattern
+        text = (repository / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {function}\(", text, re.MULTILINE), pattern
     networks = "tests/rewrite/test_networks.py::test_random_plans"
     assert left_to_soak((f"{networks}[unet-0-0]@group", f"{networks}[vit-0-0]")) == {f"{networks}[unet-0-0]@group"}
     programs = [f"tests/fuzz/test_random.py::test_a_program[{seed}]" for seed in range(40)]

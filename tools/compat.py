@@ -83,7 +83,7 @@ def environment(torch: str, python: str, numpy: str) -> str:
     subprocess.run([python, "-m", "venv", place], check=True)
     (place / "constraints.txt").write_text("\n".join(kept) + "\n")
     pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"-c{place / 'constraints.txt'}"]
-    subprocess.run([*pip, "setuptools", "torch"], check=True)
+    subprocess.run([*pip, "setuptools>=77", "torch"], check=True)
     subprocess.run([*pip, "--no-build-isolation", "--editable", f"{ROOT}[test,ort]"], check=True)
     (place / "ready").touch()
     return inside

@@ -3,9 +3,8 @@
 Four passes: lazy recursive recomputation, weight updates as early as possible, swaps on one copy stream per direction,
 bytes. All use integer arithmetic on preallocated arrays. All compiled code is in this file, since numba's on-disk cache
 checks the age of a compiled function's own file only. Arrays are bound to local names because numba counts references
-on every access through a tuple, which takes longer than the work itself. No compiled function passes a literal to
-another one: numba would compile the callee twice, and two processes that fill an empty cache at once can then store one
-version under the other's name.
+on every access through a tuple, which takes longer than the work itself. Each entry is compiled when it is first
+called: the passes of swaps only where there is a host link.
 
 For steps with overlapped collectives, ``message_passes`` runs between ``begin_plan`` and ``finish_plan``.
 """
@@ -19,11 +18,8 @@ from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
 from magis.simulate.problem import DROP, KEEP, REPEAT, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
-part = numba.njit(cache=True, inline="always")
-"""Compiles into each function that calls it: alone, what takes the many arrays is compiled in half a second or more."""
-
+part = numba.njit(cache=True, inline="always")  # by itself, each function of so many arrays costs half a second more
 MOST_COPIES = 8  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
-
 # Slots of the result array.
 PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, TIMED = range(9)
 
@@ -377,16 +373,26 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
     scratch.result[TENSOR_PEAK] = tensor_peak
 
 
+@part
+def _finish(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool) -> None:
+    """Run passes 2 to 4; with ``TIMED``, start times and block places are known."""
+    count = scratch.result[N_EVENTS]
+    _place_blocks(step, scratch, count)
+    scratch.result[N_SWAPS] = 0
+    if swaps:
+        _place_swaps(step, flags, scratch, count)
+    _count_bytes(step, scratch, swaps, count)
+
+
 @numba.njit(cache=True)
 def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Evaluate a plan of a device without a host link; return False if there is no room for REPEAT copies."""
     _set_until(step, gaps, flags, scratch)
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False
-    count = _expand(step, order, scratch)
-    _place_blocks(step, scratch, count)
+    _place_blocks(step, scratch, _expand(step, order, scratch))
     scratch.result[N_SWAPS] = 0
-    _count_bytes(step, scratch, False, count)
+    _count_bytes(step, scratch, False, scratch.result[N_EVENTS])
     return True
 
 
@@ -396,29 +402,19 @@ def run_linked_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scr
     swaps = _set_until(step, gaps, flags, scratch)
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False
-    count = _expand(step, order, scratch)
-    _place_blocks(step, scratch, count)
-    scratch.result[N_SWAPS] = 0
-    if swaps:
-        _place_swaps(step, flags, scratch, count)
-    _count_bytes(step, scratch, swaps, count)
+    _expand(step, order, scratch)
+    _finish(step, flags, scratch, swaps)
     return True
 
 
 @numba.njit(cache=True)
 def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> int:
-    """Run pass 1 of a plan with overlapped collectives; return the number of events, -1 if there is no room for REPEAT
-    copies."""
+    """Run pass 1 of a plan with collectives; return the number of events, -1 without room for REPEAT copies."""
     _set_until(step, gaps, flags, scratch)
     return -1 if scratch.result[N_BETWEEN] > len(scratch.between) else _expand(step, order, scratch)
 
 
 @numba.njit(cache=True)
 def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool) -> None:
-    """Run passes 2 to 4; with ``TIMED``, start times and block places are known."""
-    count = scratch.result[N_EVENTS]
-    _place_blocks(step, scratch, count)
-    scratch.result[N_SWAPS] = 0
-    if swaps:
-        _place_swaps(step, flags, scratch, count)
-    _count_bytes(step, scratch, swaps, count)
+    """Run the other passes of a plan with overlapped collectives."""
+    _finish(step, flags, scratch, swaps)

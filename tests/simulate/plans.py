@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
+from magis.simulate.kernel import MOST_COPIES
 from magis.simulate.problem import (
     BLOCK,
     DROP,
     FIRST,
     KEEP,
-    MOST_COPIES,
     RECOMPUTE,
     REDO,
     REPEAT,
