@@ -5,9 +5,11 @@
 Five networks, at several limits each: a limit lies that share of the way from the bytes that no plan avoids to the
 peak without recomputation. Times are those of a simulated RTX 3090, nothing is swapped. *exact*: CP-SAT, each node at
 most so many times again, first runs in our plan's order unless `--free`; "<" where it found no proof in its seconds,
-and the figure is the best plan, ">" where it has a bound alone. *ours*: the search at its usual budget. *bound*:
-magis.search.latency_bound, which CP-SAT is told. Figures are latency beyond the step's that recomputes nothing, as a
-share of it. Exits with 1 where a plan is below a proven optimum, or a bound above a plan.
+and the figure is the best plan, ">" where it has a bound alone, "none" where there is no plan. *ours*: the search at
+its usual budget. *bound*: that of magis.search.latency_bound, which CP-SAT is told; "never" where the limit is below
+the bytes of all plans, or where no order with any recomputations fits (`lib/pebble_game.py`). Figures are latency
+beyond the step's that recomputes nothing, as a share of it. Exits with 1 where a plan is below a proven optimum, or a
+bound above a plan.
 
 `pip install --no-deps ortools==9.15.6755 absl-py immutabledict`: it asks for an older protobuf than constraints.txt
 has, but runs with that one.
@@ -29,6 +31,7 @@ before_torch()
 
 import torch
 from lib.exact_program import Exact, solve
+from lib.pebble_game import has_no_schedule
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -126,6 +129,8 @@ def rows(name: str, shares: list[float], seconds: float, again: int, free: bool,
             wrong.append(name)
         order = None if free else ours.order
         exact = Exact(None, NEVER, proven=True)
+        if bound < NEVER and not ours.feasible and has_no_schedule(problem, limit):
+            bound = NEVER
         if bound < NEVER:
             exact = solve(problem, limit, order, again=again, seconds=seconds, least_ns=bound, known_ns=known)
         line = (
