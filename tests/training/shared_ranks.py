@@ -331,14 +331,14 @@ def refusals(rank: int) -> dict[str, str]:
     }
 
 
-def run(rank: int, at: str, port: int) -> None:
-    """One rank: writes what it found to a file."""
+def run(rank: int, at: str, port: int, kinds: list[str]) -> None:
+    """One rank: writes what it found of these kinds, and of all refusals, to a file."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    found: dict[str, Any] = {kind: [plainly(kind, rank), planned(kind, rank)] for kind in KINDS}
+    found: dict[str, Any] = {kind: [plainly(kind, rank), planned(kind, rank)] for kind in kinds}
     found["clipped"] = [clipped(rank, plan=False), clipped(rank, plan=True)]
-    found["peaks"] = [peak(kind, rank) for kind in KINDS]
+    found["peaks"] = [peak(kind, rank) for kind in kinds]
     found["refusals"] = refusals(rank)
     (Path(at) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

@@ -17,8 +17,10 @@ from tests.training.shared_ranks import KINDS, RANKS
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found. Two minutes of training, which the workers of pytest-xdist share."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, of those kinds that are tested in this run; the workers of pytest-xdist share it."""
+    tested = {getattr(item, "callspec", None) and item.callspec.params.get("kind") for item in request.session.items}
+    kinds = [kind for kind in KINDS if kind in tested] or [*KINDS][:1]
     base = tmp_path_factory.getbasetemp()
     at = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared_modules"
     done = at / "done"
@@ -29,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             time.sleep(0.5)
     else:
         try:
-            torch.multiprocessing.spawn(shared_ranks.run, (str(at), free_port()), nprocs=RANKS)
+            torch.multiprocessing.spawn(shared_ranks.run, (str(at), free_port(), kinds), nprocs=RANKS)
         finally:
             done.touch()
     return [json.loads((at / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
@@ -48,7 +50,7 @@ def test_measured_bytes_are_those_planned(found: list[dict[str, Any]]) -> None:
     """But where gloo's threads hold copies of messages, and for some time behind them."""
     peaks = [peak for of_rank in found for peak in of_rank["peaks"]]
     assert all(0 <= measured - planned <= 4 * sent for measured, planned, sent in peaks)
-    assert sum(measured == planned for measured, planned, _ in peaks) > len(KINDS)
+    assert sum(measured == planned for measured, planned, _ in peaks) >= len(peaks) // 2
 
 
 @pytest.mark.parametrize(
