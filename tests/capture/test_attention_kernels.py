@@ -262,7 +262,8 @@ def holds_scores(graph: Graph) -> bool:
     ("case", "card", "kernel"),
     [
         (MLA, H100, "cudnn"), (MLA, A100, "efficient"), (MLA, V100, ""), (Drawn(HALF, 288, 288), H100, "efficient"),
-        (Drawn(), V100, "efficient"), (GROUPS, H100, ""), (Drawn(BFLOAT, key_heads=2, grouped=True), A100, "flash"),
+        (Drawn(), V100, "efficient"), (GROUPS, H100, "efficient" if installed_release().groups else ""),
+        (Drawn(BFLOAT, key_heads=2, grouped=True), A100, "flash"),
         (Drawn(BFLOAT, key_heads=2, grouped=True), H100, "cudnn"), (Drawn(BFLOAT, dropout=0.5), H100, "cudnn"),
         (Drawn(BFLOAT, mask="2"), A100, "efficient"), (Drawn(BFLOAT, mask="2"), H100, "cudnn"),
         (Drawn(HALF, 60, 60), A100, "flash"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_page_holds_every_tensor_and_says_where_it_is_from(device: str, tmp_pa
     page = Page((tmp_path / "step.html").read_text(encoding="utf-8"))
     assert page.count("script") == 2
     for words in (
-        f"device {device} (float32) torch {torch.__version__}",
+        f"device {device} (float32) torch {metadata.version('torch')}",
         "revision",
         "date",
         "command",
