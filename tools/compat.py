@@ -117,7 +117,8 @@ def gate(python: str) -> str:
         command = [python, "-m", "pytest", f"--magis-models={NETWORKS}", f"--magis-baselines={folder}", "-q"]
         stored, _, _ = run([*command, "--magis-update=new"])
         judged, printed, _ = run(command)
-    return f"{'red' if stored or judged else 'green'}: {len(re.findall('ok', printed))} rows ok"
+    counts = re.findall(r"(\d+ (?:failed|passed|error)s?)", printed.splitlines()[-1])
+    return f"{'red' if stored or judged else 'green'}: {', '.join(counts)}"
 
 
 def rehearsal(python: str) -> str:
