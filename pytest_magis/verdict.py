@@ -225,10 +225,13 @@ def _mover(result: CaseResult, stored: CaseBaseline) -> str:
     same = stored.original_tensor_bytes == result.original_memory.tensor_bytes
     if not result.planner or not same:
         return ""
-    same_graph = stored.graph == result.graph_digest
     if stored.planner == result.planner:
-        return BY_MACHINE if same_graph else ""
-    return BY_PLANNER if same_graph or stored.step == result.step_digest else ""
+        return BY_MACHINE if stored.graph == result.graph_digest else ""
+    return BY_PLANNER if _has_same_operators(result, stored) else ""
+
+
+def _has_same_operators(result: CaseResult, stored: CaseBaseline) -> bool:
+    return stored.graph == result.graph_digest or stored.step == result.step_digest
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
@@ -336,7 +339,7 @@ def _notes(
     if stored is not None and stored.torch not in (None, now):
         yield f"the baseline is of torch {stored.torch}, this is {now}: " + (
             "the step has the same operators, and all of it can be judged"
-            if stored.graph == result.graph_digest or stored.step == result.step_digest
+            if _has_same_operators(result, stored)
             else f"it runs other operators; --magis-against=torch=={stored.torch} says what torch moved"
         )
     if lacks_reserved(result, measured):

@@ -103,12 +103,17 @@ def run(command: list[str]) -> tuple[int, str, float]:
     return child.returncode, "".join(lines), time.monotonic() - began
 
 
+def outcome(code: int, printed: str) -> str:
+    """What a row says of a run of pytest, by its last line."""
+    counts = re.findall(r"(\d+ (?:failed|passed|error)s?)", printed.splitlines()[-1])
+    return f"{'red' if code else 'green'}: {', '.join(counts)}"
+
+
 def tests(python: str, workers: str) -> str:
     """The core's folders and the tests beside them."""
     folders = [f"tests/{each}" for each in CORE]
     code, printed, _ = run([python, "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal", *folders])
-    counts = re.findall(r"(\d+ (?:failed|passed|error)s?)", printed.splitlines()[-1])
-    return f"{'red' if code else 'green'}: {', '.join(counts)}"
+    return outcome(code, printed)
 
 
 def gate(python: str) -> str:
@@ -117,8 +122,7 @@ def gate(python: str) -> str:
         command = [python, "-m", "pytest", f"--magis-models={NETWORKS}", f"--magis-baselines={folder}", "-q"]
         stored, _, _ = run([*command, "--magis-update=new"])
         judged, printed, _ = run(command)
-    counts = re.findall(r"(\d+ (?:failed|passed|error)s?)", printed.splitlines()[-1])
-    return f"{'red' if stored or judged else 'green'}: {', '.join(counts)}"
+    return outcome(stored or judged, printed)
 
 
 def rehearsal(python: str) -> str:

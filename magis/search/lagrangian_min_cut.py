@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan
+from magis.simulate.arrays import part
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s
 
@@ -25,7 +26,7 @@ from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, In
 # Dinic's algorithm on CSR arrays, integer capacities, deterministic.
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, level: Int32s, queue: Int32s) -> bool:
     """Compute BFS distances over edges with residual capacity (-1: unreachable); return True if the sink is
     reachable."""
@@ -44,7 +45,7 @@ def _levels(start: Int32s, to: Int32s, left: Int64s, source: int, sink: int, lev
     return bool(level[sink] >= 0)
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _residual(
     tail: Int32s, head: Int32s, capacity: Int64s, start: Int32s, to: Int32s, back: Int32s, left: Int64s
 ) -> None:

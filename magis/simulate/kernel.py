@@ -14,11 +14,10 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
+from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays, part
 from magis.simulate.problem import DROP, KEEP, REPEAT, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
-part = numba.njit(cache=True, inline="always")  # by itself, each function of so many arrays costs half a second more
 MOST_COPIES = 8  # recomputed copies of a storage flagged REPEAT: the last one stays to its last use
 # Slots of the result array.
 PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, TIMED = range(9)

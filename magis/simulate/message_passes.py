@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numba
 
-from magis.simulate.arrays import NodeStep, WorkingArrays
+from magis.simulate.arrays import NodeStep, WorkingArrays, part
 from magis.simulate.messages import MessageArrays, MessageStep
 
 # Slots of the result array, as in ``kernel``.
@@ -57,7 +57,7 @@ def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
     _lengthen(step, plan, scratch, own)
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
     """Find the first reader of each collective's output."""
     in_ptr, in_idx = step.inputs
@@ -77,7 +77,7 @@ def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, ow
             pending[plan.gives[node]] = at
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
     """Return True if a node reads or makes a storage with the given mark."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
@@ -89,7 +89,7 @@ def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
     return found
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int) -> int:
     """Mark the storages of a collective and of the early events right before it that make its input; return the first
     of these events."""
@@ -109,7 +109,7 @@ def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: Mess
         first -= 1
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _find_moves(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> int:
@@ -150,7 +150,7 @@ def _find_moves(
     return moves
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int, moves: int) -> None:
     """Apply the moves to the order of events, and renumber all references to events."""
     event, level, moved, bundle = scratch.event, scratch.level, own.moved, own.bundle
@@ -187,7 +187,7 @@ def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int
         scratch.between[k, 2] = moved[scratch.between[k, 2]]
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
     """Find the earliest event after which each block may run, as far as nodes decide, and count the collectives that
     the block waits for."""
@@ -209,7 +209,7 @@ def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own:
             own.due_head[place] = block
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, node: int) -> bool:
     """Return True if a block waits only to overwrite the input of a collective."""
     ptr, idx = plan.blocks
@@ -219,7 +219,7 @@ def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at:
     return found and plan.late[node] == 0
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _is_over(
     plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int, now: int, count: int,
     nbytes: int, highest: int,
@@ -234,7 +234,7 @@ def _is_over(
     return own.level[at + 1] + nbytes > highest  # type: ignore[no-any-return]
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int) -> None:
     """Unblock the update blocks that waited for the last run of a collective."""
     node = scratch.event[sent] >> 1
@@ -250,7 +250,7 @@ def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: 
             own.due_head[place] = block
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _time_events(
     step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
 ) -> None:
@@ -296,7 +296,7 @@ def _time_events(
     scratch.result[LATENCY] = now
 
 
-@numba.njit(cache=True, inline="always")
+@part
 def _lengthen(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
     """Extend the lifetimes of collectives' inputs until the wait."""
     last_use, wait_at, storages = scratch.last_use, own.wait_at, len(step.nbytes)

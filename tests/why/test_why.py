@@ -20,6 +20,7 @@ from magis.extensions.why.eight_bit_adam import BLOCK, EightBitAdam
 from magis.frontends.estimating import Remedy
 from magis.models.model_specs import from_function
 from magis.results import Case
+from tests.steps_of_strategies.test_by_hand import OwnLoss
 
 WORDS, WIDTH, LENGTH, ROWS = 2048, 64, 32, 8
 GPU = "sim:h100"
@@ -136,17 +137,6 @@ def test_a_users_module_stays_as_it_is() -> None:
     assert {each.name for each in made.remedies} == {"lora", "8-bit-state"}
     assert {name: (id(each), each.requires_grad) for name, each in net.named_parameters()} == before
     assert not optimizer.state
-
-
-class OwnLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        ctx.save_for_backward(scores)
-        return scores.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].expand_as(ctx.saved_tensors[0])
 
 
 def test_a_remedy_that_fails_is_one_line_and_the_others_go_on() -> None:
