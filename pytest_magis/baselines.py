@@ -233,7 +233,7 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
         states_evaluated=result.search.states,
         planner=result.planner or None,
         step=result.step_digest or None,
-        torch=torch_release(),
+        torch=torch_release() or None,
         growth_bytes=None if result.growth is None else result.growth.nbytes,
         measured={**others, identity_key(result): _figures(result)},
     )
@@ -259,9 +259,17 @@ def _figures(result: CaseResult) -> Measured:
     )
 
 
+def torch_version() -> str:
+    """Return the version of the installed torch, which is not loaded; "" if its installation does not say."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def torch_release() -> str:
-    """Return the installed release of torch without what follows a "+", such as "cpu"; torch is not loaded."""
-    return metadata.version("torch").partition("+")[0]
+    """Return the version of the installed torch without what follows a "+", such as "cpu"."""
+    return torch_version().partition("+")[0]
 
 
 def simulated_ns(result: CaseResult) -> tuple[int, int] | None:

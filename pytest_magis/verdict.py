@@ -336,7 +336,7 @@ def _notes(
     if stored is not None and result.case.strategy in PLANS and not result.portable:
         yield "planned for the workspaces of this machine: with those of the baseline the limit is missed here"
     now = torch_release()
-    if stored is not None and stored.torch not in (None, now):
+    if stored is not None and now and stored.torch not in (None, now):
         yield f"the baseline is of torch {stored.torch}, this is {now}: " + (
             "the step has the same operators, and all of it can be judged"
             if _has_same_operators(result, stored)

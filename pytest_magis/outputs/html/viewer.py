@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from magis import __version__
 from magis.plain_records import to_plain
 from magis.report import write_text_atomically
 from magis.results import TensorLives
+from pytest_magis.baselines import torch_version
 from pytest_magis.outputs.html.page_parts import embedded, git, text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -74,13 +74,9 @@ def _escaped(value: object) -> Markup:
 
 def provenance_of(devices: Sequence[str], command: str, directory: Path) -> list[tuple[str, str]]:
     """Return what a page says of its origin: names and texts, without what is not known."""
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = ""
     found = {
         "device": ", ".join(dict.fromkeys(devices)),
-        "torch": torch,
+        "torch": torch_version(),
         "revision": (git(directory, "describe", "--always", "--dirty=, with changes") or "").strip(),
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "command": command,
