@@ -98,6 +98,8 @@ class BlockPeak:
             allocated = torch.cuda.max_memory_allocated() - self._start
             reserved = torch.cuda.max_memory_reserved() - self._start
         profiled = _profiler_enabled()  # another profiler, as in planning, ends this one
+        if self._log is not None and not profiled:
+            self._log.enabled = False  # torch before 2.12 raises an error where a profiler is ended twice
         self._stack.close()
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"

@@ -172,7 +172,7 @@ def test_what_cannot_be_saved_is_refused_in_one_line_and_writes_nothing(tmp_path
     block = magis.peak("cpu")
     with pytest.raises(UsageError, match="its block has not begun"):
         block.save_snapshot(tmp_path / "step.pickle")
-    with torch.profiler.profile(profile_memory=True), magis.peak("cpu") as profiled:
+    with torch.profiler.profile(profile_memory=True, acc_events=True), magis.peak("cpu") as profiled:
         torch.ones(10)
     with pytest.raises(UsageError, match=r"the block's allocations were not logged"):
         profiled.save_snapshot(tmp_path / "step.pickle")

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import magis
+from magis.extensions.ranks.plans.plain_twins import parameter_groups
 from magis.ops.collectives import is_collective
 from magis.runtime.measure import collector_spared, window_peak
 
@@ -283,7 +284,7 @@ def refusals(rank: int) -> dict[str, str]:
         model = sharded(Net())
         step = magis.optimize(model, first, loss_of, None, memory_ratio=0.9, budget=100)
         state: Any = model
-        for param in state._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
+        for param in parameter_groups(state._get_fsdp_state())[0].fsdp_params:
             param._sharded_param_data = param._sharded_param_data.clone()
         return step(*first)
 

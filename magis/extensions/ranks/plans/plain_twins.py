@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -187,8 +187,15 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
         if state in seen:
             continue
         seen.add(state)
-        for group in state._fsdp_param_groups:
+        for group in parameter_groups(state):
             yield state._modules, group
+
+
+def parameter_groups(state: Any) -> Sequence[Any]:
+    """Return torch's FSDP parameter groups of a module's state. Torch before 2.12 has one or none."""
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    one = getattr(state, "_fsdp_param_group", None)
+    return ([] if one is None else [one]) if groups is None else groups
 
 
 def _world(group: dist.ProcessGroup, what: str) -> World:

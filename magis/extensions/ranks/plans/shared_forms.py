@@ -71,7 +71,7 @@ def check_group(group: Any) -> None:
         "that does not reduce gradients": not (group.reduce_grads and group.all_reduce_grads),
         "with a hook on reduced gradients": group._all_reduce_hook is not None,
         "with sums in place of means": group.force_sum_reduction_for_comms,
-        "that reduces gradients of unused parameters": group.reduce_scatter_unused_params,
+        "that reduces gradients of unused parameters": getattr(group, "reduce_scatter_unused_params", False),
         "with messages of its own": any(not type(each).__name__.startswith("Default") for each in own_messages),
         "of tensors that gather themselves": any(
             hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params
