@@ -120,6 +120,8 @@ class RooflineCosts:
     """Shared cache of prices for this device and profile; None: a private one."""
     slack: float = 0.0
     """Slack of host copies: the worst machine of this slack gives their time (`magis.cost.machines`)."""
+    hurry: float = 1.0
+    """Factor of the host link's speed for a search whose plans may wait for copies: plans that never wait there."""
 
     @property
     def name(self) -> str:
@@ -140,19 +142,19 @@ class RooflineCosts:
         """Bandwidth of the host link in one direction, in bytes per second; 0: no swaps on this device."""
         measured = 0 if self.profile is None else self.profile.link
         link, kernels = worst_factors(self.slack)
-        return float(measured or self.device.link_bytes_per_s) * link * kernels
+        return float(measured or self.device.link_bytes_per_s) * link * kernels * self.hurry
 
     @property
     def copy_ns(self) -> int:
         """Fixed time of a host copy in ns."""
         measured = 0 if self.profile is None else self.profile.copy_ns
         _, kernels = worst_factors(self.slack)
-        return round((measured or self.device.copy_ns) / kernels)
+        return round((measured or self.device.copy_ns) / kernels / self.hurry)
 
     @property
     def nominal(self) -> RooflineCosts:
-        """Costs without slack."""
-        return replace(self, slack=0.0)
+        """Costs without slack or hurry."""
+        return replace(self, slack=0.0, hurry=1.0)
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         if op.body is not None:

@@ -20,8 +20,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
-    """Return the fake results ``out`` of a call in the dtypes of the real kernel: norms with mixed precision; attention in
-    float64, whose statistics torch before 2.13 states as float32."""
+    """Return the fake results ``out`` of a call in the dtypes of the real kernel: norms with mixed precision; attention
+    in float64, whose statistics torch before 2.13 states as float32."""
     if target == "aten._scaled_dot_product_flash_attention_for_cpu.default" and args[0].dtype == torch.float64:
         return (out[0], _typed(out[1], torch.float64))
     if target == "aten.native_group_norm_backward.default":

@@ -25,6 +25,7 @@ from magis.planner.plans import (
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.planner.update_lists import worth_planning_with_eager_update
+from magis.planner.waiting_plans import HURRIES, with_hurry
 from magis.progress import Progress
 from magis.runtime.measure import collector_spared
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, Objective, Over, PlanRequest, never
@@ -189,7 +190,9 @@ def _search_forms(
     if moved is not None:
         stage("searching with optimizer state in host memory")
         best = better(goal, best, _search_all(moved[0], goal, budget, deadline, seed, stage, moved[1]))
-    return best
+    if best.feasible or goal.memory_limit is None or goal.memory_limit < scratch.subject.lower_bound:
+        return best
+    return _with_waits(scratch, goal, budget, deadline, seed, stage, best)
 
 
 def _search_all(
@@ -312,6 +315,38 @@ def _form_with_moved_state(
     if quickest is None or (best.feasible and plan_key(goal, quickest[1]) >= plan_key(goal, best)):
         return None
     return quickest
+
+
+def _with_waits(
+    scratch: PlanScratch, goal: Objective, budget: int, deadline: Deadline, seed: int, stage: Progress, best: Plan
+) -> Plan:
+    """Return a plan that waits for host copies, or ``best``, which misses the memory limit, where none keeps it.
+
+    A link that is faster than needed gives plans with more copies, thus more waits: if the fastest one leads to a plan,
+    short searches with rising speeds follow, until one keeps the limit, and a long search with the speed below.
+    """
+    if not scratch.subject.roofline.link_bytes_per_s:
+        return best
+    stage("searching among plans that wait for host copies")
+    forms = [replace(scratch, subject=with_hurry(scratch.subject, each), ahead=goal.memory_limit) for each in HURRIES]
+    few = min(budget, FROM_NOTHING)
+
+    def search_all(form: PlanScratch, states: int) -> Plan:
+        return _search_all(form, goal, states, deadline, seed, lambda _: None)
+
+    found = better(goal, best, plan_whole(forms[-1], goal, budget=few, seed=seed, over=deadline.over))
+    for number, form in enumerate(forms[:-1] if found.feasible else ()):
+        if deadline.over():
+            break
+        quick = search_all(form, few)
+        found = better(goal, found, quick)
+        if quick.feasible:
+            if number and budget > FROM_NOTHING and not deadline.over():
+                found = better(goal, found, search_all(forms[number - 1], budget))
+            break
+    if best.searched is None or found is best:
+        return replace(found, searched=best.searched)
+    return replace(found, searched=replace(best.searched, peak=found.peak))  # bounds hold with waits, too
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:

@@ -14,7 +14,7 @@ from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory, SearchOutcome
-from magis.rewrite.moved_state import with_copies_ahead
+from magis.rewrite.copies_ahead import with_copies_ahead
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import NO_DEADLINE, Deadline, Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, search
@@ -136,8 +136,9 @@ class PlanScratch:
         table = self.known(graphs)
         costs = self.subject.costs(table)
         if self.ahead is not None and costs.link_bytes_per_s:
-            graph = with_copies_ahead(graph, costs, costs.workspace, costs.rounding, self.ahead)
-            latency_ns = elapsed_ns(graph, costs)
+            real = replace(costs, hurry=1.0)
+            graph = with_copies_ahead(graph, real, costs.workspace, costs.rounding, self.ahead)
+            latency_ns = elapsed_ns(graph, real)
         verify(graph)
         profile = self.subject.replayed(graph, costs)
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []

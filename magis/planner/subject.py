@@ -65,6 +65,7 @@ class Subject(TracedModel):
         self.pricing = pricing
         self.kept = kept
         self.slack = slack
+        self.hurry = 1.0
         self.host_limit = host_limit
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
@@ -167,11 +168,10 @@ class Subject(TracedModel):
         return self.costs({})
 
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
-        """Return costs with known workspaces (signature -> bytes, else estimated); host copies are slower by the
-        slack."""
+        """Return costs with known workspaces (signature -> bytes, else estimated), with slack and hurry."""
         prices = self._prices
         slack = self.slack if prices.device.link_bytes_per_s else 0.0
-        return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
+        return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack, self.hurry)
 
     @cached_property
     def _prices(self) -> Prices:

@@ -6,24 +6,18 @@
                                           magis.wait(%d, %h)              frees the device memory
 
 The state's storage becomes one of the host, which no plan counts. `with_moved_state` puts the copies right around the
-operators that use a state, so that they belong to the update block, which the search places. `with_copies_ahead` then
-moves them away from a planned schedule's updates, so that they overlap other work, as far as a memory limit allows.
+operators that use a state, so that they belong to the update block, which the search places. In a planned schedule
+`copies_ahead` then moves them away from the updates, so that they overlap other work.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from magis.cost.machines import Times
 from magis.graph import HOST_COPIES, Graph, Op, Ref, Storage, Value, with_inputs
 from magis.graph.hazards import fills
-from magis.simulate.problem import Int64s
-from magis.simulate.simulator import Workspace, replay, rounded
-from magis.simulate.timeline import copy_ns
 
 STORE, WAIT, LOAD = HOST_COPIES
 
@@ -186,127 +180,3 @@ class _WithCopies:
                 line=op.line,
             )
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Move:
-    """A moved storage in a schedule without its loads and waits."""
-
-    load: Op
-    wait: Op
-    use: int
-    """Position of the first operator on its device memory."""
-    store: int
-    """Position of its store."""
-    nbytes: int
-    ns: int
-    """Time of a copy in one direction."""
-
-
-def with_copies_ahead(graph: Graph, times: Times, workspace: Workspace, rounding: int, limit: int) -> Graph:
-    """Return a planned schedule whose copies of moved state overlap other work: loads as early as their time asks for,
-    waits as late, as far as the peak stays within ``limit`` bytes. It is never above the schedule's own peak."""
-    given = {value for value in graph.inputs if graph.storages[graph.values[value].storage].kind == "host"}
-    loads = {op.made()[0]: op for op in graph.ops if op.target == LOAD and op.inputs()[0] in given}
-    waits = {op.inputs()[0]: op for op in graph.ops if op.target == WAIT and op.inputs()[0] in loads}
-    if not loads:
-        return graph
-    apart = {op.id for op in (*loads.values(), *waits.values())}
-    ops = tuple(op for op in graph.ops if op.id not in apart)
-    on_device = {graph.values[value].storage: value for value in loads}
-    levels = _levels(graph, ops, on_device.keys(), workspace, rounding)
-    ns = [0 if op.target in HOST_COPIES else times.nanoseconds(op, graph.values) for op in ops]
-    moves = _moves(graph, ops, on_device, loads, waits, times, rounding)
-    before = _placed(moves, levels, np.array(ns, dtype=np.int64), max(limit, _peak(graph, workspace, rounding)))
-    found = [each for position, op in enumerate(ops) for each in (*before[position], op)] + before[len(ops)]
-    return replace(graph, ops=tuple(replace(op, id=number) for number, op in enumerate(found)))
-
-
-def _peak(graph: Graph, workspace: Workspace, rounding: int) -> int:
-    return replay(graph, workspace, rounding=rounding).peak_bytes
-
-
-def _levels(
-    graph: Graph, ops: tuple[Op, ...], on_device: Collection[int], workspace: Workspace, rounding: int
-) -> Int64s:
-    """Return the bytes in memory during each operator, without the device memory of moved storages."""
-    uncounted = {each: replace(graph.storages[each], kind="host") for each in on_device}
-    bare = replace(graph, ops=ops, storages={**graph.storages, **uncounted})
-    return np.array(replay(bare, workspace, rounding=rounding).peaks, dtype=np.int64)
-
-
-def _moves(
-    graph: Graph,
-    ops: Sequence[Op],
-    on_device: Mapping[int, int],
-    loads: Mapping[int, Op],
-    waits: Mapping[int, Op],
-    times: Times,
-    rounding: int,
-) -> list[_Move]:
-    """Return the moves, in the order of their first uses."""
-    first, last = dict[int, int](), dict[int, int]()
-    for position, op in enumerate(ops):
-        for value in (*op.inputs(), *op.made()):
-            storage = graph.values[value].storage
-            if storage in on_device:
-                first.setdefault(storage, position)
-                last[storage] = position
-    found = []
-    for storage in sorted(first, key=first.__getitem__):
-        value, nbytes = on_device[storage], graph.storages[storage].nbytes
-        ns = copy_ns(nbytes, times)
-        found.append(_Move(loads[value], waits[value], first[storage], last[storage], rounded(nbytes, rounding), ns))
-    return found
-
-
-def _placed(moves: Sequence[_Move], levels: Int64s, ns: Int64s, limit: int) -> list[list[Op]]:
-    """Return the loads and waits before each operator, and behind the last one.
-
-    A load begins where all later ones, one after the other, still end in time, or where memory allows it first. The
-    first waits are where copies end, or where their memory is needed.
-    """
-    start = np.concatenate(([0], np.cumsum(ns)))
-    begin, latest = [0] * len(moves), int(start[-1])
-    for number in range(len(moves) - 1, -1, -1):
-        latest = min(latest, int(start[moves[number].use])) - moves[number].ns
-        begin[number] = latest
-    before: list[list[Op]] = [[] for _ in range(len(ns) + 1)]
-    ready, stores = dict[int, list[int]](), dict[int, list[_Move]]()
-    for move in moves:
-        stores.setdefault(move.store, []).append(move)
-    leaving: deque[tuple[int, _Move]] = deque()  # end of the copy to the host
-    held, late = levels.copy(), 0
-    now = loaded = stored = number = 0
-    for position in range(len(ns)):
-        while number < len(moves):
-            move = moves[number]
-            room = limit - late - int(held[position : move.store + 1].max())
-            must = move.use == position
-            while must and leaving and room < move.nbytes:  # its memory is needed
-                now, late, room = _waited(leaving, before[position], now, late, room)
-            if not must and (begin[number] > now + int(ns[position]) or room < move.nbytes):
-                break
-            before[position].append(move.load)
-            held[position : move.store + 1] += move.nbytes
-            loaded = max(loaded, now) + move.ns
-            ready.setdefault(move.use, []).append(loaded)
-            number += 1
-        while leaving and (leaving[0][0] <= now or late + int(held[position]) > limit):
-            now, late, _ = _waited(leaving, before[position], now, late, 0)
-        now = max([now, *ready.get(position, ())]) + int(ns[position])
-        for move in stores.get(position, ()):
-            stored = max(stored, now) + move.ns
-            leaving.append((stored, move))
-            late += move.nbytes
-    before[len(ns)] += [move.wait for _, move in leaving]
-    return before
-
-
-def _waited(
-    leaving: deque[tuple[int, _Move]], before: list[Op], now: int, late: int, room: int
-) -> tuple[int, int, int]:
-    """Wait for the first copy to the host; return the time, the bytes still leaving, and the room."""
-    done, move = leaving.popleft()
-    before.append(move.wait)
-    return max(now, done), late - move.nbytes, room + move.nbytes

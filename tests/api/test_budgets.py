@@ -10,18 +10,21 @@ from functools import partial
 import pytest
 
 from magis.cases.run_case import run_case
-from magis.graph import verify
+from magis.graph import HOST_COPIES, verify
 from magis.planner import planning, plans
 from magis.planner.bench import Bench
 from magis.planner.fission_plan import plan_with_fission
+from magis.planner.plan_proof import prove
 from magis.planner.planning import better, plan, plan_whole
 from magis.planner.plans import ENOUGH, Plan, PlanScratch, SearchesFromNothing
 from magis.planner.subject import Subject
+from magis.progress import Progress
 from magis.results import Case
 from magis.search import budgeted_evaluator
 from magis.search.budgeted_evaluator import Deadline, Objective, PlanRequest, never
 from magis.search.driver import FROM_NOTHING
 from magis.simulate.simulator import replay
+from magis.simulate.timeline import elapsed_ns
 
 BLOCKS = "tests.api.nets:few_blocks"
 PROJECTED = "tests.api.nets:projected"
@@ -36,7 +39,9 @@ shared = functools.cache(subject_of)
 """For tests that leave a subject as it is."""
 
 
-def planned(subject: Subject, ratio: float, budget: int | None, seconds: float | None) -> Plan:
+def planned(
+    subject: Subject, ratio: float, budget: int | None, seconds: float | None, tell: Progress | None = None
+) -> Plan:
     limit = int(ratio * subject.original.peak_bytes)
     return plan(
         subject,
@@ -46,6 +51,7 @@ def planned(subject: Subject, ratio: float, budget: int | None, seconds: float |
         seconds=seconds,
         seed=0,
         stored=None,
+        tell=tell,
     )
 
 
@@ -172,7 +178,26 @@ def test_loops_come_before_the_front(little: int) -> None:
     of(budget=little, tell=told.append)
     assert list(dict.fromkeys(line.partition(",")[0].partition(":")[0] for line in told)) == [
         "searching", "searching with parts of the step as loops", "searching among plans for all limits",
+        "searching among plans that wait for host copies",
     ]  # fmt: skip
+
+
+def test_a_limit_that_no_plan_keeps_without_waits_is_kept_with_them() -> None:
+    subject, told = shared(BLOCKS, "sim:rtx3090"), list[str]()
+    limit = int(0.487 * subject.original.peak_bytes)
+    goal = Objective(memory_limit=limit)
+    assert subject.lower_bound < limit
+    assert not plan_whole(PlanScratch(subject, None), goal, budget=3000).feasible
+    found = planned(subject, 0.487, 300, None, told.append)
+    assert found.feasible
+    assert any("wait for host copies" in line for line in told)
+    prove(found.graph, subject.captured.graph)
+    assert_sound(subject, found)
+    costs = subject.costs({})
+    assert costs.hurry == 1.0
+    assert found.latency_ns == elapsed_ns(found.graph, costs)
+    alone = sum(costs.nanoseconds(op, found.graph.values) for op in found.graph.ops if op.target not in HOST_COPIES)
+    assert found.latency_ns > alone  # it waits
 
 
 def test_what_was_begun_is_not_searched_for_again() -> None:

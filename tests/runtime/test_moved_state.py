@@ -14,13 +14,13 @@ from torch import Tensor
 from magis.errors import VerifyError
 from magis.graph import Graph, Op, verify
 from magis.planner.plan_proof import prove
+from magis.rewrite.copies_ahead import with_copies_ahead
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.moved_state import (
     first_states,
     host_bytes,
     movable_state,
     moved_state,
-    with_copies_ahead,
     with_moved_state,
 )
 from magis.rewrite.realize import realize
@@ -81,15 +81,21 @@ def test_state_moves_and_bytes_are_those_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOVING)
-@given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0.3, 1.0]), room=st.sampled_from([0.0, 0.1, 0.5, 9.0]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    room=st.sampled_from([0.0, 0.1, 0.5, 9.0]),
+    hurry=st.sampled_from([1.0, 4.0, 64.0]),
+)
 @examples(8)
 def test_any_plan_with_copies_ahead_is_eagers_step_within_its_limit(
-    name: str, seed: int, share: float, room: float
+    name: str, seed: int, share: float, room: float, hurry: float
 ) -> None:
-    """Copies run ahead within the limit, never above it or the plan's own peak; no order of streams races."""
+    """Copies of state and of activations run ahead within the limit, never above it or the plan's own peak, also those
+    that a link faster than the device's was planned for; no order of streams races."""
     with one_thread():
         graph = moved(name, share)
-        compiled = compile_problem(graph, Costs())
+        compiled = compile_problem(graph, Faster(hurry))
         order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
         flags = random_flags(compiled.problem, np.random.default_rng(seed))
         plan = realize(compiled, expand(compiled.problem, order, flags))
@@ -104,6 +110,14 @@ def test_any_plan_with_copies_ahead_is_eagers_step_within_its_limit(
         gpu, seen, _ = recorded(found, built(name), 3)
         assert differences(eager(name), seen) == []
         check(gpu)
+
+
+class Faster(Costs):
+    """Costs with a faster host link."""
+
+    def __init__(self, hurry: float) -> None:
+        self.link_bytes_per_s = hurry * Costs.link_bytes_per_s
+        self.copy_ns = round(Costs.copy_ns / hurry)
 
 
 def test_a_step_whose_link_is_quick_waits_for_no_copy() -> None:

@@ -1,0 +1,33 @@
+"""Plans whose operators wait for host copies, for memory limits that no other plan keeps.
+
+A search places copies so that no operator ever waits for one. With a host link that is faster than the device's, it
+finds plans that swap more; on the device these wait, and their latency is computed with all waits (`elapsed_ns`).
+"""
+
+from __future__ import annotations
+
+import copy
+
+from magis.planner.subject import Subject
+from magis.search.loop_places import TriedPlaces
+
+HURRIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0)
+"""Factors of the host link's speed that are tried."""
+_OF_LINK = ("roofline", "_work")
+"""Cached members of a subject that depend on the link's speed."""
+
+
+def with_hurry(subject: Subject, hurry: float) -> Subject:
+    """Return the subject with a host link that is faster by this factor in searches. Cached."""
+    return subject.memo.get(("hurry", hurry), lambda: _with_hurry(subject, hurry))
+
+
+def _with_hurry(subject: Subject, hurry: float) -> Subject:
+    found = copy.copy(subject)
+    for each in _OF_LINK:
+        vars(found).pop(each, None)
+    found.hurry = hurry
+    found.tried = TriedPlaces()
+    found.tried_briefly = TriedPlaces(least_ns=found.tried.least_ns)
+    found.fronts = {}
+    return found
