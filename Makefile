@@ -7,6 +7,7 @@
 # ARGS          further arguments for pytest
 # GPU_PYTHON    Python version of the machine with a GPU
 # TORCH, NUMPY  for make compat: the release of torch, and of numpy where it is not that of constraints.txt
+# TRANSFORMERS  for make world: the release of transformers, beside TORCH
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -14,6 +15,7 @@ WORKERS ?= 2
 ARGS ?=
 TORCH ?= 2.14.1
 NUMPY ?=
+TRANSFORMERS ?= 5.23.0
 GPU_PYTHON ?= 3.12
 
 # Not under coverage: interrupts that may strike while the tracer holds its own lock.
@@ -31,7 +33,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv gate test lint types soak bench coverage compat docs gpu wheels mutants size clean
+.PHONY: help venv gate test lint types soak bench coverage compat world docs gpu wheels mutants size clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -92,13 +94,16 @@ wheels: $(READY)  ## fetch what a GPU machine without an index lacks (rustworkx,
 compat:  ## the core's tests, the gate on three networks and the GPU rehearsal under another release: TORCH=2.14.1
 	$(PYTHON) tools/compat.py --torch $(TORCH) $(if $(NUMPY),--numpy $(NUMPY)) --workers $(WORKERS) $(ARGS)
 
+world: $(READY)  ## predicted bytes of transformers' families under one release of it and of torch: TORCH=2.14.1 TRANSFORMERS=5.23.0
+	$(BIN)/python benchmarks/world.py run --torch $(TORCH) --transformers $(TRANSFORMERS) --jobs $(WORKERS) $(ARGS)
+
 mutants: $(READY)  ## plant mutants in the core and count how many the tests kill
 	$(BIN)/python tools/mutants.py
 
 size: $(READY)  ## print lines of Python by room: the core's packages, its neighbours, tests
 	@$(BIN)/python tools/size.py
 
-clean:  ## remove caches and what runs left behind; .venv, .venv-docs, .compat and baselines stay
+clean:  ## remove caches and what runs left behind; .venv, .venv-docs, .compat, .world and baselines stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .mutants htmlcov build dist *.egg-info
 	rm -f .coverage .coverage.* results*.csv junit*.xml
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -126,3 +126,18 @@ def test_quick_planning_under_a_users_call_says_nothing(
     net, x = nn.Linear(4, 4), torch.randn(2, 4)
     magis.optimize(net, (x, x), nn.functional.mse_loss, memory_ratio=1.0)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_of_several_ranks_the_first_alone_speaks(
+    patience: Callable[[float, float], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    speaks: bool,
+) -> None:
+    patience(AT_ONCE, AT_ONCE)
+    monkeypatch.setenv("RANK", rank)
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    magis.optimize(net, (x, x), nn.functional.mse_loss, memory_ratio=1.0)
+    assert bool(capsys.readouterr().err) == speaks

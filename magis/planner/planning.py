@@ -337,11 +337,12 @@ def _with_waits(
     found = better(goal, best, plan_whole(forms[-1], goal, budget=few, seed=seed, over=deadline.over))
     for number, form in enumerate(forms[:-1] if found.feasible else ()):
         if deadline.over():
+            found = replace(found, stopped_by_seconds=True)
             break
         quick = search_all(form, few)
         found = better(goal, found, quick)
         if quick.feasible:
-            if number and budget > FROM_NOTHING and not deadline.over():
+            if number and budget > FROM_NOTHING:
                 found = better(goal, found, search_all(forms[number - 1], budget))
             break
     if best.searched is None or found is best:

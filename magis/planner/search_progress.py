@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from numba.core import event
@@ -64,7 +66,11 @@ def compiling_told(tell: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def planning_shown(name: str) -> Iterator[Progress]:
-    """Show on stderr what planning under a user's call is doing, if it takes more than two seconds."""
-    with shown_if_slow(on_stderr(), name) as tell, compiling_told(tell) as told:
+    """Show on stderr what planning under a user's call is doing, if it takes more than two seconds. Under torchrun the
+    first rank alone does."""
+    place = on_stderr()
+    if os.environ.get("RANK", "0") != "0":
+        place = replace(place, write=lambda _text: None)
+    with shown_if_slow(place, name) as tell, compiling_told(tell) as told:
         told("capturing")
         yield told

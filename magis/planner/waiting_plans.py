@@ -11,7 +11,7 @@ import copy
 from magis.planner.subject import Subject
 from magis.search.loop_places import TriedPlaces
 
-HURRIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0)
+HURRIES = (1.5, 2.0, 3.0, 4.0, 8.0, 64.0)
 """Factors of the host link's speed that are tried."""
 _OF_LINK = ("roofline", "_work")
 """Cached members of a subject that depend on the link's speed."""
