@@ -67,8 +67,8 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
     """Yield notes on the latencies that are not gated, with the reason, and on a plan that a slow link would slow."""
     planned, halved = result.search.worst_latency_ratio, result.search.halved_latency_ratio
     if planned is not None and halved is not None and halved > planned + _SLOWER:
-        half = f"with a link half as fast, the step would take x{halved:.2f} of eager's time instead of x{planned:.2f}"
-        yield f"{half}; --magis-slack=0.5 plans for that"
+        half = f"with a link half as fast, the step would take x{halved:.2f} of eager's time, within the slack at most"
+        yield f"{half} x{planned:.2f}; --magis-slack=0.5 plans for that"
     if result.ratio is not None and result.ratio.doubt:
         yield f"latency is not gated: {result.ratio.doubt}"
         return

@@ -16,6 +16,7 @@ from magis.planner.plans import (
     Decisions,
     Plan,
     PlanScratch,
+    Searched,
     SearchesFromNothing,
     approached,
     attempts,
@@ -31,6 +32,7 @@ from magis.runtime.measure import collector_spared
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Deadline, Objective, Over, PlanRequest, never
 from magis.search.driver import FROM_NOTHING
 from magis.search.fission_pareto import MOST_OPERATORS, FissionFront
+from magis.search.loop_nest import LoopNest
 from magis.search.pareto_sweep import BRIEF, FULL
 from magis.simulate.compiled_problem import compile_problem
 
@@ -192,7 +194,7 @@ def _search_forms(
         best = better(goal, best, _search_all(moved[0], goal, budget, deadline, seed, stage, moved[1]))
     if best.feasible or goal.memory_limit is None or goal.memory_limit < scratch.subject.lower_bound:
         return best
-    return _with_waits(scratch, goal, budget, deadline, seed, stage, best)
+    return _with_waits(moved[0] if moved else scratch, goal, budget, deadline, seed, stage, best)
 
 
 def _search_all(
@@ -325,10 +327,12 @@ def _with_waits(
     A link that is faster than needed gives plans with more copies, thus more waits: if the fastest one leads to a plan,
     short searches with rising speeds follow, until one keeps the limit, and a long search with the speed below.
     """
-    if not scratch.subject.roofline.link_bytes_per_s:
+    subject = scratch.subject
+    if not subject.roofline.link_bytes_per_s:
         return best
     stage("searching among plans that wait for host copies")
-    forms = [replace(scratch, subject=with_hurry(scratch.subject, each), ahead=goal.memory_limit) for each in HURRIES]
+    still = replace(scratch, watch=None, ahead=goal.memory_limit)  # times of a faster link are none to report
+    forms = [replace(still, subject=with_hurry(subject, each)) for each in HURRIES]
     few = min(budget, FROM_NOTHING)
 
     def search_all(form: PlanScratch, states: int) -> Plan:
@@ -345,9 +349,11 @@ def _with_waits(
             if number and budget > FROM_NOTHING:
                 found = better(goal, found, search_all(forms[number - 1], budget))
             break
-    if best.searched is None or found is best:
-        return replace(found, searched=best.searched)
-    return replace(found, searched=replace(best.searched, peak=found.peak))  # bounds hold with waits, too
+    if found.searched is None or found.fission:
+        return found
+    costs = subject.costs(scratch.known_to_search(subject.normal))  # its bound is one at the link's own speed
+    compiled = compile_problem(subject.normal, costs, reuse=subject.source.reuse)
+    return replace(found, searched=Searched(LoopNest(compiled), found.peak))
 
 
 def first_attempt(scratch: PlanScratch, goal: Objective, seed: int) -> Plan:

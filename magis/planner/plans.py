@@ -136,9 +136,9 @@ class PlanScratch:
         table = self.known(graphs)
         costs = self.subject.costs(table)
         if self.ahead is not None and costs.link_bytes_per_s:
-            real = replace(costs, hurry=1.0)
-            graph = with_copies_ahead(graph, real, costs.workspace, costs.rounding, self.ahead)
-            latency_ns = elapsed_ns(graph, real)
+            own = replace(costs, hurry=1.0)
+            graph = with_copies_ahead(graph, own, costs.workspace, costs.rounding, self.ahead)
+            latency_ns = elapsed_ns(graph, costs.nominal)
         verify(graph)
         profile = self.subject.replayed(graph, costs)
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []

@@ -11,18 +11,14 @@ import copy
 from magis.planner.subject import Subject
 from magis.search.loop_places import TriedPlaces
 
-HURRIES = (1.5, 2.0, 3.0, 4.0, 8.0, 64.0)
+HURRIES = (1.5, 3.0, 8.0, 64.0)
 """Factors of the host link's speed that are tried."""
 _OF_LINK = ("roofline", "_work")
 """Cached members of a subject that depend on the link's speed."""
 
 
 def with_hurry(subject: Subject, hurry: float) -> Subject:
-    """Return the subject with a host link that is faster by this factor in searches. Cached."""
-    return subject.memo.get(("hurry", hurry), lambda: _with_hurry(subject, hurry))
-
-
-def _with_hurry(subject: Subject, hurry: float) -> Subject:
+    """Return the subject with a host link that is faster by this factor in searches."""
     found = copy.copy(subject)
     for each in _OF_LINK:
         vars(found).pop(each, None)

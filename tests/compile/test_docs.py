@@ -21,10 +21,13 @@ def _run(path: Path, *, but_for: str = "") -> dict[str, Any]:
     assert blocks
     example = ModuleType("example")
     sys.modules["example"] = example  # torch 2.11's dynamo imports the module of each function that it compiles
-    for block in blocks:
-        if but_for and but_for in block:
-            continue
-        exec(compile(block, path.name, "exec"), vars(example))
+    try:
+        for block in blocks:
+            if but_for and but_for in block:
+                continue
+            exec(compile(block, path.name, "exec"), vars(example))
+    finally:
+        del sys.modules["example"]
     return vars(example)
 
 

@@ -191,6 +191,8 @@ def test_a_path_that_cannot_be_is_refused_in_one_line(place: str, message: str, 
         block.save_snapshot(f"{tmp_path}/{place}")
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(UsageError, match=r"^cannot write 3: "):
+        block.save_snapshot(3)  # type: ignore[arg-type]
 
 
 def test_a_failure_leaves_the_file_that_was_there(tmp_path: Path) -> None:

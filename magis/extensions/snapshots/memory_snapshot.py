@@ -91,7 +91,7 @@ def save(path: str | Path, make: Callable[[], bytes]) -> None:
     """Write the snapshot that ``make`` returns to a file. Raises UsageError, before that, if it cannot be written."""
     try:
         check_writable(Path(path))
-    except ValueError as error:  # NUL in its name
+    except (TypeError, ValueError) as error:  # no path, or NUL in its name
         raise UsageError(f"cannot write {path!r}: {error}") from None
     write_bytes_atomically(Path(path), make())
 
