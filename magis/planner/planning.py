@@ -351,7 +351,7 @@ def _with_waits(
             break
     if found.searched is None or found.fission:
         return found
-    costs = subject.costs(scratch.known_to_search(subject.normal))  # its bound is one at the link's own speed
+    costs = subject.costs(scratch.known_to_search(subject.normal)).nominal  # as its latency is
     compiled = compile_problem(subject.normal, costs, reuse=subject.source.reuse)
     return replace(found, searched=Searched(LoopNest(compiled), found.peak))
 
