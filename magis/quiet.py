@@ -1,5 +1,5 @@
 """Settings of the process for steady steps: OpenMP and malloc, applied before torch is imported
-(docs/notes/timing.md), and Python's garbage collector."""
+(docs/notes/timing.md), Python's garbage collector, and native code that prints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-__all__ = ["before_torch", "collector_off"]
+__all__ = ["before_torch", "collector_off", "stdout_dropped"]
 
 _M_ARENA_MAX = -8
 """The constant ``M_ARENA_MAX`` of glibc's ``mallopt``."""
@@ -43,3 +43,26 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def stdout_dropped() -> Iterator[None]:
+    """Drop what native code prints on stdout in the block: HiGHS, in scipy 1.17, prints a debugging line."""
+    import ctypes
+
+    flush = ctypes.CDLL(None).fflush
+    kept = None
+    with suppress(OSError):  # closed
+        kept = os.dup(1)
+    flush(None)
+    try:
+        if kept is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
+        yield
+    finally:
+        flush(None)
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from magis.quiet import stdout_dropped
 from magis.search.loop_nest import LoopFigures, LoopNest, with_figures
 from magis.search.moments import Chain, last_readers
 from magis.simulate.evaluator import lower_bound
@@ -224,13 +225,14 @@ class _Relaxation:
             return value
         shares = np.ones(len(costs))
         shares[[self.stall, *self.extra.values(), *self.room.values()]] = 0
-        rounded = milp(
-            costs,
-            integrality=shares,
-            bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(matrix, -np.inf, limits),
-            options={"node_limit": NODES},
-        )
+        with stdout_dropped():
+            rounded = milp(
+                costs,
+                integrality=shares,
+                bounds=Bounds(lower, upper),
+                constraints=LinearConstraint(matrix, -np.inf, limits),
+                options={"node_limit": NODES},
+            )
         if rounded.status == 2:
             return None
         best = value.ns if rounded.mip_dual_bound is None else self.base + rounded.mip_dual_bound / self.ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import magis
 from magis.planner.bench import Bench
+from magis.quiet import stdout_dropped
 from magis.results import Case
 from magis.search.latency_bound import NEVER, bound_at, latency_lower_bound, nest_latency_bound
 from magis.simulate.evaluator import Evaluator, lower_bound
@@ -192,3 +194,13 @@ def cases() -> Sequence[Case]:
         replace(usual, memory_ratio=0.9, search="paper", budget=60),
         replace(usual, memory_ratio=0.01),
     )
+
+
+def test_what_native_code_prints_is_dropped_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    native = ctypes.CDLL(None)
+    native.printf(b"before\n")
+    with stdout_dropped():
+        native.printf(b"a debugging line\n")
+    native.printf(b"behind\n")
+    native.fflush(None)
+    assert capfd.readouterr().out == "before\nbehind\n"
