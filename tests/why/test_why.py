@@ -227,3 +227,14 @@ def test_the_example_of_the_page_runs(repository: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "at the peak" in out
     assert re.search(r"^[a-z0-9 +-]+ \d+ [0-9.]+ (True|False) ", out, re.MULTILINE)
+
+
+def test_micro_batches_of_batch_statistics_train_otherwise_and_stand_behind() -> None:
+    def net() -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+        layers = (part for _ in range(3) for part in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()))
+        return nn.Sequential(*layers), (torch.randn(2048, 64), torch.randn(2048, 64)), nn.functional.mse_loss
+
+    found = magis.why(net, device=GPU, remedies=["accumulate4", "amp"], pairs=False)
+    assert [each.name for each in found.remedies] == ["amp", "accumulate4"]
+    assert found.remedy("accumulate4").needed_bytes < found.remedy("amp").needed_bytes
+    assert "BatchNorm" in found.remedy("accumulate4").how

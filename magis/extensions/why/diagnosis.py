@@ -141,7 +141,11 @@ def _with_state_on_host(subject: Subject, strategy: Local | None, case: Case) ->
     deaths |= {storage: uses[storage] + 1 for storage in uses.keys() - captured.graph.storages.keys()}
     moved = replace(captured, graph=graph, deaths=deaths)
     peak = subject.simulate(moved).peak_bytes
-    return subject.reserved_bytes(moved, case.allocator) or peak, peak, elapsed_ns(graph, subject.roofline) / 1e6
+    return (
+        subject.reserved_bytes(moved, case.allocator) or peak,
+        peak,
+        elapsed_ns(graph, subject.roofline.nominal) / 1e6,
+    )
 
 
 def order(remedy: Remedy, needed_bytes: int, others: frozenset[str] = frozenset()) -> tuple[bool, bool, int, float]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from magis.capture import Workload
 from magis.cost.devices import find_device
 from magis.errors import UsageError
@@ -47,7 +49,7 @@ class Treatment:
     plans: bool = False
     moves_state: bool = False
     other_training: bool = False
-    """True if other weights are trained, or weights of another type."""
+    """True if other weights are trained, weights of another type, or with statistics of other batches."""
 
     @property
     def family(self) -> str:
@@ -83,11 +85,12 @@ def treatments(found: Estimate) -> Iterator[Treatment]:
         yield Treatment("selective-checkpoint", how, "selective-checkpoint")
     how = f"run head and loss in {CHUNKS} chunks of rows, each under torch.utils.checkpoint, or a fused loss of Liger"
     yield Treatment(CHUNKED_LOSS, how, CHUNKED_LOSS)
-    rows = batch_size(work)
+    rows, coupled = batch_size(work), any(isinstance(each, _BatchNorm) for each in work.module.modules())
     for parts in PARTS if case.accumulate == 1 else ():
         if rows % parts == 0 and rows >= parts:
             how = f"run {parts} micro-batches of {rows // parts}, add their gradients up, update once"
-            yield Treatment(f"accumulate{parts}", how, f"accumulate{parts}")
+            how += "; BatchNorm then has the statistics of a micro-batch" if coupled else ""
+            yield Treatment(f"accumulate{parts}", how, f"accumulate{parts}", other_training=coupled)
     if case.accumulate == 1 and not rule.stops:
         how = "update each weight in its register_post_accumulate_grad_hook, and drop the gradient"
         yield Treatment(EARLY_UPDATE, how, EARLY_UPDATE)
