@@ -38,6 +38,7 @@ from magis.models.step_parts import recipe_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planning import plan, within_reserved
+from magis.planner.subject import Subject
 from magis.results import Case
 from magis.rewrite.moved_state import host_bytes
 from magis.runtime.measure import usable_memory, window_peak
@@ -140,12 +141,11 @@ def decoder(length: int) -> tuple[Any, ...]:
 def on_a_card(card: str, length: int) -> Iterator[str]:
     """The lines of the step that is planned for a simulated card."""
     make = from_function("llama-8b", partial(decoder, length), "adamw")
-    subject = Bench().subject(Case("llama-8b", "magis", card, "paper"), make)
     limit = usable_memory(card)
     for host in (0, 1 << 50):
-        subject.host_limit = host
+        subject = Bench().subject(Case("llama-8b", "magis", card, "paper", host_limit=host), make)
 
-        def search(target: int, left: float | None) -> Any:
+        def search(target: int, left: float | None, subject: Subject = subject) -> Any:
             return plan(
                 subject, memory_limit=target, latency_limit_ns=None, budget=None, seconds=left, seed=0, stored=None
             )
