@@ -97,11 +97,10 @@ def inside_families() -> None:
 
 def command(torch_release: str, transformers: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Return a command that runs this program under two releases, and its environment variables."""
-    from importlib.metadata import version
-
+    from pytest_magis.baselines import torch_release as installed_release
     from tools.compat import environment
 
-    same = version("torch").partition("+")[0] == torch_release
+    same = installed_release() == torch_release
     python = sys.executable if same else environment(torch_release, sys.executable, "")
     place = LIBRARIES / f"transformers-{transformers}"
     if not place.exists():

@@ -4,7 +4,7 @@ once, as eager runs it. Every list takes kernel launches of its own, which small
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,12 @@ def _with_eager_update(subject: Subject) -> Subject | None:
 
 def of_graph(copied: Subject) -> Subject:
     """Return a copied subject without what is cached of the graph that it plans."""
-    for each in _OF_GRAPH:
+    return without_cached(copied, _OF_GRAPH)
+
+
+def without_cached(copied: Subject, members: Iterable[str]) -> Subject:
+    """Return a copied subject without these cached members, and without what earlier searches found."""
+    for each in members:
         vars(copied).pop(each, None)
     copied.tried = TriedPlaces()
     copied.tried_briefly = TriedPlaces(least_ns=copied.tried.least_ns)

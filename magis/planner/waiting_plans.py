@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 from magis.planner.subject import Subject
-from magis.search.loop_places import TriedPlaces
+from magis.planner.update_lists import without_cached
 
 HURRIES = (1.5, 3.0, 8.0, 64.0)
 """Factors of the host link's speed that are tried."""
@@ -19,11 +19,6 @@ _OF_LINK = ("roofline", "_work")
 
 def with_hurry(subject: Subject, hurry: float) -> Subject:
     """Return the subject with a host link that is faster by this factor in searches."""
-    found = copy.copy(subject)
-    for each in _OF_LINK:
-        vars(found).pop(each, None)
+    found = without_cached(copy.copy(subject), _OF_LINK)
     found.hurry = hurry
-    found.tried = TriedPlaces()
-    found.tried_briefly = TriedPlaces(least_ns=found.tried.least_ns)
-    found.fronts = {}
     return found
